@@ -248,21 +248,13 @@ CUDA = (
     Fault(
         "cuda/chunked/diagonal_forward.cu", "{ value = s <= t ? value : 0.0f; }", "{ value = s < t ? value : 0.0f; }"
     ),
-    # Chunks of the delta rule
+    # Chunks of the delta rule, one after another
+    Fault("cuda/chunked/delta.cuh", "value *= -beta[s]; });", "value = -value; });"),
+    Fault("cuda/chunked/delta.cuh", "value *= beta[t];  // as the blocks before it need it", "value *= 1.0f;"),
     Fault(
-        "cuda/chunked/delta.cuh",
-        "inverse(lower + i - before, upper + j) = -value;",
-        "inverse(lower + i - before, upper + j) = value;",
-    ),
-    Fault(
-        "cuda/chunked/delta.cuh",
-        "[&](int s, int j) { return beta[s] * error(s, j); }",
-        "[&](int s, int j) { return error(s, j); }",
-    ),
-    Fault(
-        "cuda/chunked/delta.cuh",
-        "        __syncthreads();\n        invert(chunk);\n        __syncthreads();",
-        "        __syncthreads();\n        invert(chunk);",
+        "cuda/chunked/delta_forward.cu",
+        "        delta.invert_blocks(chunk);\n        if constexpr (Outputs)",
+        "        if constexpr (Outputs)",
     ),
     Fault(
         "cuda/chunked/delta_forward.cu",
@@ -277,6 +269,106 @@ CUDA = (
     Fault("cuda/chunked/delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
     Fault("cuda/chunked/delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
     Fault("cuda/chunked/delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
+    # Chunks of the delta rule, side by side: the local stage
+    Fault("cuda/chunked/system.cuh", "- beta[first + j] * x[j];", "- x[j];"),
+    Fault("cuda/chunked/system.cuh", "const int least = diagonal ? 0 : 1;", "const int least = 0;"),
+    Fault("cuda/chunked/delta_local.cu", "- beta[s] * value;", "- value;"),
+    Fault("cuda/chunked/delta_local.cu", "if (8 * e < first) continue;", "if (8 * e <= first) continue;"),
+    Fault("cuda/chunked/delta_local.cu", "for (int n = e; n < 2; ++n)", "for (int n = e; n < 1; ++n)"),
+    Fault(
+        "cuda/chunked/delta_local.cu",
+        "numbers[kReadBeta + thread] = beta * from;",
+        "numbers[kReadBeta + thread] = beta;",
+    ),
+    without("cuda/chunked/delta_local.cu", "            steps.keep_pairs(scores, true);\n"),
+    Fault(
+        "cuda/chunked/delta_local.cu",
+        "    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);\n    __syncthreads();",
+        "    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);",
+    ),
+    Fault(
+        "cuda/chunked/delta_local.cu",
+        "copy_rows(shared.k, Head<T>(k, batch, head, key, sizes.key_dim)",
+        "copy_rows(shared.k, Head<T>(k, batch, head, 0, sizes.key_dim)",
+    ),
+    # The walk
+    Fault("cuda/chunked/strips.cuh", "value[2 * j + i / 2][i % 2 * 2 + 1]", "value[2 * j + i % 2][i / 2 * 2 + 1]"),
+    Fault(
+        "cuda/chunked/strips.cuh",
+        "to.data + step * to.stride + 8 * half + 2 * member",
+        "to.data + step * to.stride + 2 * member",
+    ),
+    Fault("cuda/chunked/strips.cuh", "if (start + place < time && j < to.dim)", "if (start + place < time)"),
+    Fault("cuda/chunked/strips.cuh", "load_matrices<RowsInner>(b,", "load_matrices<!RowsInner>(b,"),
+    Fault(
+        "cuda/chunked/walk.cu",
+        "if (column / kTileRows <= row / kTileRows)",
+        "if (column / kTileRows < row / kTileRows)",
+    ),
+    Fault("cuda/chunked/walk.cu", "    __syncthreads();\n    x.clear();", "    x.clear();"),
+    Fault("cuda/chunked/walk.cu", "for (int p = 0; p < parts; ++p)", "for (int p = 1; p < parts; ++p)"),
+    Fault("cuda/chunked/walk.cu", "n % interval == 0)", "n % interval == 1)"),
+    Fault("cuda/chunked/walk.cu", "? w.first : w.others;", "? w.first : w.first;"),
+    Fault("cuda/chunked/walk.cu", "if (i > 0) __syncthreads();", ""),
+    Fault("cuda/chunked/walk.cu", "        copies_wait<0>();\n        __syncthreads();", "        copies_wait<0>();"),
+    Fault("cuda/chunked/walk.cu", "read.scale(steps + kReadBeta);", "read.scale(steps + kBeta);"),
+    Fault("cuda/chunked/walk.cu", "            found.scale(steps + kToEnd);\n", ""),
+    without("cuda/chunked/walk.cu", "            read.scale(steps + kToEnd);\n"),
+    without("cuda/chunked/walk.cu", "            given.scale(steps + kFromStart);\n"),
+    without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
+    without("cuda/chunked/walk.cu", "        state.each([&](int, int, float& x) { x *= whole; });\n"),
+    Fault(
+        "cuda/chunked/walk.cu",
+        "const int number = blockIdx.y + (Backward && w.probe ? 1 : 0);",
+        "const int number = blockIdx.y;",
+    ),
+    Fault("cuda/chunked/walk.cu", "first_key + place == column + j ? 1.0f", "place == column + j ? 1.0f"),
+    # Slices, segments of them, and the stages after the walk
+    Fault(
+        "cuda/chunked/delta_walk.cuh",
+        "const int begin = (backward ? slices - 1 - i : i) * plan.slice;",
+        "const int begin = i * plan.slice;",
+    ),
+    Fault("cuda/chunked/delta_walk.cuh", "        w.first = w.others = all;\n", ""),
+    Fault("cuda/chunked/tiles.cuh", "batch((slice.first_head + local) / sizes.heads)", "batch(local / sizes.heads)"),
+    Fault("cuda/chunked/delta_walk_forward.cu", "slice.begin > 0 ? last : nth_state", "false ? last : nth_state"),
+    Fault("cuda/chunked/delta_walk_forward.cu", "x *= shared.steps.from_start(t); });", "});"),
+    Fault(
+        "cuda/chunked/delta_walk_forward.cu",
+        "shared.steps.keep_pairs(scores, true);",
+        "shared.steps.keep_pairs(scores, false);",
+    ),
+    Fault("cuda/chunked/delta_walk_forward.cu", "updates + value * kSide, kSide,", "updates, kSide,"),
+    Fault(
+        "cuda/chunked/delta_walk_backward.cu",
+        "slice.begin / interval - 1), kept, 1};",
+        "slice.begin / interval), kept, 1};",
+    ),
+    Fault(
+        "cuda/chunked/delta_walk_backward.cu", "{slice.begin > 0 ? between : nth_state", "{false ? between : nth_state"
+    ),
+    Fault(
+        "cuda/chunked/delta_walk_backward.cu",
+        "add_to(shared.d_beta, by_strength, t, sum)",
+        "add_to(shared.d_beta, by_strength, t, -sum)",
+    ),
+    Fault("cuda/chunked/delta_walk_backward.cu", "value *= -steps.from_start(t); });", "value *= -1.0f; });"),
+    without(
+        "cuda/chunked/delta_walk_backward.cu",
+        "        multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.d_system, shared.k);\n",
+    ),
+    Fault(
+        "cuda/chunked/delta_walk_backward.cu",
+        "if constexpr (Gated) gradient.put_passing(passed);",
+        "if constexpr (Gated) gradient.put_passing(0.0f);",
+    ),
+    Fault(
+        "cuda/chunked/delta_walk_backward.cu",
+        "add_to(gradient.written(), dk, t, sum)",
+        "add_to(gradient.read(), dk, t, sum)",
+    ),
+    Fault("cuda/chunked/delta_walk_backward.cu", "if (!all_values) copy_values(value, values);", ""),
+    Fault("cuda/chunked/delta_walk_backward.cu", "if (value == 0 && !all_keys) {", "if (false) {"),
     # The same with decays of keys
     Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),
     Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),

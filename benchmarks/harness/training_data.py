@@ -7,18 +7,21 @@ import torch
 from fairseq.data import Dictionary, indexed_dataset
 
 LINE = 1000
-"""Words of a line of text."""
+"""Words of a line of text, with its end."""
 SOURCE, TARGET = "en", "de"
 
 
 def write_text(folder: Path, types: int, words: int, valid: int = 64) -> Path:
-    """Text of that many words, of so many types, to train a language model on; returns the folder of fairseq's data."""
+    """Text of that many words, line ends included, of so many types; returns the folder of fairseq's data.
+
+    So all batches can be of one size, and nothing has to be compiled twice.
+    """
     dictionary = _dictionary(types)
     dictionary.save(str(folder / "dict.txt"))
     random = np.random.default_rng(1)
     for split, size in (("train", words), ("valid", valid)):
         lengths = [LINE] * (size // LINE) + [size % LINE] * (size % LINE > 0)
-        _write(folder / split, dictionary, random, lengths)
+        _write(folder / split, dictionary, random, [length - 1 for length in lengths])
     return folder
 
 
@@ -44,7 +47,7 @@ def _dictionary(types: int) -> Dictionary:
 
 
 def _write(path: Path, dictionary: Dictionary, random: np.random.Generator, lengths: list[int]) -> None:
-    """Lines of these numbers of words, each with its end."""
+    """Lines of these numbers of words, and an end after each."""
     types = len(dictionary) - dictionary.nspecial
     # Word frequencies as in a language: by Zipf's law, without which an adaptive softmax would have no use.
     sums = np.cumsum(1 / np.arange(1, types + 1))

@@ -32,6 +32,9 @@ WAITING = 1 / 6
 """What a training takes of its memory while others have their turn, for its weights and averages: a guess."""
 
 
+SECONDS_TO_END = 10.0
+
+
 class Lost(Exception):
     """A training that takes no part any more: its status, and the reason."""
 
@@ -75,7 +78,9 @@ class Trainee:
         return found
 
     def end(self) -> None:
-        """Ends its process."""
+        """Ends its process; by force, if it does not end by itself."""
+        self.tell("end", 0)
+        self._process.join(SECONDS_TO_END)
         self._process.kill()
         self._process.join()
 

@@ -69,7 +69,7 @@ class Part:
             return write_pairs(
                 folder, types, 1 + updates * (200 if quick else self.batch * self.length) // words, words
             )
-        return write_text(folder, types, (2 * 16 if quick else self.batch * self.length) * updates + 1)
+        return write_text(folder, types, (2 * 16 if quick else self.batch * self.length) * updates)
 
     def flags_of(self, model: str, implementation: str, backend: str, quick: bool) -> list[str]:
         """What fairseq-train is told of model and batch."""

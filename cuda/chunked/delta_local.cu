@@ -11,6 +11,12 @@
 namespace fairseq_fastweights {
 namespace {
 
+// As the walk multiplies by it: in one pass it is rounded here, once.
+template <typename T>
+__device__ __forceinline__ float as_right_factor(float x) {
+    return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
+}
+
 template <typename T, bool Gated>
 struct LocalLayout {
     Matrix<T> q, k;
@@ -97,6 +103,7 @@ __global__ void __launch_bounds__(kTileThreads)
         write_tile(products, shared.products);
         if constexpr (Backward) {
             steps.keep_pairs(scores, true);
+            scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_tile(scores, Matrix<Factor<T>>{slice.scores + index * kSide * kSide, kSide});
         }
     }
@@ -118,7 +125,7 @@ __global__ void __launch_bounds__(kTileThreads)
     find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
     float* const to = slice.inverse + index * kSide * kSide + warp * kTileRows;
     inverse.each([&](int t, int s, float& value) {
-        if (t >= warp * kTileRows) to[t * kSide + s] = value;
+        if (t >= warp * kTileRows) to[t * kSide + s] = as_right_factor<T>(value);
     });
 }
 

@@ -115,8 +115,8 @@ struct Strip {
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Where both
-// are 16 bits the left factor is rounded to them, else all is multiplied in tf32.
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the
+// left factor is rounded to it, else all is multiplied in tf32, in one pass with a right factor that is exact in it.
 template <int Passes, bool RowsInner, Part Which = Part::kAll, int N, int M, typename T>
 __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Matrix<T>& right) {
     const int lane = warp_lane();
@@ -150,12 +150,16 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
             for (int n = 0; n < N; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 const int column = 8 * n + group;
-                if constexpr (RowsInner) {
-                    factor.multiply(sums.value[n], right.get(inner, column), right.get(inner + 1, column));
-                } else {
-                    const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
-                    factor.multiply(sums.value[n], widen<float>(pair.x), widen<float>(pair.y));
-                }
+                Pair<T> pair;
+                if constexpr (RowsInner)
+                    pair = {right(inner, column), right(inner + 1, column)};
+                else
+                    pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
+                const float first = widen<float>(pair.x), second = widen<float>(pair.y);
+                if constexpr (Passes == 1)
+                    factor.multiply_exact(sums.value[n], first, second);
+                else
+                    factor.multiply(sums.value[n], first, second);
             }
         }
     }

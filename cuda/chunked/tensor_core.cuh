@@ -391,6 +391,10 @@ struct KeptFactor {
             mma_tf32(sums, big, b_big);
         }
     }
+    // Likewise with numbers that tf32 holds exactly.
+    __device__ __forceinline__ void multiply_exact(float (&sums)[4], float first, float second) const {
+        mma_tf32(sums, big, {__float_as_uint(first), __float_as_uint(second)});
+    }
 };
 
 // ---- Matrices in shared memory -----------------------------------------------------------------------------------

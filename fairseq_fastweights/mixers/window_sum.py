@@ -18,7 +18,7 @@ from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
-from fairseq_fastweights.mixers.windows import in_blocks, last
+from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
 from fairseq_fastweights.ops.autocast import without_autocast
 
 
@@ -155,7 +155,13 @@ class WindowSum(MemoryAttention):
             keys, values = shared(k, self.num_heads, 1), shared(v, self.num_heads, 1)
             out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
             return self._project_out(out.transpose(1, 2), text), after | {"state": before["state"]}
-        out, weight = self._window(q, k, v, before, seen)
+        if time == 1:  # whose window is what is kept
+            ages = torch.arange(self.window - 1, -1, -1, device=text.device)
+            blocks = Blocks(q, after["keys"], after["values"], (ages <= seen)[:, None], (len(q), 1, 1))
+        else:
+            past = before["keys"][:, :, 1:], before["values"][:, :, 1:]
+            blocks = in_blocks(q, k, v, *past, seen.clamp(max=self.window - 1))
+        out, weight = self._window(blocks)
         leaving = seen[:, first:] >= self.window
         if lengths is not None:
             leaving = leaving & ~beyond(time, lengths).t()[:, first:]
@@ -178,16 +184,14 @@ class WindowSum(MemoryAttention):
             "state": v.new_zeros(batch, self.num_heads, self.feature_map.output_dim, self.head_dim + 1, dtype=dtype),
         }
 
-    def _window(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def _window(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """The window's weighted values, (batch, heads, time, head_dim), and the sum of its weights, (..., 1).
 
         The largest weight is g, so that the sum never vanishes.
         """
-        past_k, past_v = (before[name][:, :, 1:] for name in ("keys", "values"))
-        blocks = in_blocks(q, k, v, past_k, past_v, seen.clamp(max=self.window - 1))
         size, dim, heads = blocks.q.shape[2], self.head_dim, blocks.k.shape[1]
-        precise = ops.state_dtype(q.dtype)
-        with without_autocast(q):  # which would run products of matrices in half precision
+        precise = ops.state_dtype(blocks.q.dtype)
+        with without_autocast(blocks.q):  # which would run products of matrices in half precision
             # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
             queries = blocks.q.unflatten(1, (heads, self.num_heads // heads)).flatten(2, 3).to(precise)
             scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)

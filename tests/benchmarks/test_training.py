@@ -50,8 +50,8 @@ def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_pat
     trainee.train(training_of(part, model, implementation, tmp_path), Stretches(asking, "cpu"))
     loaded, timed, profiled = asking.answers
     assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
-    largest = PARTS[part].batch * 200 if PARTS[part].translates else 2 * 16
-    assert 2 <= timed["words"] <= 2 * largest and 1 <= profiled["words"] <= largest
+    if not PARTS[part].translates:  # whose batches are of any size
+        assert (timed["words"], profiled["words"]) == (2 * 2 * 16, 2 * 16)
     assert 50 < profiled["operators"] < 600 and "kernels" not in profiled
 
 

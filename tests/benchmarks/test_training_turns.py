@@ -11,7 +11,7 @@ import training
 from harness import training_turns
 from harness.timing import Budget
 from harness.training_turns import Lost, groups
-from harness.trainings import COMPILED, FLA, PARTS, PLUGIN, Training
+from harness.trainings import COMPILED, FLA, PARTS, PLUGIN, STOCK, Training
 
 
 def named(name: str) -> Training:
@@ -139,7 +139,8 @@ def test_the_contestants_of_all_parts_come_before_the_others(tmp_path: Path, mon
     expected = [(name, *pair) for name in parts for pair in PARTS[name].contestants]
     expected += [(name, *pair) for name in parts for pair in PARTS[name].others]
     assert [(each.part, each.model, each.implementation) for each in found] == expected
-    assert all("--compile" in each.flags for each in found if each.implementation == COMPILED)
+    for implementation, option in ((COMPILED, "--compile"), (STOCK, "--use-old-adam")):
+        assert all((option in each.flags) == (each.implementation == implementation) for each in found)
     assert "no training is left" in run("training", "--quick", "--parts", "demo", "--models", "mamba")
 
 
