@@ -13,7 +13,7 @@ from common.devices import VARIABLE, Devices
 from common.locks import Holder, Lock, take
 from common.steps import Process, Runner, Step, StepError, Turn
 
-_ASKED = 5.0
+ASKED = 5.0
 """Seconds until a lock that another process has is asked for again."""
 
 
@@ -94,7 +94,7 @@ class RowRunner(Runner):
         """Whether this process has the folder, or gets it now."""
         if folder in self._held:
             return True
-        if time.monotonic() - self._others.get(folder, (-inf,))[0] < _ASKED:
+        if time.monotonic() - self._others.get(folder, (-inf,))[0] < ASKED:
             return False
         found = take(lock_of(folder))
         if isinstance(found, Holder):
