@@ -112,6 +112,7 @@ setup(
         "eval": ["accelerate", "lm-eval==0.4.13", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
+        "logging": ["tensorboard", "wandb"],
     },
     cmdclass={"bdist_wheel": WheelForEveryPython, "build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,

@@ -96,8 +96,8 @@ def _run_rows(arguments: list[str]) -> int:
         description="Trains and scores rows of a table with several seeds, and adds the results to a ledger. Rows that "
         "the ledger has are skipped, and interrupted ones continue. The same command may run several times at once, on "
         "several machines that share the folders: each takes rows that no other is at work on.",
-        usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--estimate | "
-        "--no-estimate] [-- OPTION ... [-- OPTION ...]]",
+        usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--print | "
+        "--estimate | --no-estimate] [-- OPTION ... [-- OPTION ...]]",
         epilog="After -- options of fairseq-train, which override the rows'; of them --cpu and --num-workers reach "
         "scoring, too. After a second -- options of fairseq-eval-lm or fairseq-generate, which score. Each run gets as "
         "many GPUs as the variable GPUS says (default 1).",
@@ -114,6 +114,7 @@ def _run_rows(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=positive, metavar="N", help=jobs)
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="the ledger (default: OUT/ledger.jsonl)")
     estimates = parser.add_mutually_exclusive_group()
+    estimates.add_argument("--print", action="store_true", help="print the commands of all rows and seeds, run nothing")
     estimates.add_argument("--estimate", action="store_true", help="only estimate how long it would take")
     estimates.add_argument("--no-estimate", action="store_true", help="begin without an estimate")
     options = parser.parse_args(words)
@@ -125,6 +126,10 @@ def _run_rows(arguments: list[str]) -> int:
             _find("ROW", row, table.rows)
         places = Places(options.data, options.out, options.source)
         runs = plan(options.table, table, rows, options.seeds, places, given, scoring=scoring)
+        if options.print:
+            calls = (shlex.join(call.words) for run in runs for call in (run.training, *run.evaluations))
+            print("\n".join(dict.fromkeys(calls)))
+            return
         ledger = options.ledger or options.out / "ledger.jsonl"
         run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate, not options.no_estimate)
 
