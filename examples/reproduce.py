@@ -96,8 +96,8 @@ def _run_rows(arguments: list[str]) -> int:
         description="Trains and scores rows of a table with several seeds, and adds the results to a ledger. Rows that "
         "the ledger has are skipped, and interrupted ones continue. The same command may run several times at once, on "
         "several machines that share the folders: each takes rows that no other is at work on.",
-        usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--print | "
-        "--estimate | --no-estimate] [-- OPTION ... [-- OPTION ...]]",
+        usage="%(prog)s TABLE DATA OUT [--source SOURCE] [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger "
+        "FILE] [--print | --estimate | --no-estimate] [-- OPTION ... [-- OPTION ...]]",
         epilog="After -- options of fairseq-train, which override the rows'; of them --cpu and --num-workers reach "
         "scoring, too. After a second -- options of fairseq-eval-lm or fairseq-generate, which score. Each run gets as "
         "many GPUs as the variable GPUS says (default 1).",

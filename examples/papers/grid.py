@@ -176,6 +176,8 @@ def _run(
     what `Entry.inputs` is of.
     """
     start = source.places.out / BEST if source else places.source
+    if checked and row.recipe.sources and start is None:
+        raise RowError(f"SOURCE is not given; {table} {name} starts from a model, which --source must name")
     here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
