@@ -113,6 +113,7 @@ setup(
         "gguf": ["gguf", "safetensors", "transformers>=5"],
         "examples": ["matplotlib", "num2words", "sacrebleu", "sacremoses", "sentencepiece", "subword-nmt"],
         "huggingface": ["accelerate", "safetensors", "transformers>=5"],
+        "logging": ["tensorboard", "wandb"],
     },
     cmdclass={"bdist_wheel": WheelForEveryPython, "build": BuildWithNative, "build_native": BuildNative},
     distclass=BinaryDistribution,

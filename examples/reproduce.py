@@ -37,7 +37,6 @@ from typing import Any, BinaryIO
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common.command_line import positive, run_to_the_end
-from common.commands import cores
 from common.fairseq_logs import parse_training
 from common.files import open_new, open_to_append, write_whole
 from common.identity import difference, first_line, identity, noted_in
@@ -94,15 +93,17 @@ def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
 
 def _run_rows(arguments: list[str]) -> int:
     """Reads what follows `run`, and does it; returns the exit status."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    words, given = arguments[:at], arguments[at + 1 :]
+    words, given, scoring = _parted(arguments)
     parser = argparse.ArgumentParser(
         prog="reproduce.py run",
         description="Trains and scores rows of a table with several seeds, and adds the results to a ledger. Rows that "
-        "the ledger has are skipped, and interrupted ones continue.",
-        usage="%(prog)s TABLE DATA OUT [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger FILE] [--estimate] "
-        "[-- OPTION ...]",
-        epilog="After -- options of fairseq-train, which override the rows'.",
+        "the ledger has are skipped, and interrupted ones continue. The same command may run several times at once, on "
+        "several machines that share the folders: each takes rows that no other is at work on.",
+        usage="%(prog)s TABLE DATA OUT [--source SOURCE] [--rows ROW ...] [--seeds N ...] [--jobs N] [--ledger "
+        "FILE] [--print | --estimate | --no-estimate] [-- OPTION ... [-- OPTION ...]]",
+        epilog="After -- options of fairseq-train, which override the rows'; of them --cpu and --num-workers reach "
+        "scoring, too. After a second -- options of fairseq-eval-lm or fairseq-generate, which score. Each run gets as "
+        "many GPUs as the variable GPUS says (default 1).",
     )
     parser.add_argument("table", metavar="TABLE", choices=ALL, help=", ".join(ALL))
     parser.add_argument("data", type=Path, metavar="DATA", help="the folder that the experiment's prepare.sh made")
@@ -112,9 +113,13 @@ def _run_rows(arguments: list[str]) -> int:
         "--seeds", nargs="+", type=positive, default=[], metavar="N", help="seeds (default: the table's)"
     )
     parser.add_argument("--source", type=Path, metavar="SOURCE", help="the model that conversions start from")
-    parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help="runs at a time, one thread each")
+    jobs = "runs at a time (default: as many as there are GPUs for; on a CPU as there are cores, with a thread each)"
+    parser.add_argument("--jobs", type=positive, metavar="N", help=jobs)
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="the ledger (default: OUT/ledger.jsonl)")
-    parser.add_argument("--estimate", action="store_true", help="only estimate how long it would take")
+    estimates = parser.add_mutually_exclusive_group()
+    estimates.add_argument("--print", action="store_true", help="print the commands of all rows and seeds, run nothing")
+    estimates.add_argument("--estimate", action="store_true", help="only estimate how long it would take")
+    estimates.add_argument("--no-estimate", action="store_true", help="begin without an estimate")
     options = parser.parse_args(words)
 
     def work() -> None:
@@ -123,11 +128,27 @@ def _run_rows(arguments: list[str]) -> int:
         for row in rows:
             _find("ROW", row, table.rows)
         places = Places(options.data, options.out, options.source)
-        runs = plan(options.table, table, rows, options.seeds, places, given)
+        runs = plan(options.table, table, rows, options.seeds, places, given, scoring=scoring)
+        if options.print:
+            calls = (shlex.join(call.words) for run in runs for call in (run.training, *run.evaluations))
+            print("\n".join(dict.fromkeys(calls)))
+            return
         ledger = options.ledger or options.out / "ledger.jsonl"
-        run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate)
+        run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate, not options.no_estimate)
 
     return run_to_the_end(work, RowError)
+
+
+def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """What comes before the first `--`, between that and a second one, and after it."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == "--" and len(parts) < 3:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    first, second, third, *_ = [*parts, [], []]
+    return first, second, third
 
 
 def _report(arguments: list[str]) -> int:

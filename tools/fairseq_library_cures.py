@@ -6,6 +6,7 @@ Each row of a cure: a file, what stands there, and what takes its place (`fairse
 _ATTENTION = "fairseq/modules/multihead_attention.py"
 _FILES = "fairseq/file_io.py"
 _DROPOUT = "fairseq/modules/fairseq_dropout.py"
+_PROGRESS = "fairseq/logging/progress_bar.py"
 
 LIBRARY_CURES: dict[str, list[tuple[str, str, str]]] = {
     # Masks of bytes, which fairseq's attention documents; torch >= 2 takes them no longer.
@@ -72,6 +73,80 @@ class FairseqDropout(''',
                 if x.device.type == "cpu" and not torch.compiler.is_compiling():
                     return drop_out(x, self.p)
             return F.dropout(""",
+        ),
+    ],
+    # wandb and TensorBoard were imported by every command, wherever they are installed: a second more, and the end of it
+    # if that fails, as of a release that does not fit what else is installed.
+    "recorders_when_asked_for": [
+        (
+            _PROGRESS,
+            """try:
+    _tensorboard_writers = {}
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        SummaryWriter = None
+""",
+            """_tensorboard_writers = {}
+SummaryWriter = None
+""",
+        ),
+        (
+            _PROGRESS,
+            """        if SummaryWriter is None:
+            logger.warning(
+                "tensorboard not found, please install with: pip install tensorboard"
+            )
+""",
+            """        global SummaryWriter
+        if SummaryWriter is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except Exception as error:
+                try:
+                    from tensorboardX import SummaryWriter
+                except Exception:
+                    logger.warning(
+                        f"tensorboard_logdir is {tensorboard_logdir}, but tensorboard cannot be "
+                        f"imported and nothing is written there: {error}; pip install tensorboard"
+                    )
+""",
+        ),
+        (
+            _PROGRESS,
+            """try:
+    import wandb
+except ImportError:
+    wandb = None
+""",
+            "wandb = None\n",
+        ),
+        # Each validation began a run, of which wandb left an empty folder before it returned the one that there was.
+        (
+            _PROGRESS,
+            """        if wandb is None:
+            logger.warning("wandb not found, pip install wandb")
+            return
+
+        # reinit=False to ensure if wandb.init() is called multiple times
+        # within one process it still references the same run
+        wandb.init(project=wandb_project, reinit=False, name=run_name)
+""",
+            """        global wandb
+        if wandb is None:
+            try:
+                import wandb
+            except Exception as error:
+                logger.warning(
+                    f"wandb_project is {wandb_project}, but wandb cannot be imported and nothing "
+                    f"is sent there: {error}; pip install wandb"
+                )
+                return
+        if wandb.run is None:
+            wandb.init(project=wandb_project, name=run_name)
+""",
         ),
     ],
 }

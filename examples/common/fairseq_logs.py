@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+_GPU = re.compile(r"rank +(\d+): capabilities = .*? total memory = ([\d.]+) GB ; name = (.*?) *$", re.MULTILINE)
+_BACKEND = re.compile(r"\| (\w+) \| [\w.]+ \| fast weight rules run by ([^;\n]+)")
 _JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*)$", re.MULTILINE)
 
 
@@ -19,7 +21,9 @@ class Training:
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
     that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
     medians of the reports. `seconds`: that its updates took, all parts of an interrupted training together. `finished`:
-    whether the training came to the end.
+    whether the training came to the end. `gpus`: the name of each, of the last part. `gpu_memory`: GiB that torch had
+    of the first GPU at most, in the updates that were reported. `backends`: what the fast weight rules ran by;
+    `without_kernels`, those of them that took the place of kernels which were missing.
     """
 
     parameters: int | None = None
@@ -29,11 +33,15 @@ class Training:
     updates_per_second: float | None = None
     seconds: float = 0.0
     finished: bool = False
+    gpus: list[str] = field(default_factory=list)
+    gpu_memory: float | None = None
+    backends: list[str] = field(default_factory=list)
+    without_kernels: list[str] = field(default_factory=list)
 
 
 def parse_training(log: str) -> Training:
     """Reads what there is, which may be nothing."""
-    training, speeds, steps = Training(), [], []
+    training, speeds, steps, free = Training(), [], [], []
     if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
         training.parameters = int(parameters[-1].replace(",", ""))
     last = 0
@@ -49,8 +57,17 @@ def parse_training(log: str) -> Training:
                 speeds.append(float(values["wps"]))
                 steps.append(float(values.get("ups", 0)))
                 training.seconds += float(values.get("train_wall", 0))
+                free += [float(values["gb_free"])] if "gb_free" in values else []
     if speeds:
         training.speed, training.updates_per_second = median(speeds), median(steps)
+    workers = re.findall(r"CUDA enviroments for all (\d+) workers", log)
+    gpus = {int(rank): (name, float(memory)) for rank, memory, name in _GPU.findall(log)}
+    training.gpus = [gpus[rank][0] for rank in range(int(workers[-1])) if rank in gpus] if workers else []
+    if free and 0 in gpus:
+        training.gpu_memory = round(gpus[0][1] - min(free), 1)
+    ran = list(dict.fromkeys(_BACKEND.findall(log)))
+    training.backends = list(dict.fromkeys(backend for _, backend in ran))
+    training.without_kernels = [backend for level, backend in ran if level == "WARNING"]
     # Of the last call: it may go on where one before it ended.
     training.finished = "| done training in " in log[last:]
     return training

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     """Appends a line, which is on the disk when this returns. A half line that a crash left is removed first. Raises
     OSError if it cannot be written, or the file is a link.
     """
-    drop_half_line(path)
     line = (json.dumps(value) + "\n").encode()
     with open_to_append(path) as file:
+        with suppress(OSError):  # a file system without such locks
+            fcntl.lockf(file, fcntl.LOCK_EX)  # what another process is writing is no half line
+        _drop_half_line(file)
         if file.write(line) != len(line):
             raise OSError(f"{path} could not be written whole: is the disk full?")
         os.fsync(file.fileno())
@@ -28,13 +33,17 @@ def drop_half_line(path: Path) -> bool:
     if not path.exists():
         return False
     with open_to_append(path) as file:
-        file.seek(0)
-        text = file.read()
-        whole = text.rfind(b"\n") + 1
-        if whole == len(text):
-            return False
-        file.truncate(whole)
-        os.fsync(file.fileno())
+        return _drop_half_line(file)
+
+
+def _drop_half_line(file: FileIO) -> bool:
+    file.seek(0)
+    text = file.read()
+    whole = text.rfind(b"\n") + 1
+    if whole == len(text):
+        return False
+    file.truncate(whole)
+    os.fsync(file.fileno())
     return True
 
 

@@ -17,9 +17,10 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, TextIO
 
 from common.files import open_to_append, write_whole
 from common.interruptions import undisturbed
+from common.screen import Screen
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
 _TAIL = 20_000
@@ -75,6 +77,11 @@ class Step:
         """The result of the finished step; None if it is not finished."""
         mark = read_json(self.folder / DONE)
         return mark["result"] if mark.get("key") == self.key else None
+
+    def peak_memory(self) -> float | None:
+        """GiB that the largest of the finished step's processes had at once; None where it is not noted."""
+        found = read_json(self.folder / DONE).get("peak_memory")
+        return found if isinstance(found, float) and found > 0 else None
 
     def finished_result(self) -> dict[str, Any]:
         """The result of a step that must be finished."""
@@ -137,13 +144,14 @@ def _broken_checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*.pt") if not zipfile.is_zipfile(path)]
 
 
-class _Process:
+class Process:
     """A step at work."""
 
     def __init__(self, step: Step, cwd: Path, environment: dict[str, str], keep_open: Sequence[int]) -> None:
         self.step = step
         self.resumed = step.prepare_folder()
         self.started = time.monotonic()
+        self.peak_memory = 0.0
         # A pipe that nobody writes to: it ends when the last of the processes that the command started is gone.
         self.alive, held = os.pipe()
         with open_to_append(step.log) as log:
@@ -169,10 +177,10 @@ class _Process:
         """Asks it, and what it started (workers that load data), to end."""
         self._signal(signal.SIGTERM)
 
-    def stop(self) -> None:
-        """Waits until all of it is gone, which must have been asked for, but not for ever."""
+    def stop(self, patience: float) -> None:
+        """Waits until all of it is gone, which must have been asked for, but no more than so many seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(timeout=10)
+            self.popen.wait(timeout=patience)
         self._signal(signal.SIGKILL)
         self.popen.wait()
         select.select([self.alive], [], [], 10)
@@ -181,6 +189,15 @@ class _Process:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
+
+    def has_ended(self) -> bool:
+        """Whether it has; then it is also known how much memory it took."""
+        if self.popen.returncode is None:
+            process, status, usage = os.wait4(self.popen.pid, os.WNOHANG)
+            if process:
+                self.popen.returncode = os.waitstatus_to_exitcode(status)
+                self.peak_memory = usage.ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+        return self.popen.returncode is not None
 
     def finish(self) -> dict[str, Any]:
         """Marks the step as done, if it is; raises StepError if it failed."""
@@ -191,55 +208,42 @@ class _Process:
         if code == 0:
             try:
                 result = self.step.read_result(log)
-                write_json(self.step.folder / DONE, {"key": self.step.key, "result": result})
+                mark = {"key": self.step.key, "result": result, "peak_memory": self.peak_memory}
+                write_json(self.step.folder / DONE, mark)
                 return result
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 reason = str(error)
         end = "\n".join(f"  | {line}" for line in log.splitlines()[-8:])
         hint = f"; remove {self.step.folder} to begin it anew" if self.resumed else ""
         raise StepError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
 
 
-class Screen:
-    """Lines that stay, and below them, on a terminal, lines that change; a log gets only those that stay."""
+@dataclass(frozen=True)
+class Turn:
+    """What a step gets when it begins.
 
-    def __init__(self, output: TextIO) -> None:
-        self.output = output
-        self._live_lines = 0
+    `environment`: variables of its own. `keep_open`: file descriptors that it inherits. `told`: what of that people
+    should know.
+    """
 
-    def say(self, text: str) -> None:
-        """Prints something that stays."""
-        self.clear()
-        print(text, file=self.output, flush=True)
-
-    def show(self, lines: Iterable[str]) -> None:
-        """Puts these in the place of the lines that change."""
-        if not self.output.isatty():
-            return
-        self.clear()
-        width = shutil.get_terminal_size().columns - 1
-        for line in lines:
-            print(f"> {line}"[:width], file=self.output)
-            self._live_lines += 1
-        self.output.flush()
-
-    def clear(self) -> None:
-        """Takes them away."""
-        if self._live_lines:
-            print(f"\x1b[{self._live_lines}F\x1b[J", end="", file=self.output, flush=True)
-            self._live_lines = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    keep_open: Sequence[int] = ()
+    told: str = ""
 
 
 class Runner(Screen):
     """Runs steps, several at a time, each after those that it uses.
 
     The first command of each program is shown whole, of others what differs from it. A terminal has a line for each
-    that is running, which says how far it has come.
+    that is running, which says how far it has come. The methods from `begin` on say what else decides.
 
     `cwd`: where the commands run. `slots`: how many at a time. `output`: where all of that goes. `environment`:
     variables for the commands, printed with them. `keep_open`: file descriptors that the commands inherit. `finished`:
-    is told of each step that has been run to its end.
+    is told of each step that has been run to its end. `pause`, `patience`: seconds between two looks at the commands,
+    and that one may take to end when it is asked to.
     """
+
+    pause, patience = 0.25, 10.0
 
     def __init__(
         self,
@@ -268,57 +272,96 @@ class Runner(Screen):
                 waiting.append(step)
             else:
                 self.say(f"{step.title}: done before")
-        running: list[_Process] = []
+        running: list[Process] = []
         try:
             while waiting or running:
-                for step in [step for step in waiting if all(s.result() is not None for s in step.after)]:
-                    if len(running) < self.slots:
+                for step in list(waiting):
+                    if len(running) >= self.slots:
+                        break
+                    if all(s.result() is not None for s in step.after) and (turn := self.begin(step)):
                         waiting.remove(step)
-                        with undisturbed():  # or it could run on with nobody who knows of it
-                            running.append(_Process(step, self.cwd, self.environment, self.keep_open))
-                        self._announce(running[-1])
+                        self._start(step, turn, running)
                 self.show(process.describe() for process in running)
-                time.sleep(0.25)
-                for process in [process for process in running if process.popen.poll() is not None]:
+                time.sleep(self.pause)
+                for process in [process for process in running if process.has_ended()]:
                     running.remove(process)
-                    process.finish()
-                    self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
-                    self.finished(process.step)
+                    self._finish(process)
+                waiting = self.remaining(waiting, running)
         finally:
             with undisturbed():
                 self.clear()
                 for process in running:
                     process.ask_to_stop()
                 for process in running:
-                    process.stop()
+                    process.stop(self.patience)
 
-    def _announce(self, process: _Process) -> None:
-        goes_on = ": goes on where it was" if process.resumed else ""
+    def begin(self, step: Step) -> Turn | None:
+        """What a step gets for which there is a slot; None if it cannot begin yet."""
+        return Turn()
+
+    def fail(self, step: Step, error: StepError) -> None:
+        """What comes of a step that failed: the error ends all."""
+        raise error
+
+    def remaining(self, waiting: list[Step], running: Sequence[Process]) -> list[Step]:
+        """Those of the steps that wait which are still to be run."""
+        return waiting
+
+    def _start(self, step: Step, turn: Turn, running: list[Process]) -> None:
+        environment, keep_open = self.environment | turn.environment, [*self.keep_open, *turn.keep_open]
+        try:
+            with undisturbed():  # or it could run on with nobody who knows of it
+                running.append(process := Process(step, self.cwd, environment, keep_open))
+        except OSError as error:
+            self.fail(step, StepError(f"{step.title} failed: {error}"))
+        else:
+            self._announce(process, turn)
+
+    def _finish(self, process: Process) -> None:
+        step = process.step
+        try:
+            process.finish()
+        except StepError as error:
+            self.fail(step, error)
+        else:
+            self.say(f"{step.title}: done ({time.monotonic() - process.started:.0f} s)")
+            self.finished(step)
+
+    def _announce(self, process: Process, turn: Turn) -> None:
+        goes_on = (": goes on where it was" if process.resumed else "") + turn.told
         step = process.step
         first = self._shown.setdefault(Path(step.command[0]).name, step)
         # Another script of Python's has nothing in common with it.
         known = first is not step and any(group in first.groups for group in step.groups)
-        self.say(f"{step.title}{goes_on}\n{step.difference(first) if known else step.shell_command(self.environment)}")
+        environment = self.environment | turn.environment
+        self.say(f"{step.title}{goes_on}\n{step.difference(first) if known else step.shell_command(environment)}")
+
+
+def mark(folder: Path, name: str) -> Path:
+    """Makes `folder`, for results, and in it the file `name`, which marks it as made by this demo; returns that file.
+
+    Raises StepError if the folder holds files but no such mark.
+    """
+    marked = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another process may be making it now: the mark first.
+        if not marked.exists() and any(folder.iterdir()) and not marked.exists():
+            raise StepError(f"{folder} holds other files; choose a new or an empty folder with --out")
+        marked.touch()
+    except OSError as error:
+        raise StepError(f"cannot use {folder} for the results: {error.strerror}") from error
+    return marked
 
 
 @contextmanager
 def claim(folder: Path, name: str) -> Iterator[int]:
     """Makes `folder` and keeps other runs out of it.
 
-    `folder`: for the results. `name`: of a file that marks the folder as made by this demo. Yields a descriptor. Others
-    stay out as long as a process that inherited it lives, should this one be killed. Raises StepError if another run
-    has it, or it holds files but no such mark.
+    `folder`, `name`: as of `mark`. Yields a descriptor. Others stay out as long as a process that inherited it lives,
+    should this one be killed. Raises StepError if another run has it, or `mark` does.
     """
-    mark = folder / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not mark.exists():
-            if any(folder.iterdir()):
-                raise StepError(f"{folder} holds other files; choose a new or an empty folder with --out")
-            mark.touch()
-        descriptor = os.open(mark, os.O_RDONLY)
-    except OSError as error:
-        raise StepError(f"cannot use {folder} for the results: {error.strerror}") from error
+    descriptor = os.open(mark(folder, name), os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,9 +12,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.commands import one_thread
+from common.commands import cores, one_thread
+from common.devices import VARIABLE, Devices, visible
 from common.fairseq_logs import describe_training, parse_training
-from common.steps import BEGUN, Runner, Step, StepError, claim, read_json
+from common.locks import Lock, take
+from common.steps import BEGUN, Step, StepError, mark, read_json
 
 from papers import SCALED, TABLES
 from papers.ledger import (
@@ -24,9 +26,11 @@ from papers.ledger import (
     command_lines,
     data_digest,
     inputs_digest,
+    precision,
     read_ledger,
 )
-from papers.rows import BEST, Call, Places, Row, RowError, Table
+from papers.row_runner import RowRunner, lock_of
+from papers.rows import BEST, Call, Places, Row, RowError, Table, positive
 
 MARK = "made-by-reproduce"
 TRIED = 12
@@ -82,6 +86,13 @@ class Run:
             **told,
             seconds=train["seconds"],
             parameters=train["parameters"],
+            gpu=train.get("gpu", ""),
+            gpus=train.get("gpus", 0),
+            precision=precision(self.training.words),
+            words_per_second=train.get("words_per_second"),
+            memory_gib=train.get("gpu_memory") or self.steps[0].peak_memory(),
+            backends=train.get("backends", []),
+            without_kernels=train.get("without_kernels", []),
             inputs=self.inputs,
             scores={name: value for scores in evaluations for name, value in scores.items()},
             valid=train["valid"],
@@ -97,12 +108,13 @@ def plan(
     places: Places,
     options: Sequence[str] = (),
     checked: bool = True,
+    scoring: Sequence[str] = (),
 ) -> list[Run]:
     """The runs of these rows, those of the first seed first.
 
     `seeds`: for each row; the table's if there are none. `places`: `out` is for all of them. `options`: of
-    fairseq-train. `checked`: whether the folders must hold what a training needs. Raises RowError if a row cannot be
-    run so.
+    fairseq-train; `scoring`: of the programs that score. `checked`: whether the folders must hold what a training
+    needs. Raises RowError if a row cannot be run so.
     """
     found = {}
     for row in rows:
@@ -122,7 +134,7 @@ def plan(
         first = runs.get((table.rows[row].source or "", 1))
         trained = {run.places.out: run.steps[0] for run in runs.values()}
         runs[row, seed] = _run(
-            name, row, table.rows[row], seed, places, options, checked, first, trained, learned, inputs
+            name, row, table.rows[row], seed, places, options, scoring, checked, first, trained, learned, inputs
         )
     return list(runs.values())
 
@@ -152,6 +164,7 @@ def _run(
     seed: int,
     places: Places,
     options: Sequence[str],
+    scoring: Sequence[str],
     checked: bool,
     source: Run | None,
     trained: Mapping[Path, Step],
@@ -163,10 +176,12 @@ def _run(
     what `Entry.inputs` is of.
     """
     start = source.places.out / BEST if source else places.source
+    if checked and row.recipe.sources and start is None:
+        raise RowError(f"SOURCE is not given; {table} {name} starts from a model, which --source must name")
     here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
-    evaluations = row.recipe.evaluations(here, [], env)
+    evaluations = row.recipe.evaluations(here, [*_machine_options(options), *scoring], env)
     if _device() == "gpu":
         training, *evaluations = map(_without_cpu, (training, *evaluations))
     if checked:
@@ -209,14 +224,33 @@ def _without_cpu(call: Call) -> Call:
     return replace(call, words=[word for word in call.words if word != "--cpu"])
 
 
+def _machine_options(options: Sequence[str]) -> list[str]:
+    """Those of a training's options that say with what a program runs, not what it computes."""
+    found = [["--cpu"] for word in options if word == "--cpu"][:1]
+    for at, word in enumerate(options):
+        if word.split("=")[0] == "--num-workers":
+            found.append(list(options[at : at + (1 if "=" in word else 2)]))
+    return [word for words in found for word in words]
+
+
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
     """What a training that has ended left, of which others may begin from now on."""
     training = parse_training(log)
     if training.parameters is None or not training.finished:
         raise ValueError("its log has no model in it, or not its end")
     row.recipe.finish(places)
-    told = {"parameters": training.parameters, "seconds": training.seconds}
-    return told | {"train": sorted(training.train.items()), "valid": sorted(training.valid.items())}
+    return {
+        "parameters": training.parameters,
+        "seconds": training.seconds,
+        "gpu": ", ".join(dict.fromkeys(training.gpus)),
+        "gpus": len(training.gpus),
+        "gpu_memory": training.gpu_memory,
+        "words_per_second": training.speed,
+        "backends": training.backends,
+        "without_kernels": training.without_kernels,
+        "train": sorted(training.train.items()),
+        "valid": sorted(training.valid.items()),
+    }
 
 
 def _updates(words: Sequence[str]) -> int | None:
@@ -224,10 +258,22 @@ def _updates(words: Sequence[str]) -> int | None:
     return int(words[at[-1] + 1]) if at else None
 
 
-def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: TextIO, only_estimate: bool) -> None:
+def run_grid(
+    runs: Sequence[Run],
+    out: Path,
+    ledger: Path,
+    jobs: int | None,
+    output: TextIO,
+    only_estimate: bool = False,
+    estimates: bool = True,
+) -> None:
     """Trains and scores what the ledger does not have, and adds it there. Raises StepError, RowError.
 
-    What it takes is estimated and said first. What was cut off goes on where it was.
+    What it takes is estimated and said first. What was cut off goes on where it was; what another process is at work on
+    is left to it. What fails is named at the end.
+
+    `jobs`: how many at a time; None is as many as there are GPUs for, or cores. `estimates`: whether to say how long it
+    takes, or `only_estimate`.
     """
     entries = read_ledger(ledger)
     told = circumstances(runs[0].places.data)
@@ -244,7 +290,15 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
         begun = read_json(run.places.out / BEGUN)
         if begun and begun.get("key") != run.steps[0].key:
             raise StepError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
-    _estimate(left, entries, jobs, output)
+    names, gpus = _gpus(runs, steps)
+    jobs = jobs or (len(names) // max(1, *gpus.values()) if names else cores())
+    if estimates or only_estimate:
+        try:
+            _estimate(left, entries, jobs, output, {VARIABLE: ",".join(names)} if names else {})
+        except StepError as error:  # the others can be trained
+            if only_estimate:
+                raise
+            print(error, file=output)
     if only_estimate or not left:
         return
 
@@ -254,23 +308,56 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, jobs: int, output: Te
                 append_entry(ledger, run.entry(told))
                 print(f"{run.name}, seed {run.seed}: in {ledger}", file=output)
 
-    with claim(out, MARK) as claimed:
-        runner = Runner(Path.cwd(), jobs, output, one_thread(), keep_open=[claimed], finished=keep)
+    mark(out, MARK)
+    folders = {step: run.places.out for run in runs for step in run.steps}
+    runner = RowRunner(jobs, output, folders, gpus, Devices(names), keep)
+    try:
         runner.run(steps)
-        written = read_ledger(ledger)
-        for run in left:  # what an earlier call finished, and was ended before it wrote it down
-            if not any(run.is_in(entry, told["data"]) for entry in written):
+    finally:
+        runner.release()
+    _keep_what_was_finished_before(left, ledger, told)
+    if runner.failed:
+        number = f"{len(runner.failed)} of {len(steps)} commands"
+        raise StepError("\n  ".join([f"{number} failed or were not run:", *runner.failed.values()]))
+
+
+def _keep_what_was_finished_before(runs: Sequence[Run], ledger: Path, told: dict[str, Any]) -> None:
+    """Adds what an earlier call finished, and was ended before it wrote it down."""
+    for run in runs:
+        if any(step.result() is None for step in run.steps) or _is_kept(run, ledger, told):
+            continue
+        found = take(lock_of(run.places.out))
+        if isinstance(found, Lock):  # else another process is about to
+            if not _is_kept(run, ledger, told):
                 append_entry(ledger, run.entry(told))
+            found.release()
 
 
-def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO) -> None:
-    """Says how long it will take: by what the ledger has of a row, else by a few updates."""
+def _is_kept(run: Run, ledger: Path, told: Mapping[str, Any]) -> bool:
+    return any(run.is_in(entry, told["data"]) for entry in read_ledger(ledger))
+
+
+def _gpus(runs: Sequence[Run], steps: Sequence[Step]) -> tuple[list[str], dict[Step, int]]:
+    """The GPUs that there are for the steps, and how many each gets. Raises RowError if a training needs more."""
+    uses = [step for step in steps if "--cpu" not in step.command]
+    names = visible() if uses else []
+    trains = positive(os.environ, "GPUS")
+    if names and trains > len(names):
+        raise RowError(f"GPUS is {trains}; it must be at most {len(names)}, as there are GPUs: {', '.join(names)}")
+    trainings = {run.steps[0] for run in runs}
+    return names, {step: 0 if not names or step not in uses else trains if step in trainings else 1 for step in steps}
+
+
+def _estimate(
+    left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO, environment: Mapping[str, str]
+) -> None:
+    """Says how long it will take: by what the ledger has of a row, else by a few updates with this environment."""
     hours: dict[str, float] = {}
     left = list({run.steps[0]: run for run in reversed(left)}.values())[::-1]  # of each training one
     for run in left:
         if run.name not in hours and run.updates is not None:
             before = [entry.seconds for entry in entries if (entry.table, entry.row) == (run.table, run.name)]
-            seconds = before[-1] if before else run.updates * _seconds_of_an_update(run)
+            seconds = before[-1] if before else run.updates * _seconds_of_an_update(run, environment)
             hours[run.name] = seconds / 3600
     for name, each in hours.items():
         seeds = [str(run.seed) for run in left if run.name == name]
@@ -282,7 +369,7 @@ def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: 
         output.flush()
 
 
-def _seconds_of_an_update(run: Run) -> float:
+def _seconds_of_an_update(run: Run, environment: Mapping[str, str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if word == str(run.places.out) else word for word in run.training.words]
         # What it starts from may not be trained yet.
@@ -291,7 +378,8 @@ def _seconds_of_an_update(run: Run) -> float:
             if any(re.fullmatch(option, " ".join(words[at : at + 2])) for option in of_source):
                 del words[at : at + 2]
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
-        tried = subprocess.run(words, env=os.environ | one_thread(), capture_output=True, text=True, check=False)
+        env = os.environ | one_thread() | environment
+        tried = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     steps = parse_training(tried.stdout + tried.stderr).updates_per_second
     if tried.returncode or not steps:
         end = "".join(f"\n  | {line[:300]}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])

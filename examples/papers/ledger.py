@@ -7,7 +7,7 @@ import json
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +45,16 @@ class Entry:
         parameters: of the model.
         train, valid: perplexity by update; of training text at most 100 of them.
         scores: by name.
+        gpu, gpus: name and number of those that trained; "" and 0 on a CPU.
+        precision: of the training.
+        words_per_second: that it read, the median of its reports.
+        memory_gib: that it took at most, of the first GPU, or on a CPU of the largest process.
+        kernels: by part, the compiled kernels that there were: a digest of their sources.
+        backends: what the fast weight rules ran by, as the training's log has it.
+        without_kernels: those of them that ran because kernels were missing.
+
+    What stands after `scores` is empty or None in lines that were written before it was noted. Speed and memory are not
+    compared: they differ from one run to the next.
     """
 
     table: str
@@ -60,6 +70,14 @@ class Entry:
     parameters: int
     scores: dict[str, float]
     inputs: str = ""
+    gpu: str = ""
+    gpus: int = 0
+    precision: str = ""
+    words_per_second: float | None = field(default=None, compare=False)
+    memory_gib: float | None = field(default=None, compare=False)
+    kernels: dict[str, str] = field(default_factory=dict)
+    backends: list[str] = field(default_factory=list)
+    without_kernels: list[str] = field(default_factory=list)
     valid: list[tuple[int, float]] = field(default_factory=list)
     train: list[tuple[int, float]] = field(default_factory=list)
 
@@ -123,6 +141,7 @@ def circumstances(data: Path) -> dict[str, Any]:
         "code": code_digest(),
         "versions": {"python": platform.python_version()} | dict(_versions()),
         "processor": _processor(),
+        "kernels": _kernels(),
         "data": data_digest(data),
     }
 
@@ -146,8 +165,29 @@ def inputs_digest(data: Path, source: Path | None, *splits: str) -> str:
     return digest_of(files | ({source} if source is not None and source.is_file() else set()))
 
 
+def precision(words: Sequence[str]) -> str:
+    """That of the training with this command."""
+    for name, options in (
+        ("float16", ("--fp16", "--memory-efficient-fp16")),
+        ("bfloat16", ("--bf16", "--memory-efficient-bf16")),
+        ("float16 by autocast", ("--amp",)),
+    ):
+        if any(option in words for option in options):
+            return name
+    return "float32"
+
+
+def _kernels() -> dict[str, str]:
+    """The compiled kernels of the package that trains, by part: the first digits of the digest of their sources."""
+    try:
+        record = json.loads((plugin() / "_native_build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {part: made["sources"][:12] for part, made in record.items() if made.get("state") == "built"}
+
+
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in ("torch", "fairseq", "numpy", "sacrebleu"):
+    for name in ("torch", "fairseq", "fairseq-fastweights", "numpy", "sacrebleu"):
         with suppress(PackageNotFoundError):
             yield name, version(name)
 

@@ -137,7 +137,7 @@ _DIFFERS: dict[str, tuple[tuple[str, str], ...]] = {
         ("decay-baseline", "no such run in the paper"),
     ),
     "mao-table2": (("gated|decay", "no 1/sqrt(d); open"),),
-    "mao-table3": (("decay", "no 1/sqrt(d); open. Heads of 128, the paper on the checkpoint says 64"),),
+    "mao-table3": (("decay", "no 1/sqrt(d); open"),),
     "choi-table2": (("mamba", "464.6 M parameters, the paper says 430 M"),),
 }
 

@@ -18,6 +18,7 @@ from papers.rows import ROOT, Claim, Places, RowError, Table
 from papers.scaled import SCALED
 
 PAGE = ROOT / "docs" / "results.md"
+_WITHOUT = " (without kernels)"
 _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95%, by the number of seeds; of more than ten it would be a little smaller."""
 
@@ -84,7 +85,8 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
         perplexity = _cell([min(value for _, value in entry.valid) for entry in of_row if entry.valid])
         hours = mean(entry.seconds for entry in of_row) / 3600
         numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.2f}", perplexity]
-        rows.append([row.model, *numbers, *scores, *row.numbers])
+        mark = _WITHOUT if any(entry.without_kernels for entry in of_row) else ""
+        rows.append([f"{row.model}{mark}", *numbers, *scores, *row.numbers])
     verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
     claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []
     drawn = [f"![Validation perplexity by update]({name}-curves.png)"]
@@ -143,9 +145,14 @@ def _made_by(entries: Sequence[Entry]) -> str:
     seen = {
         "commits": sorted({entry.commit for entry in entries}),
         "processors": sorted({entry.processor for entry in entries}),
+        "GPUs": sorted({f"{entry.gpus} x {entry.gpu}" for entry in entries if entry.gpus}),
+        "precision": sorted({entry.precision for entry in entries if entry.gpus}),
         "versions": [f"{name} {', '.join(sorted(found))}" for name, found in versions.items()],
     }
-    return " ".join(f"{name.capitalize()}: {'; '.join(values)}." for name, values in seen.items())
+    missing = sorted({backend for entry in entries for backend in entry.without_kernels})
+    if missing:
+        seen[f"trained{_WITHOUT}"] = missing
+    return " ".join(f"{name[0].upper()}{name[1:]}: {'; '.join(values)}." for name, values in seen.items() if values)
 
 
 def page(text: str, entries: Iterable[Entry]) -> str:

@@ -19,6 +19,7 @@ from omegaconf import II
 from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement, freeze_for_good
 from fairseq_fastweights.conversion.groups import parse_groups
 from fairseq_fastweights.conversion.source import Source, check_dictionary, find_files, read_source
+from fairseq_fastweights.conversion.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer import transfer
 from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
@@ -159,6 +160,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if not from_checkpoint:
             check_architecture(args)
         source = None if from_checkpoint else self._read_source()
+        if source is not None:
+            follow_source(args, source, parse_groups("transfer", self.args.transfer))
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
         self._all_take_last_positions &= ours

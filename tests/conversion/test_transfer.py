@@ -3,13 +3,16 @@
 import logging
 import re
 import shutil
+import sys
 
 import pytest
 import torch
+from fairseq import tasks
 
 from fairseq_fastweights.conversion.groups import GROUPS, attention_of, group_of, parse_groups
 from tests.conftest import train
 from tests.conversion.transfers import PRE_NORM, make_source, save_as_in_2019, save_as_today, take
+from tests.models.conftest import SIZES
 
 ADAPTIVE = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --decoder-layers 2"
 HEAD = 16 * 16 + 16  # a projection and its bias
@@ -41,6 +44,55 @@ def test_without_swapping_the_model_is_the_source(fairseq, text, tmp_path, arch,
     expected = log_probs(model, tokens)
     assert torch.allclose(log_probs(take(fairseq, tmp_path, flags, arch), tokens), expected, rtol=0, atol=1e-5)
     assert not torch.allclose(log_probs(fairseq.build(flags, arch=arch), tokens), expected, rtol=0, atol=1e-2)
+
+
+BAEVSKI = "fast_weight_lm_baevski_wiki103"
+WITHOUT_HEADS = " ".join(f"--{name} {number}" for name, number in SIZES.items() if "heads" not in name)
+
+
+def take_heads(fairseq, folder, flags=""):
+    """The model of the published checkpoint's architecture, which has 8 heads if nothing else is asked for."""
+    args = fairseq.parse(BAEVSKI, f"{WITHOUT_HEADS} {ADAPTIVE} --transfer-from {folder} {flags}")
+    return tasks.setup_task(args).build_model(args).eval()
+
+
+@pytest.mark.parametrize("save", [save_as_in_2019, save_as_today])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_model_has_as_many_heads_as_the_settings_of_its_source_say(fairseq, text, tmp_path, caplog, heads, save):
+    """Whichever number that is; and a command that asks for another one is refused."""
+    caplog.set_level(logging.INFO)
+    options = f"{ADAPTIVE} --decoder-attention-heads {heads}"
+    model = make_source(fairseq, tmp_path, options, "transformer_lm_baevski_wiki103", save)
+    taken, tokens = take_heads(fairseq, tmp_path, "--softmax-attention-layers all"), text(3, 12)
+    assert torch.allclose(log_probs(taken, tokens), log_probs(model, tokens), rtol=0, atol=1e-5)
+    assert taken.decoder.args.decoder_attention_heads == heads  # as its checkpoints then say
+    assert all(
+        mixer.num_heads == heads for mixer in take_heads(fairseq, tmp_path, "--update-rule decay").decoder.mixers
+    )
+    told = f"the settings of {tmp_path}/model.pt say decoder_attention_heads {heads}"
+    assert told + (", and so has the model, not 8 as its architecture" if heads == 16 else "\n") in caplog.text
+
+
+def test_a_command_that_asks_for_other_heads_than_the_source_has_is_refused(fairseq, tmp_path, monkeypatch, caplog):
+    options = f"{ADAPTIVE} --decoder-attention-heads 16"
+    make_source(fairseq, tmp_path, options, "transformer_lm_baevski_wiki103", save_as_in_2019)
+    for heads, words in ((4, []), (8, ["--decoder-attention-heads", "8"]), (8, ["model.decoder_attention_heads=8"])):
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *words])
+        with pytest.raises(ValueError, match=rf"other option +decoder_attention_heads +16 +{heads}$"):
+            take_heads(fairseq, tmp_path, f"--decoder-attention-heads {heads}")
+    monkeypatch.setattr(sys, "argv", ["fairseq-train"])
+    checkpoint = torch.load(tmp_path / "model.pt", weights_only=False)
+    for wrong in (3, 0):
+        checkpoint["args"].decoder_attention_heads = wrong
+        torch.save(checkpoint, tmp_path / "model.pt")
+        with pytest.raises(
+            ValueError, match=f"{tmp_path}/model.pt has decoder_attention_heads {wrong} in its settings"
+        ):
+            take_heads(fairseq, tmp_path)
+    del checkpoint["args"].decoder_attention_heads
+    torch.save(checkpoint, tmp_path / "model.pt")
+    take_heads(fairseq, tmp_path)
+    assert "do not say decoder_attention_heads; it is taken for 8" in caplog.text
 
 
 def test_a_group_is_taken_and_nothing_else(fairseq, source):

