@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._inductor.config
 from fairseq import utils
 from fairseq.trainer import Trainer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from fairseq_fastweights.models import cuda_graphs
 
 PARTS = ("forward", "backward", "reduce-grads", "multiply-grads", "clip-grads", "optimizer")
 """What fairseq's trainer and tasks call the parts of an update; all else is "other": logging, checks, averages."""
@@ -38,7 +42,8 @@ class Update:
 
     Attributes:
         operators: for each part, how often every operator was started. One that PyTorch calls within another counts
-            with that, as for a GPU a list of tensors is one operator.
+            with that, as for a GPU a list of tensors is one operator. Of what was compiled every kernel counts, and a
+            replay of a CUDA graph is one operator.
         waits: where a GPU would have been waited for: the operator, and the lines of fairseq and of the plugin.
     """
 
@@ -73,9 +78,48 @@ def watched(after: int = 4) -> Iterator[Update]:
 
     Trainer.train_step = train_step
     try:
-        yield update
+        with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
+            yield update
     finally:
         Trainer.train_step = original
+
+
+class StandInGraph(cuda_graphs.CudaGraph):
+    """In the place of a CUDA graph on a CPU: computes what was recorded again, which counts as one operator.
+
+    As of a graph, a recording computes nothing, and a replay overwrites what the one before returned.
+    """
+
+    device_type = "cpu"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def warm_up(work: Callable[[], Any]) -> None:
+        work()
+
+    def record(self, work: Callable[[], Any], after: Any = None) -> None:
+        self._work, self.results = work, work()
+        for x in self.results:
+            if x is not None and x.is_floating_point():
+                x.data.fill_(float("nan"))
+
+    def replay(self) -> None:
+        with record_function("cuda_graph::replay"):
+            former, self.results = self.results, self._work()
+            for old, new in zip(former, self.results, strict=True):
+                if old is not None:
+                    old.data.copy_(new.data)
+
+
+@contextmanager
+def stand_in_graphs() -> Iterator[None]:
+    """Lets a CPU train with --cuda-graphs."""
+    refused = {option: row for option, row in cuda_graphs._REFUSED.items() if option != "cpu"}
+    with mock.patch.multiple(cuda_graphs, CudaGraph=StandInGraph, _REFUSED=refused):
+        yield
 
 
 def count(events: Any) -> dict[str, Counter[str]]:
@@ -92,6 +136,8 @@ def count(events: Any) -> dict[str, Counter[str]]:
 
 
 def _is_counted(name: str) -> bool:
+    if "_cpp_fused_" in name:  # a kernel that torch.compile has made
+        return True
     kind, _, operator = name.rpartition("::")
     return bool(kind) and "autograd" not in kind and operator not in FREE
 
