@@ -7,6 +7,7 @@ results are copied from there: what a caller holds is never overwritten by a lat
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from fairseq_fastweights.feature_maps import is_favor
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""After so many calls of one form in succession the next one is recorded; until then all is computed as without graphs.
+"""After so many calls of one form since the last replay the next one is recorded.
 
-What is done only once, such as compiling, choosing algorithms and allocating workspaces, is done by then.
+Until then all is computed as without graphs. What is done only once, such as compiling, choosing algorithms and allocating workspaces, is done by then.
 """
 
 
@@ -61,7 +62,7 @@ class _Recording:
 
     def __init__(
         self,
-        work: Callable[..., list[Tensor]],
+        work: Callable[..., list[Any]],
         inputs: list[Tensor],
         parameters: list[nn.Parameter],
     ) -> None:
@@ -71,10 +72,10 @@ class _Recording:
         self.calls = 0
         self._forward, self._backward = CudaGraph(), CudaGraph()
 
-        def forward() -> list[Tensor]:
+        def forward() -> list[Tensor | None]:
             with torch.enable_grad():
                 out, *states = work(*self._inputs)
-            return [out, *(state.detach() for state in states)]
+            return [out, *(None if state is None else state.detach() for state in states)]
 
         def backward(out: Tensor | None) -> Sequence[Tensor | None]:
             assert out is not None
@@ -82,6 +83,7 @@ class _Recording:
 
         def both() -> None:
             out = forward()[0]
+            assert out is not None
             self._gradient = torch.zeros_like(out)
             backward(out)
 
@@ -91,11 +93,11 @@ class _Recording:
             self._forward.record(forward)
             self._backward.record(lambda: backward(self._forward.results[0]), after=self._forward)
 
-    def run_forward(self, inputs: list[Tensor]) -> list[Tensor]:
+    def run_forward(self, inputs: list[Tensor]) -> list[Tensor | None]:
         self.calls += 1
         torch._foreach_copy_(self._inputs, inputs)
         self._forward.replay()
-        return [x for x in _copies(self._forward.results) if x is not None]
+        return _copies(self._forward.results)
 
     def run_backward(self, call: int, gradient: Tensor) -> list[Tensor | None]:
         if call != self.calls:
@@ -116,7 +118,7 @@ class _Replay(torch.autograd.Function):
     def forward(context: Any, recording: _Recording, others: list[Tensor], x: Tensor, *parameters: Tensor) -> Any:
         out, *states = recording.run_forward([x, *others])
         context.recording, context.call = recording, recording.calls
-        context.mark_non_differentiable(*states)
+        context.mark_non_differentiable(*(x for x in states if x is not None))
         return (out, *states)
 
     @staticmethod
@@ -140,8 +142,8 @@ class GraphedFunction:
         self._function, self._module = function, module
         self._recording: _Recording | None = None
         self._recorded: Any = None
-        self._last: Any = None
-        self._alike = 0
+        self._seen: Counter[Any] = Counter()  # since the last replay
+        self._is_checked = False
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Any]:
         """What the function makes of these arguments.
@@ -151,8 +153,9 @@ class GraphedFunction:
             RuntimeError: in a backward pass that comes too late: after the next forward pass.
         """
         modules = list(self._module.modules())
-        if self._last is None:
+        if not self._is_checked:
             _check_place(arguments[0], modules)
+            self._is_checked = True
         if not arguments[0].requires_grad or any(map(_is_watched, modules)):
             return self._function(*arguments)
         leaves, structure = tree_flatten(arguments)
@@ -160,15 +163,15 @@ class GraphedFunction:
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         form = (
             structure,
-            [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves],
-            [p.data_ptr() for p in parameters],
+            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
+            tuple(p.data_ptr() for p in parameters),
         )
         if form != self._recorded:
-            self._alike = self._alike + 1 if form == self._last else 1
-            self._last = form
-            if self._alike <= REPEATED:
+            self._seen[form] += 1
+            if self._seen[form] <= REPEATED:
                 return self._function(*arguments)
             self._record(form, leaves, inputs, parameters)
+        self._seen.clear()
         assert self._recording is not None
         found = _Replay.apply(self._recording, inputs[1:], inputs[0], *parameters)  # type: ignore[no-untyped-call]
         out, states = tree_unflatten(found, self._results)
@@ -177,7 +180,7 @@ class GraphedFunction:
     def _record(self, form: Any, leaves: list[Any], inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
         structure = form[0]
 
-        def work(*tensors: Tensor) -> list[Tensor]:
+        def work(*tensors: Tensor) -> list[Any]:
             rest = iter(tensors)
             arguments = tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], structure)
             found, self._results = tree_flatten(self._function(*arguments))
