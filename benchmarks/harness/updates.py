@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._inductor.config
@@ -14,11 +13,9 @@ from fairseq import utils
 from fairseq.trainer import Trainer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-
-from fairseq_fastweights.models import cuda_graphs
 
 PARTS = ("forward", "backward", "reduce-grads", "multiply-grads", "clip-grads", "optimizer")
 """What fairseq's trainer and tasks call the parts of an update; all else is "other": logging, checks, averages."""
@@ -61,7 +58,7 @@ class Update:
 
 
 @contextmanager
-def watched(after: int = 4) -> Iterator[Update]:
+def watched(after: int = 5) -> Iterator[Update]:
     """Watches, of a training within this process, the operators of one update and the waits of the next one."""
     update, original, done = Update(), Trainer.train_step, 0
 
@@ -82,44 +79,6 @@ def watched(after: int = 4) -> Iterator[Update]:
             yield update
     finally:
         Trainer.train_step = original
-
-
-class StandInGraph(cuda_graphs.CudaGraph):
-    """In the place of a CUDA graph on a CPU: computes what was recorded again, which counts as one operator.
-
-    As of a graph, a recording computes nothing, and a replay overwrites what the one before returned.
-    """
-
-    device_type = "cpu"
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def warm_up(work: Callable[[], Any]) -> None:
-        work()
-
-    def record(self, work: Callable[[], Any], after: Any = None) -> None:
-        self._work, self.results = work, work()
-        for x in self.results:
-            if x is not None and x.is_floating_point():
-                x.data.fill_(float("nan"))
-
-    def replay(self) -> None:
-        with record_function("cuda_graph::replay"):
-            former, self.results = self.results, self._work()
-            for old, new in zip(former, self.results, strict=True):
-                if old is not None:
-                    old.data.copy_(new.data)
-
-
-@contextmanager
-def stand_in_graphs() -> Iterator[None]:
-    """Lets a CPU train with --cuda-graphs."""
-    refused = {option: row for option, row in cuda_graphs._REFUSED.items() if option != "cpu"}
-    with mock.patch.multiple(cuda_graphs, CudaGraph=StandInGraph, _REFUSED=refused):
-        yield
 
 
 def count(events: Any) -> dict[str, Counter[str]]:

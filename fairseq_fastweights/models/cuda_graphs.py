@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 REPEATED = 3
 """After so many calls of one form since the last replay the next one is recorded.
 
-Until then all is computed as without graphs. What is done only once, such as compiling, choosing algorithms and allocating workspaces, is done by then.
+Until then all is computed as without graphs. What is done only once, such as compiling, choosing algorithms and
+allocating workspaces, is done by then.
 """
 
 
@@ -176,6 +177,10 @@ class GraphedFunction:
         found = _Replay.apply(self._recording, inputs[1:], inputs[0], *parameters)  # type: ignore[no-untyped-call]
         out, states = tree_unflatten(found, self._results)
         return out, states
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as of a moving average of the model, has recorded nothing."""
+        return GraphedFunction, (self._function, self._module)
 
     def _record(self, form: Any, leaves: list[Any], inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
         structure = form[0]
