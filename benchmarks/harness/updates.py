@@ -31,6 +31,8 @@ FREE = frozenset(
 WAITING = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero unique_consecutive _unique2".split())
 MASKED = frozenset("index index_put index_put_ _index_put_impl_".split())
 """These wait only if an index is a mask."""
+_COMPILED = "_cpp_fused_"
+"""In the names of the kernels that torch.compile makes for a CPU."""
 
 
 @dataclass
@@ -50,6 +52,11 @@ class Update:
     @property
     def total(self) -> int:
         return sum(sum(counter.values()) for counter in self.operators.values())
+
+    @property
+    def compiled(self) -> int:
+        """How many of them are kernels that torch.compile has made."""
+        return sum(n for counter in self.operators.values() for name, n in counter.items() if _COMPILED in name)
 
     @property
     def most(self) -> list[tuple[str, int]]:
@@ -95,7 +102,7 @@ def count(events: Any) -> dict[str, Counter[str]]:
 
 
 def _is_counted(name: str) -> bool:
-    if "_cpp_fused_" in name:  # a kernel that torch.compile has made
+    if _COMPILED in name:
         return True
     kind, _, operator = name.rpartition("::")
     return bool(kind) and "autograd" not in kind and operator not in FREE

@@ -86,7 +86,7 @@ COMMANDS = [
             ("--amp", "amp is set"),
             ("--ddp-backend fully_sharded", "ddp_backend is fully_sharded"),
             ("--checkpoint-activations", "checkpoint_activations is set"),
-            ("--offload-activations", "checkpoint_activations is set"),
+            ("--offload-activations", "offload_activations is set"),
             ("--decoder-layerdrop 0.5", "decoder_layerdrop is 0.5"),
             ("--quant-noise-pq 0.1", "quant_noise_pq is 0.1"),
             ("--quant-noise-scalar 0.1", "quant_noise_scalar is 0.1"),
