@@ -35,19 +35,18 @@ def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [f"{DELTA} --bf16", SOFTMAX])
-def test_compiled_layers_start_fewer_operators(model, our_fairseq, corpus: Path, tmp_path: Path) -> None:
-    """Of 400 that compiled layers may start, matrix products and the mixers' own operators are more than 250."""
+def test_compiled_layers_start_fewer_operators(our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    """Of the 400 that are no kernels of the compiler, 190 are matrix products of the layers, and 32 are the rule."""
     torch.compiler.reset()
     with watched(after=3) as update:
-        train(corpus, tmp_path, *SMALL, "--compile", *model.split())
+        train(corpus, tmp_path, *SMALL, "--compile", *DELTA.split(), "--bf16")
     torch.compiler.reset()
     assert update.compiled and update.total - update.compiled <= 400, update.operators
     assert update.total <= 580, update.operators
     assert len(update.waits) == 1, update.waits
 
 
-@pytest.mark.parametrize("model", [f"{DELTA} --bf16", f"{DELTA} --fp16 --fp16-init-scale 4", SOFTMAX])
+@pytest.mark.parametrize("model", [f"{DELTA} --bf16", SOFTMAX])
 def test_layers_that_are_replayed_are_two_operators(model, our_fairseq, corpus: Path, tmp_path: Path) -> None:
     with stand_in_graphs(), watched(after=5) as update:
         train(corpus, tmp_path, *SMALL, "--cuda-graphs", *model.split(), "--max-update", "8")

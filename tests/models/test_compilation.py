@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import mixer_layers
+from tests.conftest import train
 from tests.models import translation
+from tests.tasks.conftest import losses, train_in_two
 
 FOUR = "--decoder-layers 4 --no-token-positional-embeddings --dropout 0 --compile"
 
@@ -114,3 +118,47 @@ def test_compiled_for_this_machine(fairseq, text):
     model = fairseq.build("--update-rule delta --no-token-positional-embeddings --dropout 0 --compile").train()
     found = gradients(model, text(3, 9))
     assert_agree(found, gradients(without_compilation(model), text(3, 9)))
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Compiles in the way that is quickest, for what does not depend on the kernels."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(mixer_layers._run_with_states, backend="aot_eager")
+    monkeypatch.setattr(mixer_layers, "_compiled", lambda: compiled)
+    yield
+    torch.compiler.reset()
+
+
+TRAININGS = {
+    "fp16, several batches": "--fp16 --fp16-init-scale 4 --update-freq 2",
+    "bf16, carried states": "--bf16 --carry-over-state --no-token-positional-embeddings",
+    "checkpointed, documents": "--checkpoint-activations --separate-documents --no-token-positional-embeddings",
+}
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_training(case, quickly, our_fairseq, corpus: Path, tmp_path: Path):
+    flags = ["--max-update", "4", *TRAININGS[case].split()]
+    logs = [train(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], ["--compile"])]
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    assert losses(logs[1]) == pytest.approx(losses(logs[0]), abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["legacy_ddp", "pytorch_ddp", "fully_sharded --min-params-to-wrap 1000"])
+def test_a_training_in_two_processes(backend, quickly, our_fairseq, corpus: Path, tmp_path: Path):
+    flags = f"--max-update 6 --disable-validation --lr 0.01 --ddp-backend {backend}".split()
+    logs = [train_in_two(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], ["--compile"])]
+    assert losses(logs[1]) == pytest.approx(losses(logs[0]), abs=2e-3)
+
+
+@pytest.mark.slow
+def test_losses_of_two_hundred_updates(our_fairseq, corpus: Path, tmp_path: Path):
+    torch.compiler.reset()
+    flags = "--max-update 200 --lr 0.001 --no-save".split()
+    logs = [train(corpus, tmp_path, *flags, *extra) for extra in ([], ["--compile"])]
+    torch.compiler.reset()
+    found, wanted = (losses(log) for log in logs)
+    assert len(found) == 200 and found == pytest.approx(wanted, abs=5e-3) and min(found) < wanted[0] - 1
