@@ -136,7 +136,7 @@ class GraphedFunction:
     Args:
         function: returns a tensor that has gradients, and nested containers of tensors that have none. Its first
             argument is such a tensor, its others are nested containers of tensors and None.
-        module: holds the parameters that the function reads. Nobody may be told of its modules' calls by hooks.
+        module: holds the parameters that the function reads. While its modules have hooks, nothing is replayed.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, Any]], module: nn.Module) -> None:

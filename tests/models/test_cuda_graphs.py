@@ -42,9 +42,10 @@ def updates(model, batches):
         torch.manual_seed(number)  # as fairseq's trainer
         model.zero_grad()
         for _ in range(2):  # gradients add up, as with --update-freq
-            out = model(tokens, **options)[0]
+            out, extra = model(tokens, **options)
             out.float().square().mean().backward()
-            kept.append((out, out.detach().clone()))
+            states = [x for state in model.decoder.carried_states() for x in state.values()]
+            kept += [(x, x.detach().clone()) for x in (*extra["inner_states"], *states, out)]
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         states = {
             f"{i} {name}": x.clone() for i, s in enumerate(model.decoder.carried_states()) for name, x in s.items()
