@@ -164,14 +164,14 @@ class GraphedFunction:
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         form = (
             structure,
-            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
+            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves),
             tuple(p.data_ptr() for p in parameters),
         )
         if form != self._recorded:
             self._seen[form] += 1
             if self._seen[form] <= REPEATED:
                 return self._function(*arguments)
-            self._record(form, leaves, inputs, parameters)
+            self._record(form, inputs, parameters)
         self._seen.clear()
         assert self._recording is not None
         found = _Replay.apply(self._recording, inputs[1:], inputs[0], *parameters)  # type: ignore[no-untyped-call]
@@ -182,12 +182,12 @@ class GraphedFunction:
         """A copy, as of a moving average of the model, has recorded nothing."""
         return GraphedFunction, (self._function, self._module)
 
-    def _record(self, form: Any, leaves: list[Any], inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
-        structure = form[0]
+    def _record(self, form: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
+        structure, shapes, _ = form
 
         def work(*tensors: Tensor) -> list[Any]:
             rest = iter(tensors)
-            arguments = tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], structure)
+            arguments = tree_unflatten([None if shape is None else next(rest) for shape in shapes], structure)
             found, self._results = tree_flatten(self._function(*arguments))
             return found
 
