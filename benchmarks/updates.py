@@ -1,11 +1,13 @@
 """Operators that an update of training starts, and where it waits for a GPU, counted on a CPU.
 
 `fairseq-train` with the paper's small language model (Schlag et al. 2021), which is as deep as theirs and narrow: what
-is counted does not depend on sizes. See `harness/updates.py` for what counts as an operator.
+is counted does not depend on sizes. See `harness/updates.py` for what counts as an operator. Kernels that torch.compile
+makes for a CPU may be others than those for a GPU, and a replay of a CUDA graph is that of a stand-in.
 
-    python benchmarks/updates.py [--models delta] [--precisions bf16] [--out results.json]
+    python benchmarks/updates.py [--models delta] [--precisions bf16] [--ways plain] [--out results.json]
 """
 
+import itertools
 import sys
 import tempfile
 from argparse import Namespace
@@ -14,6 +16,7 @@ from unittest import mock
 
 import training
 from harness import ROOT, records
+from harness.graphs_on_a_cpu import stand_in_graphs
 from harness.program import finish, make_parser, parse
 from harness.updates import PARTS, Update, watched
 
@@ -23,36 +26,37 @@ import fairseq_fastweights.tasks.fast_weight_language_modeling
 import fairseq_fastweights.tasks.long_runs  # noqa: F401
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+WAYS = {"plain": "", "compile": "--compile", "cuda-graphs": "--compile --cuda-graphs"}
+"""Options of the layers."""
 SIZES = """--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32
     --adaptive-input-cutoff 10,30,200 --adaptive-softmax-cutoff 10,30,200 --log-interval 100 --fp16-init-scale 4"""
-SETTINGS = {"types": 300, "batch": 2, "length": 16, "updates": 7, "log interval": 100}
+SETTINGS = {"types": 300, "batch": 2, "length": 16, "updates": 8, "log interval": 100}
 
 
-def watch(data: Path, model: str, precision: str) -> Update:
+def watch(data: Path, model: str, precision: str, way: str) -> Update:
     """What is known of an update of a model's training, in this process."""
     from fairseq_cli import train
 
     options = Namespace(device="cpu", precision=precision, backend="auto", quick=False)
-    flags = [*training.training_flags(model, SETTINGS, options), *SIZES.split()]
+    flags = [*training.training_flags(model, SETTINGS, options), *SIZES.split(), *WAYS[way].split()]
     words = ["fairseq-train", str(data), *flags, "--user-dir", str(ROOT / "fairseq_fastweights")]
-    with mock.patch.object(sys, "argv", words), watched() as update:
+    with mock.patch.object(sys, "argv", words), stand_in_graphs(), watched() as update:
         train.cli_main()
     return update
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "--threads", "--out", models=training.MODELS, precisions=PRECISIONS)
+    parser = make_parser(__doc__, "--threads", "--out", models=training.MODELS, precisions=PRECISIONS, ways=tuple(WAYS))
     parser.set_defaults(device="cpu", quick=False)
     options = parse(parser)
     rows = []
     with tempfile.TemporaryDirectory() as name:
         data = training.prepare(Path(name), SETTINGS)
-        for model in options.models:
-            for precision in options.precisions:
-                update = watch(data, model, precision)
-                parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS, "other")}
-                row = {"model": model, "precision": precision, "operators": update.total, "parts": parts}
-                rows.append(row | {"waits": update.waits, "most": dict(update.most)})
+        for way, model, precision in itertools.product(options.ways, options.models, options.precisions):
+            update = watch(data, model, precision, way)
+            parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS, "other")}
+            row = {"model": model, "precision": precision, "way": way, "operators": update.total, "parts": parts}
+            rows.append(row | {"compiled": update.compiled, "waits": update.waits, "most": dict(update.most)})
     finish(records.save("updates", options, rows=rows), options)
 
 

@@ -246,7 +246,9 @@ def _updates(record: Record) -> Iterator[str]:
     columns: Columns = {
         "model": lambda row: row["model"],
         "precision": lambda row: row["precision"],
+        "layers": lambda row: {"plain": "", "cuda-graphs": "CUDA graphs"}.get(row["way"], "compiled"),
         "operators": lambda row: f"{row['operators']:,}",
+        "compiled": lambda row: f"{row['compiled']:,}",
         "forward": lambda row: f"{row['parts']['forward']:,}",
         "backward": lambda row: f"{row['parts']['backward']:,}",
         "all else": lambda row: f"{row['operators'] - row['parts']['forward'] - row['parts']['backward']:,}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.config
 from fairseq import utils
 from fairseq.trainer import Trainer
 from torch import Tensor
@@ -30,6 +31,8 @@ FREE = frozenset(
 WAITING = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero unique_consecutive _unique2".split())
 MASKED = frozenset("index index_put index_put_ _index_put_impl_".split())
 """These wait only if an index is a mask."""
+_COMPILED = "_cpp_fused_"
+"""In the names of the kernels that torch.compile makes for a CPU."""
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Update:
 
     Attributes:
         operators: for each part, how often every operator was started. One that PyTorch calls within another counts
-            with that, as for a GPU a list of tensors is one operator.
+            with that, as for a GPU a list of tensors is one operator. Of what was compiled every kernel counts, and a
+            replay of a CUDA graph is one operator.
         waits: where a GPU would have been waited for: the operator, and the lines of fairseq and of the plugin.
     """
 
@@ -50,13 +54,18 @@ class Update:
         return sum(sum(counter.values()) for counter in self.operators.values())
 
     @property
+    def compiled(self) -> int:
+        """How many of them are kernels that torch.compile has made."""
+        return sum(n for counter in self.operators.values() for name, n in counter.items() if _COMPILED in name)
+
+    @property
     def most(self) -> list[tuple[str, int]]:
         """The ten operators that were started most often."""
         return sum(self.operators.values(), Counter()).most_common(10)
 
 
 @contextmanager
-def watched(after: int = 4) -> Iterator[Update]:
+def watched(after: int = 5) -> Iterator[Update]:
     """Watches, of a training within this process, the operators of one update and the waits of the next one."""
     update, original, done = Update(), Trainer.train_step, 0
 
@@ -73,7 +82,8 @@ def watched(after: int = 4) -> Iterator[Update]:
 
     Trainer.train_step = train_step
     try:
-        yield update
+        with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}):
+            yield update
     finally:
         Trainer.train_step = original
 
@@ -92,6 +102,8 @@ def count(events: Any) -> dict[str, Counter[str]]:
 
 
 def _is_counted(name: str) -> bool:
+    if _COMPILED in name:
+        return True
     kind, _, operator = name.rpartition("::")
     return bool(kind) and "autograd" not in kind and operator not in FREE
 

@@ -18,6 +18,7 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.cuda_graphs import GraphedFunction
 from fairseq_fastweights.models.host_copies import contains
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
@@ -79,10 +80,15 @@ class FastWeightDecoder(TransformerDecoder):
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
         # By training mode, so that a validation in mid-epoch leaves the training streams' states alone.
         self._carried: dict[bool, dict[Mixer, State]] = {True: {}, False: {}}
+        self._graphed: GraphedFunction | None = None
         if self.embed_positions is None and (layers := self._layers_where("needs_positions", True)):
             logger.warning(
                 "no_token_positional_embeddings is set, but there is no information about positions in %s", layers
             )
+
+    def record_layers(self) -> None:
+        """Lets all layers together be replayed as CUDA graphs in training, where shapes do not change."""
+        self._graphed = GraphedFunction(self._graph_of_layers, self.layers)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -226,10 +232,9 @@ class FastWeightDecoder(TransformerDecoder):
         x = self.dropout_module(x).transpose(0, 1)
 
         padding_mask = tokens.eq(self.padding_idx) if contains(tokens, self.padding_idx) else None
-        inner_states = [x]
-        for layer in self.layers:
-            x, _, _ = layer(x, incremental_state=incremental_state, self_attn_padding_mask=padding_mask, starts=starts)
-            inner_states.append(x)
+        run = self._replay_layers if self._graphed is not None and self.training else self._run_layers
+        inner_states = run(x, incremental_state, padding_mask, starts)
+        x = inner_states[-1]
         if last_positions is not None:
             x = x[max(0, x.shape[0] - last_positions) :]
         if self.layer_norm is not None:
@@ -238,6 +243,41 @@ class FastWeightDecoder(TransformerDecoder):
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         return x, {"attn": [None], "inner_states": inner_states}
+
+    def _run_layers(
+        self, x: Tensor, states: dict[Any, Any] | None, padding_mask: Tensor | None, starts: Tensor | None
+    ) -> list[Tensor]:
+        """The layers' input and their outputs."""
+        inner_states = [x]
+        for layer in self.layers:
+            x, _, _ = layer(x, incremental_state=states, self_attn_padding_mask=padding_mask, starts=starts)
+            inner_states.append(x)
+        return inner_states
+
+    def _replay_layers(
+        self, x: Tensor, segment: dict[Any, Any] | None, padding_mask: Tensor | None, starts: Tensor | None
+    ) -> list[Tensor]:
+        """The same as a CUDA graph, which has the last output alone."""
+        assert self._graphed is not None
+        mixers = self.mixers
+        before = None if segment is None else [segment.get(mixer) for mixer in mixers]
+        out, after = self._graphed(x, before, padding_mask, starts)
+        if segment is not None:
+            for mixer, state in zip(mixers, after, strict=True):
+                segment[mixer] = state
+        return [x, out]
+
+    def _graph_of_layers(
+        self, x: Tensor, before: list[State | None] | None, padding_mask: Tensor | None, starts: Tensor | None
+    ) -> tuple[Tensor, list[State] | None]:
+        """What is recorded: from an input and the mixers' states to the last output and the states after it."""
+        if before is None:
+            return self._run_layers(x, None, padding_mask, starts)[-1], None
+        mixers = self.mixers
+        segment = SegmentState.starting({mixer: s for mixer, s in zip(mixers, before, strict=True) if s is not None})
+        out = self._run_layers(x, segment, padding_mask, starts)[-1]
+        after = segment.detached()
+        return out, [after[mixer] for mixer in mixers]
 
     def _positions_in_documents(self, tokens: Tensor, starts: Tensor) -> Tensor:
         """The positional embeddings of tokens, (batch, time), counted from where their documents begin in the row."""

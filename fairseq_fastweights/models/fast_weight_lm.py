@@ -25,6 +25,7 @@ from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.cuda_graphs import check_options as check_cuda_graphs
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import (
     FastWeightOptions,
@@ -150,6 +151,14 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
             "as in GPT-NeoX"
         },
     )
+    cuda_graphs: bool = field(
+        default=False,
+        metadata={
+            "help": "in training on a GPU, record what the layers do as CUDA graphs, and replay these for all batches "
+            "of the same shape; other batches are computed as without. Not for all options: the error names those "
+            "that cannot be recorded"
+        },
+    )
     mask_special_symbols: bool = field(
         default=False,
         metadata={
@@ -180,6 +189,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         check_ranges(args)
+        check_cuda_graphs(args)
         say_again()  # which backend runs
         names = _layer_mixers(args)
         if args.decoder_layers_to_keep:
@@ -224,6 +234,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         change_bands(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
         if args.compile:
             compile_layers(decoder)
+        if args.cuda_graphs:
+            decoder.record_layers()
         return cls(decoder)
 
     @classmethod

@@ -121,7 +121,9 @@ class MixerLayer(nn.Module):
         self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], starts: Any = None
     ) -> Any:
         """Runs a layer's forward pass in fairseq's form, in which mixers are its attention."""
-        if not (self.compiles and self.training):
+        # A graph calls no hooks of modules in it, as those of fairseq's search for where NaN comes from.
+        watched = any(module._forward_hooks for module in self.children())
+        if watched or not (self.compiles and self.training):
             return forward(_AsFairseqs(self, starts), *arguments, **options)
         segment, names = options.pop("incremental_state", None), dict(self.mixers())
         states = None if segment is None else {name: segment.get(mixer) for name, mixer in names.items()}

@@ -22,6 +22,7 @@ from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
+from fairseq_fastweights.models import cuda_graphs
 
 RANGES: dict[str, tuple[float, float]] = {
     # Sizes and counts.
@@ -129,6 +130,8 @@ def _checked(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
             check_ranges(args)
             _check_task(args)
             _check_training(args)
+            cuda_graphs.check_options(args)
+            cuda_graphs.check_gpu(args)
             _check_unused(args, ARCH_MODEL_REGISTRY[args.arch])
 
     configure.__doc__ = architecture.__doc__

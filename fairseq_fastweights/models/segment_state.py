@@ -41,6 +41,13 @@ class SegmentState(dict[Mixer, State]):
         )
         self._written: dict[Mixer, State] = {}
 
+    @classmethod
+    def starting(cls, states: dict[Mixer, State]) -> SegmentState:
+        """A segment that starts in these states, in all rows."""
+        segment = cls({}, torch.zeros(0, dtype=torch.bool))
+        dict.update(segment, states)
+        return segment
+
     def __setitem__(self, mixer: Mixer, state: State) -> None:
         self._written[mixer] = state
 

@@ -5,8 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import updates
 from harness import pages
+from harness.graphs_on_a_cpu import stand_in_graphs
 from harness.updates import Update, watched
 
 from tests.conftest import train
@@ -30,6 +32,27 @@ def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, 
     # Nothing for every parameter, of which there are more than 200.
     assert sum(sum(update.operators[part].values()) for part in ("clip-grads", "optimizer", "other")) <= 30
     assert len(update.waits) == 1 and update.waits[0].startswith("cpu at "), update.waits
+
+
+@pytest.mark.slow
+def test_compiled_layers_start_fewer_operators(our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    """Of the 400 that are no kernels of the compiler, 190 are matrix products of the layers, and 32 are the rule."""
+    torch.compiler.reset()
+    with watched(after=3) as update:
+        train(corpus, tmp_path, *SMALL, "--compile", *DELTA.split(), "--bf16")
+    torch.compiler.reset()
+    assert update.compiled and update.total - update.compiled <= 400, update.operators
+    assert update.total <= 580, update.operators
+    assert len(update.waits) == 1, update.waits
+
+
+@pytest.mark.parametrize("model", [f"{DELTA} --bf16", SOFTMAX])
+def test_layers_that_are_replayed_are_two_operators(model, our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    with stand_in_graphs(), watched(after=5) as update:
+        train(corpus, tmp_path, *SMALL, "--cuda-graphs", *model.split(), "--max-update", "8")
+    assert sum(update.operators.values(), Counter())["replay"] == 2
+    assert update.total <= 160, update.operators
+    assert len(update.waits) == 1, update.waits
 
 
 OTHERS = {
@@ -60,11 +83,15 @@ def test_an_update_of_a_translation_model_waits_once(flags, our_fairseq, pairs: 
 
 
 def test_what_was_counted_is_recorded_and_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Update({"forward": Counter(mm=3, add=1), "optimizer": Counter(_fused_adamw_=1)}, ["cpu at trainer.py:1"])
-    monkeypatch.setattr(updates, "watch", lambda data, model, precision: known)
+    known = Update(
+        {"forward": Counter(mm=3, graph_0_cpp_fused_add_0=1), "optimizer": Counter(_fused_adamw_=1)},
+        ["cpu at trainer.py:1"],
+    )
+    monkeypatch.setattr(updates, "watch", lambda data, model, precision, way: known)
     monkeypatch.setattr("training.prepare", lambda folder, settings: folder)
-    assert run("updates", "--models", "delta", "--precisions", "bf16", "--out", tmp_path / "out.json") == ""
+    options = "--models delta --precisions bf16 --ways compile --out".split()
+    assert run("updates", *options, tmp_path / "out.json") == ""
     record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"][0]["most"] == {"mm": 3, "add": 1, "_fused_adamw_": 1}
+    assert record["rows"][0]["most"] == {"mm": 3, "graph_0_cpp_fused_add_0": 1, "_fused_adamw_": 1}
     cells = [cell.strip() for cell in pages.render(record).splitlines()[2].split("|")[1:-1]]
-    assert cells == ["delta", "bf16", "5", "4", "0", "1", "1"]
+    assert cells == ["delta", "bf16", "compiled", "5", "1", "4", "0", "1", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fairseq import options
 from fairseq.dataclass.configs import FairseqConfig
 
@@ -78,6 +79,21 @@ COMMANDS = [
         f"--arch fast_weight_transformer_tiny {TRANSLATE} --decoder-layers-to-keep 0,0",
         "decoder_layers_to_keep is [0, 0]",
     ),
+    *(
+        (f"--arch fast_weight_lm --cuda-graphs {flags}", f"cuda_graphs is set, and {start}; one of them must go: ")
+        for flags, start in (
+            ("--cpu", "cpu is set"),
+            ("--amp", "amp is set"),
+            ("--ddp-backend fully_sharded", "ddp_backend is fully_sharded"),
+            ("--checkpoint-activations", "checkpoint_activations is set"),
+            ("--offload-activations", "offload_activations is set"),
+            ("--decoder-layerdrop 0.5", "decoder_layerdrop is 0.5"),
+            ("--quant-noise-pq 0.1", "quant_noise_pq is 0.1"),
+            ("--quant-noise-scalar 0.1", "quant_noise_scalar is 0.1"),
+            ("--base-layers 1", "base_layers is 1"),
+            ("--feature-map favor", "feature_map is favor"),
+        )
+    ),
 ]
 MODELS = [
     ("--decoder-attention-heads 3", "decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim, 16"),
@@ -120,6 +136,12 @@ def test_options_of_a_training_are_refused_as_they_are_read(fairseq, flags, mess
     with pytest.raises(ValueError) as refused:
         options.parse_args_and_arch(parser, [str(fairseq.data()), *flags.split()])
     assert str(refused.value).startswith(message)
+
+
+def test_cuda_graphs_need_a_gpu(fairseq, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="cuda_graphs is set; it needs a GPU, and torch sees none"):
+        fairseq.parse("fast_weight_lm", "--cuda-graphs")
 
 
 def test_layers_that_are_there_may_be_kept(fairseq):

@@ -1,0 +1,263 @@
+"""CUDA graphs: what a GPU was told to do once is started again as one operator, where no shape has changed.
+
+A graph knows memory by its addresses. Inputs are therefore copied to where they were when the graph was recorded, and
+results are copied from there: what a caller holds is never overwritten by a later call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fairseq_fastweights.feature_maps import is_favor
+
+logger = logging.getLogger(__name__)
+
+REPEATED = 3
+"""After so many calls of one form since the last replay the next one is recorded.
+
+Until then all is computed as without graphs. What is done only once, such as compiling, choosing algorithms and
+allocating workspaces, is done by then.
+"""
+
+
+class CudaGraph:
+    """Work of a GPU that was recorded, and its results, which every replay writes anew."""
+
+    device_type = "cuda"
+    results: Sequence[Tensor | None]
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def warm_up(work: Callable[[], Any]) -> None:
+        """Does the work as a recording will, on a stream beside that of the rest."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, work: Callable[[], Sequence[Tensor | None]], after: CudaGraph | None = None) -> None:
+        """Records work, whose memory is that of the graph which is always replayed before, if there is one."""
+        self._graph = torch.cuda.CUDAGraph()
+        pool = None if after is None else after._graph.pool()
+        # By threads, as that which watches over NCCL asks the GPU meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.results = work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _Recording:
+    """The forward and the backward pass of a function, for inputs of one form, of which the first has a gradient."""
+
+    def __init__(
+        self,
+        work: Callable[..., list[Any]],
+        inputs: list[Tensor],
+        parameters: list[nn.Parameter],
+    ) -> None:
+        first, *others = (x.detach().clone() for x in inputs)
+        self._inputs = [first.requires_grad_(), *others]
+        leaves = [first, *parameters]
+        self.calls = 0
+        self._forward, self._backward = CudaGraph(), CudaGraph()
+
+        def forward() -> list[Tensor | None]:
+            with torch.enable_grad():
+                out, *states = work(*self._inputs)
+            return [out, *(None if state is None else state.detach() for state in states)]
+
+        def backward(out: Tensor | None) -> Sequence[Tensor | None]:
+            assert out is not None
+            return torch.autograd.grad(out, leaves, self._gradient, allow_unused=True)
+
+        def both() -> None:
+            out = forward()[0]
+            assert out is not None
+            self._gradient = torch.zeros_like(out)
+            backward(out)
+
+        # Dropout is that of a training without graphs: no random number is used up.
+        with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
+            CudaGraph.warm_up(both)
+            self._forward.record(forward)
+            self._backward.record(lambda: backward(self._forward.results[0]), after=self._forward)
+
+    def run_forward(self, inputs: list[Tensor]) -> list[Tensor | None]:
+        self.calls += 1
+        torch._foreach_copy_(self._inputs, inputs)
+        self._forward.replay()
+        return _copies(self._forward.results)
+
+    def run_backward(self, call: int, gradient: Tensor) -> list[Tensor | None]:
+        if call != self.calls:
+            raise RuntimeError(
+                "a backward pass follows another pass than its own forward pass; with cuda_graphs each forward pass "
+                "has one backward pass at most, before the next forward pass, which overwrites what it needs"
+            )
+        self.calls += 1
+        self._gradient.copy_(gradient)
+        self._backward.replay()
+        return _copies(self._backward.results)
+
+
+class _Replay(torch.autograd.Function):
+    """A call of a recorded function as an operator of autograd, of the first input and of the parameters."""
+
+    @staticmethod
+    def forward(context: Any, recording: _Recording, others: list[Tensor], x: Tensor, *parameters: Tensor) -> Any:
+        out, *states = recording.run_forward([x, *others])
+        context.recording, context.call = recording, recording.calls
+        context.mark_non_differentiable(*(x for x in states if x is not None))
+        return (out, *states)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: Tensor, *unused: Any) -> Any:
+        return (None, None, *context.recording.run_backward(context.call, gradient))
+
+
+class GraphedFunction:
+    """A function whose calls are replayed once they are alike: in shapes, types and the places of the parameters.
+
+    Others, such as a shorter batch at the end of an epoch, are computed as they would be without graphs.
+
+    Args:
+        function: returns a tensor that has gradients, and nested containers of tensors that have none. Its first
+            argument is such a tensor, its others are nested containers of tensors and None.
+        module: holds the parameters that the function reads. While its modules have hooks, nothing is replayed.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, Any]], module: nn.Module) -> None:
+        self._function, self._module = function, module
+        self._recording: _Recording | None = None
+        self._recorded: Any = None
+        self._seen: Counter[Any] = Counter()  # since the last replay
+        self._is_checked = False
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Any]:
+        """What the function makes of these arguments.
+
+        Raises:
+            ValueError: if the model is where, or in a form in which, nothing can be recorded.
+            RuntimeError: in a backward pass that comes too late: after the next forward pass.
+        """
+        modules = list(self._module.modules())
+        if not self._is_checked:
+            _check_place(arguments[0], modules)
+            self._is_checked = True
+        if not arguments[0].requires_grad or any(map(_is_watched, modules)):
+            return self._function(*arguments)
+        leaves, structure = tree_flatten(arguments)
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        form = (
+            structure,
+            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves),
+            tuple(p.data_ptr() for p in parameters),
+        )
+        if form != self._recorded:
+            self._seen[form] += 1
+            if self._seen[form] <= REPEATED:
+                return self._function(*arguments)
+            self._record(form, inputs, parameters)
+        self._seen.clear()
+        assert self._recording is not None
+        found = _Replay.apply(self._recording, inputs[1:], inputs[0], *parameters)  # type: ignore[no-untyped-call]
+        out, states = tree_unflatten(found, self._results)
+        return out, states
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as of a moving average of the model, has recorded nothing."""
+        return GraphedFunction, (self._function, self._module)
+
+    def _record(self, form: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
+        structure, shapes, _ = form
+
+        def work(*tensors: Tensor) -> list[Any]:
+            rest = iter(tensors)
+            arguments = tree_unflatten([None if shape is None else next(rest) for shape in shapes], structure)
+            found, self._results = tree_flatten(self._function(*arguments))
+            return found
+
+        self._recording = self._recorded = None  # its memory is free for the next
+        self._recording = _Recording(work, inputs, parameters)
+        self._recorded = form
+        logger.info("CUDA graphs were recorded for inputs of shape %s", tuple(inputs[0].shape))
+
+
+def check_options(options: Any) -> None:
+    """Checks what is asked for together with cuda_graphs, before anything is done.
+
+    Raises:
+        ValueError: names an option that cannot be recorded, and says why.
+    """
+    if not getattr(options, "cuda_graphs", False):
+        return
+    for option, (is_refused, why) in _REFUSED.items():
+        value = getattr(options, option, None)
+        if value is not None and is_refused(value):
+            given = "set" if value is True else getattr(value, "value", value)
+            raise ValueError(f"cuda_graphs is set, and {option} is {given}; one of them must go: {why}")
+
+
+def check_gpu(options: Any) -> None:
+    """Raises a `ValueError` if a command for training asks for cuda_graphs where there is no GPU."""
+    if getattr(options, "cuda_graphs", False) and not CudaGraph.is_available():
+        raise ValueError("cuda_graphs is set; it needs a GPU, and torch sees none")
+
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "cpu": (bool, "a GPU replays them"),
+    "amp": (bool, "it keeps copies of weights in 16 bits from call to call; bf16 and fp16 can be"),
+    "ddp_backend": (
+        lambda value: getattr(value, "value", value) == "fully_sharded",
+        "parameters must stay where they are, and those of fully_sharded come and go",
+    ),
+    "checkpoint_activations": (bool, "what was recorded is not computed again"),
+    "offload_activations": (bool, "what was recorded stays on the GPU"),
+    "decoder_layerdrop": (bool, "it leaves out other layers each time"),
+    "quant_noise_pq": (bool, "it moves weights"),
+    "quant_noise_scalar": (bool, "it moves weights"),
+    "base_layers": (bool, "what they send where depends on the text"),
+    "feature_map": (lambda value: is_favor(str(value)), "it draws its features by a decomposition, which may wait"),
+}
+
+
+def _check_place(x: Tensor, modules: list[nn.Module]) -> None:
+    """The same, of a model in training: fairseq-hydra-train shows a model its own options alone."""
+    kind = CudaGraph.device_type
+    if x.device.type != kind:
+        raise ValueError(f"cuda_graphs is set, and the model is on {x.device}; it must be on a device of type {kind}")
+    if torch.is_autocast_enabled(kind):
+        raise ValueError(f"cuda_graphs is set, and amp is set; one of them must go: {_REFUSED['amp'][1]}")
+    if any(type(module).__name__.startswith("FSDP") for module in modules):  # to import its class takes long
+        raise ValueError(
+            f"cuda_graphs is set, and ddp_backend is fully_sharded; one of them must go: {_REFUSED['ddp_backend'][1]}"
+        )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks are to be called, as by fairseq's search for NaN, which replays would not call."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """New tensors with the same numbers, by one operator."""
+    known = [x for x in tensors if x is not None]
+    made = [torch.empty_like(x) for x in known]
+    if known:
+        torch._foreach_copy_(made, known)
+    rest = iter(made)
+    return [None if x is None else next(rest) for x in tensors]

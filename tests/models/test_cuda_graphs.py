@@ -1,0 +1,228 @@
+"""--cuda-graphs: layers that are replayed train as those that are not, bit by bit; on a CPU, with graphs' stand-ins."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness.graphs_on_a_cpu import StandInGraph, stand_in_graphs
+from benchmarks.harness.updates import _OnGpu
+from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.models import cuda_graphs, mixer_layers
+from tests.conftest import train
+from tests.tasks.conftest import losses, train_in_two
+
+PLAIN = "--no-token-positional-embeddings --dropout 0.2"
+DELTA = f"--update-rule delta {PLAIN}"
+CALLS = cuda_graphs.REPEATED + 3
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """The replays that are done; two for each forward pass with its backward pass."""
+    done = []
+
+    def replay(graph):
+        done.append(graph)
+        original(graph)
+
+    original = StandInGraph.replay
+    monkeypatch.setattr(StandInGraph, "replay", replay)
+    with stand_in_graphs():
+        yield done
+
+
+def updates(model, batches):
+    """What a model gives for these batches, its gradients, and its states, after an update for each."""
+    results, kept = [], []
+    for number, (tokens, options) in enumerate(batches):
+        torch.manual_seed(number)  # as fairseq's trainer
+        model.zero_grad()
+        for _ in range(2):  # gradients add up, as with --update-freq
+            out, extra = model(tokens, **options)
+            out.float().square().mean().backward()
+            states = [x for state in model.decoder.carried_states() for x in state.values()]
+            kept += [(x, x.detach().clone()) for x in (*extra["inner_states"], *states, out)]
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        states = {
+            f"{i} {name}": x.clone() for i, s in enumerate(model.decoder.carried_states()) for name, x in s.items()
+        }
+        results.append({"out": kept[-1][1], **gradients, **states})
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * (0 if p.grad is None else p.grad)
+    assert all(torch.equal(out, then) for out, then in kept), "a replay has overwritten what was returned"
+    return results
+
+
+def same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
+
+
+def alike(text, options=lambda number: {}):
+    return [(text(3, 9, seed=number), options(number)) for number in range(CALLS)]
+
+
+CONTINUES = lambda number: {"continues": torch.tensor([number > 0, number % 3 > 0, number > 0])}  # noqa: E731
+STARTS = lambda number: {"starts": torch.zeros(3, 9, dtype=torch.bool).index_fill(1, torch.tensor([number]), True)}  # noqa: E731
+OPTIONS = {"carried states": CONTINUES, "documents": STARTS, "both": lambda n: CONTINUES(n) | STARTS(n)}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_replayed_layers_are_those_that_are_not(fairseq, text, graphs, options, precision):
+    batches = alike(text, OPTIONS[options])
+    models = [fairseq.build(f"{DELTA}{flag}").train().to(getattr(torch, precision)) for flag in ("", " --cuda-graphs")]
+    wanted = updates(models[0], batches)
+    assert not graphs
+    same(updates(models[1], batches), wanted)
+    # The first of a stream has no state yet, and so another form.
+    assert len(graphs) == 2 * (2 * CALLS - cuda_graphs.REPEATED - ("continues" in batches[0][1]))
+
+
+@pytest.mark.parametrize("mixers", MIXERS)
+def test_every_mixer_is_replayed(fairseq, text, graphs, mixers):
+    flags = f"--mixers {mixers} {PLAIN}"
+    batches = alike(text)
+    models = [fairseq.build(f"{flags}{flag}").train() for flag in ("", " --cuda-graphs")]
+    same(updates(models[1], batches), updates(models[0], batches))
+    assert graphs
+
+
+def test_compiled_layers_are_replayed(fairseq, text, graphs, monkeypatch):
+    torch.compiler.reset()
+    compiled = torch.compile(mixer_layers._run_with_states, backend="eager")
+    monkeypatch.setattr(mixer_layers, "_compiled", lambda: compiled)
+    models = [fairseq.build(f"{DELTA} --compile{flag}").train() for flag in ("", " --cuda-graphs")]
+    same(updates(models[1], alike(text)), updates(models[0], alike(text)))
+    assert graphs
+    torch.compiler.reset()
+
+
+def test_what_has_another_form_is_not_replayed(fairseq, text, graphs):
+    model = fairseq.build(f"{DELTA} --cuda-graphs").train()
+    plain = fairseq.build(DELTA).train()
+    padded = text(3, 9)
+    padded[1, 6:] = 1
+    # (tokens, whether they are replayed)
+    usual, other = (text(3, 9), True), [(text(2, 9), False), (text(3, 7), False), (padded, False)]
+    calls = [(text(3, 9), False)] * cuda_graphs.REPEATED
+    calls += [usual, *other, usual, *other, usual, *other, usual, *other, usual]
+    calls += [(text(2, 9), False)] * cuda_graphs.REPEATED + [(text(2, 9), True), (text(3, 9), False)]
+    for number, (tokens, is_replayed) in enumerate(calls):
+        del graphs[:]
+        for each in (model, plain):
+            each.zero_grad()
+            torch.manual_seed(number)
+            each(tokens)[0].square().mean().backward()
+        assert len(graphs) == 2 * is_replayed, number
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), (number, name)
+
+
+def replaying(fairseq, text):
+    """A model whose layers are replayed."""
+    model = fairseq.build(f"{DELTA} --cuda-graphs").train()
+    for _ in range(cuda_graphs.REPEATED + 1):
+        model(text(3, 9))[0].sum().backward()
+    return model
+
+
+def test_weights_elsewhere_hooks_and_evaluation_are_not_replayed(fairseq, text, graphs):
+    model, seen = replaying(fairseq, text), []
+    assert len(graphs) == 2
+    with torch.no_grad():
+        model(text(3, 9))
+    model.eval()(text(3, 9))
+    hook = model.train().decoder.layers[1].fc1.register_forward_hook(lambda *_: seen.append(1))
+    model(text(3, 9))
+    hook.remove()
+    assert len(graphs) == 2 and seen == [1]
+    model(text(3, 9))
+    assert len(graphs) == 3
+    weight = model.decoder.layers[1].fc1.weight
+    weight.data = weight.data.clone() * 2
+    model(text(3, 9))
+    assert len(graphs) == 3
+
+
+def test_a_copy_of_a_model_replays_its_own_layers(fairseq, text, graphs):
+    model = replaying(fairseq, text)
+    copied = deepcopy(model)
+    batches = alike(text)
+    same(updates(copied, batches), updates(model, batches))
+    assert copied.decoder._graphed._module is copied.decoder.layers
+
+
+def test_a_backward_pass_follows_its_forward_pass(fairseq, text, graphs):
+    model = replaying(fairseq, text)
+    first, second = (model(text(3, 9))[0].sum() for _ in range(2))
+    with pytest.raises(RuntimeError, match="with cuda_graphs each forward pass has one backward pass"):
+        first.backward()
+    second.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="with cuda_graphs each forward pass has one backward pass"):
+        second.backward()
+
+
+TRAININGS = {
+    "fp16, moving average": "--fp16 --fp16-init-scale 4 --store-ema --ema-fp32 --ema-start-update 6",
+    "bf16, carried states": "--bf16 --update-freq 2 --carry-over-state --no-token-positional-embeddings",
+    "documents": "--no-token-positional-embeddings --separate-documents",
+}
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_training(case, graphs, our_fairseq, corpus: Path, tmp_path: Path):
+    flags = ["--dropout", "0.1", "--max-update", "8", *TRAININGS[case].split()]
+    logs = [train(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], ["--cuda-graphs"])]
+    assert graphs
+    assert losses(logs[0]) == losses(logs[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["legacy_ddp", "pytorch_ddp"])
+def test_a_training_in_two_processes(backend, our_fairseq, corpus: Path, tmp_path: Path):
+    def prepare():
+        stand_in_graphs().__enter__()
+
+    flags = f"--max-update 8 --dropout 0.1 --disable-validation --ddp-backend {backend} --lr 0.01".split()
+    logs = [
+        train_in_two(corpus, tmp_path / f"{len(extra)}", *flags, *extra, prepare=prepare)
+        for extra in ([], ["--cuda-graphs"])
+    ]
+    assert "CUDA graphs were recorded" in logs[1]
+    assert losses(logs[0]) == losses(logs[1])
+
+
+@pytest.mark.parametrize("mixers", MIXERS)
+def test_layers_do_not_wait_for_a_gpu(fairseq, text, mixers):
+    """A recording cannot wait."""
+    decoder, found = fairseq.build(f"--mixers {mixers} {PLAIN}").train().decoder, []
+    gpu, x = _OnGpu(found), torch.randn(9, 3, 16, requires_grad=True)
+    for tensor in (x, *decoder.parameters(), *decoder.buffers()):
+        gpu.note(tensor)
+    with gpu:
+        decoder._run_layers(x, None, None, None)[-1].sum().backward()
+    assert not found
+
+
+def test_what_a_configuration_file_asks_for_is_refused_at_the_first_update(fairseq, text, monkeypatch):
+    model = fairseq.build(f"{DELTA} --cuda-graphs").train()
+    amp = torch.autocast("cpu", torch.bfloat16)
+    with amp, pytest.raises(ValueError, match="cuda_graphs is set, and amp is set; one of them must go: it keeps"):
+        model(text(3, 9))
+    monkeypatch.setattr(StandInGraph, "device_type", "cuda")
+    with pytest.raises(ValueError, match="cuda_graphs is set, and the model is on cpu; it must be on a device of type"):
+        model(text(3, 9))
+    monkeypatch.undo()
+    with stand_in_graphs():
+        layer = model.decoder.layers[0]
+        layer.__class__ = type("FSDPLayer", (type(layer),), {})  # as fully_shard does
+        with pytest.raises(ValueError, match="cuda_graphs is set, and ddp_backend is fully_sharded; one of them must"):
+            model(text(3, 9))
