@@ -123,7 +123,7 @@ def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> Non
 def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any, monkeypatch) -> None:
     monkeypatch.setattr(training_turns, "FEWEST_PROCESSES", 2)
     monkeypatch.setattr(training_turns.os, "cpu_count", lambda: 1)
-    now = iter([0.0, *[99.0] * 99])
+    now = iter([0.0, 1.0, *[99.0] * 99])
     happened, [rows], cut = measured("abc", {}, rounds=3, budget=Budget(10, lambda: next(now)))
     assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
     assert cut == [*(f"part, {name}, plugin: 1 rounds of 3" for name in "ab"), "part, c, plugin: not measured"]
