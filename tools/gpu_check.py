@@ -62,6 +62,7 @@ def stages(device: str) -> list[Stage]:
     # to the next: each tensor gets memory of its own.
     own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     benchmark = [python, *"benchmarks/kernels.py --device cuda --budget 880 --out".split()]
+    training = [python, *"benchmarks/training.py --device cuda --precision bf16 --budget 340 --out".split()]
     has_fairseq = importlib.util.find_spec("fairseq") is not None
     return [
         # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
@@ -77,7 +78,9 @@ def stages(device: str) -> list[Stage]:
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
         *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),
-        Stage("kernels", [*benchmark, str(RESULTS / f"{device}-kernels.json")], 900),  # which keeps what it has by then
+        # Both keep what they have by then.
+        Stage("kernels", [*benchmark, str(RESULTS / f"{device}-kernels.json")], 900),
+        *([Stage("training", [*training, str(RESULTS / f"{device}-training.json")], 600)] if has_fairseq else []),
     ]
 
 

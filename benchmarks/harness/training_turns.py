@@ -24,6 +24,8 @@ FEWEST_PROCESSES = 8
 """That wait side by side, where there are fewer cores."""
 PATIENCE = 120.0
 """Seconds for what takes a few; who takes longer is stuck."""
+LEAST = {"cuda": 60.0, "cpu": 0.0}
+"""Seconds of the budget that must be left for another group to begin."""
 LONGEST_SET_UP = {"cuda": 150.0, "cpu": 600.0}
 """Seconds after which who is not ready is left out."""
 WARM_UP = 5
@@ -224,11 +226,11 @@ def measure(
         return Trainee(training, folder / f"{next(logs)}.log")
 
     for number, group in enumerate(groups(trainings, 0.4 * memory, max(FEWEST_PROCESSES, cores))):
-        if number and budget.left <= 0:
+        if number and budget.left <= LEAST[device]:
             budget.cut += [f"{training}: not measured" for training, _ in group]
             continue
         room = 0.5 * memory if device == "cuda" else 0.0
-        ready = get_ready(group, start, room, min(LONGEST_SET_UP[device], max(budget.left, PATIENCE)), rows)
+        ready = get_ready(group, start, room, min(LONGEST_SET_UP[device], max(budget.left, 0)), rows)
         made = take_turns(ready, device, rounds, lambda: budget.left, rows)
         if made < rounds:
             budget.cut += [f"{training}: {made} rounds of {rounds}" for training in ready]

@@ -52,7 +52,7 @@ def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_pat
     assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
     if not PARTS[part].translates:  # whose batches are of any size
         assert (timed["words"], profiled["words"]) == (2 * 2 * 16, 2 * 16)
-    assert 50 < profiled["operators"] < 600 and "kernels" not in profiled
+    assert 50 < profiled["operators"] < 2000 and "kernels" not in profiled
 
 
 def test_the_first_update_of_a_stretch_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
@@ -157,21 +157,23 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
 def test_the_plain_loop_steps_as_adam_does(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
-    expected = [p.detach().float().clone() for p in model.parameters()]
+    expected = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
+    adam = torch.optim.Adam(expected, lr=0.01)
     optimizer = plain_training.Optimizer(model, lr=0.01, clip_norm=0.5)
-    gradients = [torch.randn(p.shape, dtype=dtype) for p in model.parameters()]
-    gradients[1] = None  # of what a batch did not touch
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        p.grad = None if gradient is None else gradient.clone()
-    optimizer.step(words=10)
-    known = [gradient.float() / 10 for gradient in gradients if gradient is not None]
-    factor = min(1.0, 0.5 / torch.cat([x.flatten() for x in known]).norm().item())
-    for p, before, gradient in zip(model.parameters(), expected, gradients, strict=True):
-        assert p.grad is None and p.dtype == dtype
-        # Adam's first step is the rate times the gradient's sign, but for eps.
-        scaled = 0 if gradient is None else factor * gradient.float() / 10
-        moved = 0 if gradient is None else 0.01 * scaled / (scaled.abs() + 1e-8)
-        torch.testing.assert_close(p.detach(), (before - moved).to(dtype), rtol=1e-5, atol=1e-6)
+    for words in (10, 1, 1000):  # with 1 the norm is clipped
+        for number, (p, other) in enumerate(zip(model.parameters(), expected, strict=True)):
+            # What a batch did not touch has no gradient.
+            p.grad = None if number == words % 3 else torch.randn(p.shape, dtype=dtype)
+            other.grad = None if p.grad is None else p.grad.float() / words
+        norm = torch.stack([p.grad.norm() for p in expected if p.grad is not None]).norm()
+        for other in expected:
+            if other.grad is not None:
+                other.grad *= min(1.0, 0.5 / norm.item())
+        optimizer.step(words)
+        adam.step()
+        assert all(p.grad is None and p.dtype == dtype for p in model.parameters())
+        for p, other in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.detach(), other.detach().to(dtype), rtol=1e-4, atol=1e-5)  # eps of the norm
     assert all(copy.dtype == torch.float32 for copy in optimizer.copies)
 
 

@@ -83,7 +83,8 @@ def test_the_plan_names_programs_that_there_are_and_each_tool_of_the_sanitizer()
         assert f"--error-exitcode 86 --print-limit 20 --tool {tool} {sys.executable} tools/gpu_exercise.py mem" in words
         # Else memory that torch keeps for other tensors would count as this one's, and as written.
         assert plan[tool].environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert plan["kernels"].command[-1].endswith("results/gpu-kernels.json")
+    for name in ("kernels", "training"):
+        assert plan[name].command[-1].endswith(f"results/gpu-{name}.json")
 
 
 @pytest.mark.parametrize(("said", "code", "expected"), [("NVIDIA H100 80GB", 0, "nvidia-h100-80gb"), ("", 1, None)])
