@@ -11,7 +11,7 @@ from common.figures import GREY, draw_curves, draw_points, new_figure, plain, pl
 
 from papers.language_models import STATE
 from papers.ledger import Entry
-from papers.report import difference, interval, verdict
+from papers.report import difference, has_curves, interval, verdict
 from papers.rows import Claim, Table
 
 BAND = "Bands and bars are 95% intervals over seeds, by Student's t; what has none was trained with one seed."
@@ -22,7 +22,7 @@ def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) 
     the size of the state.
     """
     found = [entry for entry in entries if entry.table == name]
-    if any(entry.valid for entry in found):
+    if has_curves(found):
         _draw_validation(table, found, folder / f"{name}-curves.png")
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         _draw_claims(table.claims, found, folder / f"{name}-claims.png")

@@ -89,13 +89,18 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
         rows.append([f"{row.model}{mark}", *numbers, *scores, *row.numbers])
     verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
     claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []
-    drawn = [f"![Validation perplexity by update]({name}-curves.png)"]
+    drawn = [f"![Validation perplexity by update]({name}-curves.png)"] if has_curves(found) else []
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         drawn.append(f"![Differences of the claims, with intervals]({name}-claims.png)")
     if STATE in measures:
         drawn.append(f"![Test perplexity against the size of the state]({name}-states.png)")
     parts = [format_table(header, rows), *claims, _made_by(found), *(drawn if pictures else [])]
     return "\n\n".join(parts) + "\n"
+
+
+def has_curves(entries: Iterable[Entry]) -> bool:
+    """Whether there is one that was validated more than once."""
+    return any(len(entry.valid) > 1 for entry in entries)
 
 
 def _cell(values: Sequence[float], measure: str = "") -> str:

@@ -226,30 +226,25 @@ SCALED = {
         folder="wikitext103",
         measures=(),
         rows=_states(),
-        claims=tuple(
-            Claim(text, (less, _STREAM), (more, measure), least, most)
-            for text, less, more, measure, least, most in (
-                *(
-                    (f"{rule}, {how}, is no worse than in windows", f"{rule}-{way}", rule, _SHORT, None, 0)
-                    for rule in ("delta", "gated-delta", "gated")
-                    for way, how in (("carried", "carried over"), ("reset", "carried over, emptied by chance"))
-                ),
-                *(
-                    (
-                        f"{rule} is better for states emptied by chance",
-                        f"{rule}-carried",
-                        f"{rule}-reset",
-                        _STREAM,
-                        0,
-                        None,
-                    )
-                    for rule in ("delta", "gated-delta", "gated")
-                ),
-                *(
-                    (f"{rule}, trained in windows, may carry its state over", rule, rule, _SHORT, None, 0)
-                    for rule in ("gated-delta", "gated")
-                ),
-            )
+        claims=(
+            *(
+                Claim(f"{name}, {way}, is no worse than in windows", (row, _STREAM), (rule, _SHORT), at_most=0)
+                for name, way, row, rule in (
+                    ("delta", "carried over", "delta-carried", "delta"),
+                    ("delta", "emptied by chance", "delta-reset", "delta"),
+                    ("gated delta", "carried over", "gated-delta-carried", "gated-delta"),
+                    ("gated", "carried over", "gated-carried", "gated"),
+                )
+            ),
+            *(
+                Claim(
+                    f"delta is better {where} for states emptied by chance",
+                    ("delta-carried", measure),
+                    ("delta-reset", measure),
+                    at_least=0,
+                )
+                for where, measure in (("as one stream", _STREAM), ("in windows", _SHORT))
+            ),
         ),
     ),
     "conversion": Table(
@@ -309,7 +304,10 @@ SCALED = {
                 ("add is level with delta, within 1", "add-800", "delta-800", -1, 1),
                 ("decay, m = 16, is ahead of decay, m = 4", "decay-800", "decay-m4", 0, None),
                 ("gated is ahead of gated from scratch", "gated-800", "gated-scratch", 0, None),
-                ("decay is ahead of decay without --scale-read-out", "decay-800", "decay-unscaled", 0, None),
+                *(
+                    (f"{rule} is ahead of {rule} without --scale-read-out", f"{rule}-800", f"{rule}-unscaled", 0, None)
+                    for rule in ("decay", "gated")
+                ),
                 ("linear is better after attention was transferred", "linear-aligned", "linear", 0, None),
             )
         ),

@@ -195,6 +195,6 @@ def known_to_lose_when_carried(update_rule: str) -> str | None:
     if update_rule in ("sum", *DELTA_RULES):
         return (
             f"the memory of {update_rule} never forgets, and models of WikiText-2 were worse for it than in windows "
-            "(docs/results.md); gated-delta, gated, kimi-delta, decay and mamba forget, and lose little or nothing"
+            "(docs/results.md); gated-delta and gated forget, and lose little"
         )
     return None

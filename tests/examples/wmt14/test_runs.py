@@ -223,6 +223,8 @@ def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path
     entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)]
     drawing.draw_table("multi30k", table, entries, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["multi30k-curves.png"]
+    drawing.draw_table("multi30k", table, [replace(one, valid=one.valid[-1:]) for one in entries], tmp_path / "end")
+    assert not (tmp_path / "end").exists()  # a point is no curve
     drawing.draw_table("multi30k", table, [*entries, entry("dpfp", 1, 38.0)], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["multi30k-claims.png", "multi30k-curves.png"]
     # One with a model that others start from, and differences of which some are a hundred times the others.
