@@ -159,6 +159,9 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
             read |= {f"{path}{name}": shape for name, shape in read_weights(mixer, rows, shared_rows).items()}
     names = [name for name, _ in model.named_parameters()]
     targets = _targets(model, pre_norm, {path for path in memories if path not in starting})
+    if "attention" not in groups:  # with which the whole of these layers goes
+        for target in targets:
+            target.groups = [] if _is_at(target, tuple(recurrent)) else target.groups
     shapes = {
         # The source's are not folded: as many numbers as values have, in as many heads.
         f"{path}{name}": torch.Size([heads * attention.head_dim, *parameter.shape[1:]])
@@ -193,7 +196,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
             starts |= {path: swap(mixer, _take(source, path, mixer)) for path, mixer in attentions.items()}
             for path, mixer in recurrent.items():
                 starts[path] = swap_recurrent(mixer, _take(source, path), heads, gains.get(path))
-        _copy(targets, source, groups, starts, tuple(recurrent))
+        _copy(targets, source, groups, starts)
     return Report(str(source.file), targets, _advice(starting.values()) if "attention" in groups else "")
 
 
@@ -342,7 +345,6 @@ def _copy(
     source: Source,
     groups: frozenset[str],
     starts: Mapping[str, Mapping[str, tuple[Tensor, str]]],
-    recurrent: tuple[str, ...],
 ) -> None:
     """Sets parameters to their `starts`, which are by path and name, and to the weights of the same names."""
     by_name = {name: target for target in targets for name in target.names}
@@ -353,7 +355,7 @@ def _copy(
                 _set(target, *start)
     for target in targets:
         found = [source.weights.pop(name) for name in target.names if name in source.weights]
-        if found and groups & set(target.groups) and not _is_at(target, recurrent):
+        if found and groups & set(target.groups):
             _set(target, found[0], "kept")
 
 

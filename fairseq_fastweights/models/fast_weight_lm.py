@@ -92,8 +92,9 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
     rotary_dim: int = field(
         default=0,
         metadata={
-            "help": "number of dimensions of each query and key that softmax attention rotates by position (rotary "
-            "position embedding); 0 is none. Memories do not need it, and retention always rotates all dimensions"
+            "help": "number of dimensions of each query and key that softmax attention and window-sum rotate by their "
+            "positions (rotary position embedding); 0 is none. Memories do not need it, and retention always rotates "
+            "all dimensions"
         },
     )
     rotary_base: float = field(

@@ -82,7 +82,7 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
             "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
-            "paper uses: elu for sum and delta, identity for gated, decay and retention"
+            "paper uses: elu for sum and delta, identity for gated, decay and retention; relu for window-sum"
         },
     )
     feature_dim: Optional[int] = field(
@@ -106,7 +106,8 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
             "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
-            "alike), or none; auto is what the rule's paper uses: attention for sum, sum for delta, none for the others"
+            "alike), or none; auto is what the rule's paper uses: attention for sum, sum for delta, both for "
+            "window-sum, none for the others"
         },
     )
     scale_read_out: bool = field(

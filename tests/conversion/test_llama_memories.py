@@ -140,10 +140,16 @@ def test_a_converted_model_trains(converted, data, tmp_path, kind, flags):
     assert rows == {"gated": KV_HEADS * 4, "gated-delta": KV_HEADS * WIDTH // HEADS}.get(flags[1], KV_HEADS * DIM)
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path, kind):
-    flags = ["--update-rule", "sum", "--feature-map", "relu", "--normalization", "attention", "--criterion"]
-    flags += ["attention_transfer", "--max-update", "12", "--lr", "0.01"]
+@pytest.mark.parametrize(
+    ("kind", "mixer"),
+    [
+        ("Qwen2", "--update-rule sum --feature-map relu --normalization attention"),
+        ("Qwen3", "--mixers window-sum --window-sum-window 3"),
+        ("Llama", "--mixers kimi-delta --kimi-delta-bias --kimi-delta-key-dim 8 --kimi-delta-value-dim 8"),
+    ],
+)
+def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path, kind, mixer):
+    flags = [*mixer.split(), "--criterion", "attention_transfer", "--max-update", "12", "--lr", "0.01"]
     losses = train(data, converted[kind], tmp_path, *flags)
     assert losses[-1] < 0.7 * losses[0]
     before = torch.load(converted[kind] / "model.pt", weights_only=False)["model"]

@@ -173,6 +173,26 @@ def _loss(model: Any, texts: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_transfer_starts_mixers_with_the_norm_before_them_and_the_groups_that_are_named(fairseq, taught, name):
+    _, folder, _ = taught
+    flags = f"{PRE_NORM} --mixers {name} --{name}-bias"
+    weights = read_source(folder / "model.pt").weights
+    layer = "decoder.layers.1.self_attn"
+    own = {n.removeprefix(f"{layer}."): w for n, w in weights.items() if n.startswith(f"{layer}.")}
+    whole, new = take(fairseq, folder, flags), take(fairseq, folder, f"{flags} --transfer embeddings")
+    mixer = new.get_submodule(layer)
+    starts = swap_recurrent(mixer, own, 2, weights[f"{layer}_layer_norm.weight"])
+    assert not torch.equal(starts["conv1d.weight"][0], swap_recurrent(mixer, own, 2)["conv1d.weight"][0])
+    part = take(fairseq, folder, f"{flags} --transfer attention")
+    output = "o_proj" if name != "mamba" else "out_proj"
+    for parameter, fresh in mixer.named_parameters():
+        expected = starts.get(parameter, (fresh, ""))[0]
+        assert torch.equal(whole.get_parameter(f"{layer}.{parameter}"), expected), parameter
+        taken = part.get_parameter(f"{layer}.{parameter}")
+        assert torch.equal(taken, fresh if parameter.startswith(output) else expected), parameter
+
+
 BIASED = [f"{name} --{name}-bias" for name in RECURRENT]
 
 

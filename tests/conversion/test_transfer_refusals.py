@@ -173,6 +173,10 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
             "--update-rule retention --transfer attention",
             "transfer is attention, of which the model has nothing.*must be of emb",
         ),
+        (
+            "--mixers mamba --transfer output-projection",
+            "transfer is output-projection, of which the model has nothing",
+        ),
         ("--mixers local --no-attention-bias", "transferred; with transfer embeddings,output,feed-forward they would"),
         (
             "--mixers mamba --mamba-expansion 1",

@@ -27,7 +27,9 @@ SETTINGS = {
     "delta with DPFP": "--feature-map dpfp --dpfp-nu 2 --normalization removal --scale-read-out --no-attention-bias",
     "heads": "--fast-weight-heads 4 --softmax-attention-layers 2 --decoder-normalize-before --no-scale-embedding",
     "options": "--mixers local:1,mamba:2 --local-window 3 --mamba-state 4 --layernorm-embedding",
-    "rotary": "--mixers softmax --rotary-dim 4 --rotary-base 100 --no-token-positional-embeddings",
+    "biases": "--mixers gated-delta:1,mamba:2 --gated-delta-bias --mamba-bias",
+    "rotary": "--mixers softmax,window-sum:2 --window-sum-window 3 --rotary-dim 4 --rotary-base 100"
+    " --no-token-positional-embeddings",
     "parallel": "--mixers gated,softmax:2 --parallel-residual --decoder-normalize-before --activation-fn gelu",
     "no norm at the end": "--decoder-normalize-before --no-decoder-final-norm",
     "tied": "--share-decoder-input-output-embed --mask-special-symbols --activation-fn gelu_accurate",

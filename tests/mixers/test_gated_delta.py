@@ -16,10 +16,11 @@ EMBED, HEADS = 12, 4
 CASES = [
     (GatedDelta, {}),
     (GatedDelta, {"key_heads": 2, "key_dim": 5, "value_dim": 2, "conv": 3, "negative_eigenvalues": True}),
-    (KimiDelta, {"conv": 1}),
+    (GatedDelta, {"bias": True, "conv": 2}),
+    (KimiDelta, {"conv": 1, "bias": True}),
     (KimiDelta, {"key_heads": 1, "key_dim": 6}),
     (DeltaProduct, {"writes": 1}),
-    (DeltaProduct, {"key_heads": 2, "key_dim": 5}),
+    (DeltaProduct, {"key_heads": 2, "key_dim": 5, "bias": True}),
     (DeltaProduct, {"writes": 3, "negative_eigenvalues": True}),
 ]
 

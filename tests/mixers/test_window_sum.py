@@ -25,6 +25,7 @@ CASES = [
     (5, {"window": 9}),
     (7, {"window": 1, "feature_map": "elu", "normalization": ATTENTION}),
     (34, {"window": 3, "feature_map": "dpfp"}),
+    (12, {"window": 3, "feature_map": "favor", "favor_features": 4, "normalization": ATTENTION}),
     (33, {"window": 4, **GROUPED}),
     (40, {"window": 7, "normalization": ATTENTION, "feature_dim": 5}),
     (100, {"window": 34}),
