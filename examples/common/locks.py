@@ -1,7 +1,7 @@
 """Locks in a folder that several machines share: who holds one is named, and what a dead process held is taken over.
 
 The lock NAME is held by who made the file NAME.N of the highest N, unless that is empty. Files are made by a hard link,
-which NFS does for one process alone, and with all that is in them; to take a lock over is to make the next one, so that
+which NFS does for one process alone, and with all that is in them. To take a lock over is to make the next one, so that
 no file of another process is ever removed while it counts. An owner touches its file every `BEAT` seconds. On the
 owner's own machine the system says whether it lives: it, or a process that inherited its descriptor, has locked the
 file. On others it is dead once it has been silent for `DEAD` seconds, by the clock of the file system.
@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 BEAT, DEAD = 30.0, 600.0
+_KEPT = 8
+"""Files of earlier owners that stay, so that who is about to make one of these learns that it is too late."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ def take(name: Path) -> Lock | Holder:
         with suppress(FileExistsError):
             os.link(own, made)
         if own.stat().st_nlink == 2:  # NFS may lose the answer, and say that the file was there
-            # Who looked long ago may make a file again that has been removed since.
+            # Who looked very long ago has made a file again that was removed since.
             if _newest(name)[1] == made:
-                _remove_before(name, number + 1)
+                _remove_before(name, number + 1 - _KEPT)
                 return Lock(made, descriptor, time.monotonic())
-            made.unlink()
+            made.unlink(missing_ok=True)
         os.close(descriptor)
     finally:
         own.unlink(missing_ok=True)

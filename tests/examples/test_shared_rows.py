@@ -40,9 +40,22 @@ def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path) -> None:
     assert told.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20") and "silent" not in told
     first.release()
     second = locks.take(lock)
-    assert isinstance(second, locks.Lock)
-    assert [path.name for path in lock.parent.iterdir()] == ["row-1.lock.2"]
+    assert isinstance(second, locks.Lock) and files_of(lock) == [1, 2]
     second.release()
+
+
+def files_of(lock: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("row-1.lock.")) for path in lock.parent.iterdir())
+
+
+def test_who_looked_long_ago_does_not_get_a_lock_that_was_taken_since(lock: Path, monkeypatch) -> None:
+    for _ in range(11):
+        locks.take(lock).release()
+    held, newest, seen = locks.take(lock), locks._newest, [(2, lock.with_name("row-1.lock.2"))]
+    assert files_of(lock) == [*range(4, 13)]
+    monkeypatch.setattr(locks, "_newest", lambda name: seen.pop() if seen else newest(name))
+    assert isinstance(locks.take(lock), locks.Holder) and not seen
+    assert files_of(lock) == [*range(4, 13)] and held.beat()
 
 
 def test_a_dead_processes_lock_is_free_on_its_machine_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
@@ -77,8 +90,8 @@ def test_another_machines_lock_is_taken_over_once_it_has_been_silent(lock: Path,
     assert theirs.beat() and locks.take(lock).silent < 60
     os.utime(theirs.file, (time.time() - locks.DEAD - 60,) * 2)
     ours = locks.take(lock)
-    assert isinstance(ours, locks.Lock) and [path.name for path in lock.parent.iterdir()] == ["row-1.lock.2"]
-    theirs.touched = -locks.BEAT
+    assert isinstance(ours, locks.Lock) and files_of(lock) == [1, 2]
+    ours.touched = theirs.touched = -locks.BEAT
     assert not theirs.beat() and ours.beat()
     theirs.release()
     assert isinstance(locks.take(lock), locks.Holder)
