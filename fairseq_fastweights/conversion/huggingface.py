@@ -27,13 +27,18 @@ RECORD = "conversion.json"
 _MOST_ROWS = 40
 
 
-def from_huggingface(source: Path, target: Path) -> str:
+def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
     """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the dtypes of the
     source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
     `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the
     conversion back, `conversion.json` and the folder `huggingface`.
+
+    Args:
+        source: the folder.
+        target: the new folder.
+        end_of_text: the added token of the tokenizer that ends texts; None for the one in the source's settings.
 
     Returns:
         The options of fairseq's commands that name the tokenizer.
@@ -51,6 +56,8 @@ def from_huggingface(source: Path, target: Path) -> str:
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
+    if end_of_text is not None:
+        config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
     files = WeightFiles(source)
     check_layers(source, config, len(files.shapes))
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
@@ -87,6 +94,14 @@ def from_huggingface(source: Path, target: Path) -> str:
         (folder / RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
         copy_files(originals, folder / ORIGINALS)
     return tokenizer.options(target, family.end_of_text)
+
+
+def _added_token(word: str, added: Mapping[str, int]) -> int:
+    """The number of the tokenizer's added token that is to end texts."""
+    if word not in added:
+        known = ", ".join(list(added)[:_MOST_ROWS]) or "it has none"
+        raise ValueError(f"end_of_text is {word!r}; it must be an added token of the tokenizer: {known}")
+    return added[word]
 
 
 def original_files(source: Path, within: str = ".") -> dict[str, Path]:

@@ -138,6 +138,17 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_left(folders, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_token_that_ends_texts_is_one_of_the_tokenizers(folders, tmp_path, capsys):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text('{"model_type": "fast_weight"}')
+    for source, message in (
+        (folders["Llama"], "end_of_text is 'cat'; it must be an added token of the tokenizer: <|begin|>, <|end|>\n"),
+        (tmp_path / "ours", f"--end-of-text is 'cat', but {tmp_path}/ours is a model of fairseq's, which has </s>"),
+    ):
+        assert main(["from-huggingface", str(source), str(tmp_path / "target"), "--end-of-text", "cat"]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "target").exists()
+
+
 def test_older_files_say_the_same(folders, tmp_path):
     shutil.copytree(folders["Llama"], tmp_path / "source")
     rope(rope_theta=99.0)(tmp_path / "source")
