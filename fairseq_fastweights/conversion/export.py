@@ -23,7 +23,7 @@ from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
-from fairseq_fastweights.conversion.huggingface import RECORD
+from fairseq_fastweights.conversion.huggingface import RECORD, source_mixers
 from fairseq_fastweights.conversion.kept_settings import find_kept, generation_config
 from fairseq_fastweights.conversion.originals import restore_original
 from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE, find_pieces, make_tokenizer, source_numbers
@@ -109,8 +109,8 @@ def to_huggingface(
 ) -> None:
     """Makes a Hugging Face folder: config.json, model.safetensors, generation_config.json and a tokenizer.
 
-    A model that `from_huggingface` converted, and that still has softmax attention in all layers, gets the class that
-    it came from. All others get `FastWeightForCausalLM`, and a subfolder `fairseq` for the conversion back.
+    A model that `from_huggingface` converted, and that still has its source's mixers, gets the class that it came from.
+    All others get `FastWeightForCausalLM`, and a subfolder `fairseq` for the conversion back.
 
     Args:
         source: the checkpoint or its folder, as `path` of `load_for_causal_lm`.
@@ -124,7 +124,7 @@ def to_huggingface(
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    if (source / RECORD).is_file() and _is_softmax(source / "model.pt" if checkpoint is None else checkpoint):
+    if (source / RECORD).is_file() and _is_source(source, checkpoint or source / "model.pt"):
         restore_original(source, target, checkpoint)
         return
     if data is None and checkpoint is not None and (source / "dict.txt").is_file():
@@ -246,8 +246,8 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
-def _is_softmax(checkpoint: Path) -> bool:
-    """Whether the model in a checkpoint has softmax attention in all layers, by its settings."""
+def _is_source(folder: Path, checkpoint: Path) -> bool:
+    """Whether the model in a checkpoint has the mixers of the source of a converted folder, by its settings."""
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]
@@ -255,9 +255,8 @@ def _is_softmax(checkpoint: Path) -> bool:
     settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
     if settings is None:
         return True
-    return (
-        checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"] == "softmax"
-    )
+    own = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
+    return bool(own == source_mixers(folder))
 
 
 def _check_kind(model: Any, task: Any) -> None:

@@ -1,7 +1,8 @@
 """The families of Hugging Face's models that can be converted, by their model_type.
 
-They become `fast_weight_lm` with softmax attention. fairseq's dictionary starts with <s>, <pad>, </s>, <unk>. </s> is
-the source's end-of-text token; the other tokens follow in their order, with their numbers as words.
+They become `fast_weight_lm` with their softmax attention and memories. fairseq's dictionary starts with <s>, <pad>,
+</s>, <unk>. </s> is the source's end-of-text token; the other tokens follow in their order, with their numbers as
+words.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from fairseq_fastweights.conversion.family import Family
 from fairseq_fastweights.conversion.gpt_families import gpt2, gpt_neox
+from fairseq_fastweights.conversion.hybrid_families import olmo_hybrid, qwen3_5_text
 from fairseq_fastweights.conversion.llama_families import llama, mistral, qwen2, qwen3
 
 __all__ = ["FAMILIES", "Family", "buffers", "read_family"]
@@ -22,6 +24,8 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "olmo_hybrid": olmo_hybrid,
+    "qwen3_5_text": qwen3_5_text,
 }
 """Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
 

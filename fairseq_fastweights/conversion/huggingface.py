@@ -30,7 +30,7 @@ _MOST_ROWS = 40
 def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
     """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
 
-    It holds `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the dtypes of the
+    It holds `model.pt`, a checkpoint of `fast_weight_lm` with the source's attention or memories, in the dtypes of the
     source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
     `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the
     conversion back, `conversion.json` and the folder `huggingface`.
@@ -64,7 +64,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     tokenizer.check(family.vocabulary, family.end_of_text)
     names = [name for name in files.shapes if not buffers(name)]
     copied = family.tied and family.output_name in names
-    expected = {weight.name: weight.shape for weight in family.weights}
+    expected = {name: shape for weight in family.weights for name, shape in weight.shapes.items()}
     if copied:
         expected[family.output_name] = expected[family.input_name]
     check_weights(f"{source}: the weights do not fit config.json", {n: files.shapes[n] for n in names}, expected)
@@ -75,7 +75,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         )
     model: dict[str, Tensor] = {}
     for weight in family.weights:
-        parts = weight.split(files.read(weight.name))
+        parts = weight.split(tuple(map(files.read, weight.shapes)))
         model |= {name: part.contiguous().clone() for name, part in zip(weight.ours, parts, strict=True)}
     if family.tied:
         model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
@@ -88,12 +88,19 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         # fairseq-preprocess and the tasks take the order of the lines; the numbers are counts, of which there are none.
         (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words), encoding="ascii")
         tokenizer.write(folder, family.vocabulary, family.end_of_text)
-        # Of a model with other mixers, to which the weights are to go.
+        # Of a Transformer, those of a model with other mixers, to which the weights are to go.
         flags = family.flags(without=("softmax-attention-layers", "tokens-per-sample"))
         (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
-        (folder / RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
+        record = {"weights": sorted(names), "end_of_text": family.end_of_text}
+        record["mixers"] = checkpoint_settings.decode(model[f"decoder.{checkpoint_settings.NAME}"])["mixers"]
+        (folder / RECORD).write_text(json.dumps(record))
         copy_files(originals, folder / ORIGINALS)
     return tokenizer.options(target, family.end_of_text)
+
+
+def source_mixers(folder: Path) -> Any:
+    """The mixers of the source of a folder that `from_huggingface` made, as `checkpoint_settings` writes them."""
+    return read_json(folder / RECORD).get("mixers", "softmax")
 
 
 def _added_token(word: str, added: Mapping[str, int]) -> int:
@@ -149,10 +156,9 @@ def settings_of(family: Family) -> Tensor:
     """The settings of the model that its checkpoint records."""
     named = {name.replace("-", "_"): value for name, value in family.options.items()}
     model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
+    _, names = fast_weight_lm.FastWeightLanguageModel.complete(model)
+    settings = mixer_settings(model, model.decoder_attention_heads)
     with torch.device("meta"):
-        attention = build_mixer(
-            "softmax", model.decoder_embed_dim, mixer_settings(model, model.decoder_attention_heads)
-        )
-    return checkpoint_settings.encode(
-        fast_weight_decoder.describe(model, family.dictionary(), [("softmax", attention)])
-    )
+        built = {name: build_mixer(name, model.decoder_embed_dim, settings) for name in set(names)}
+    mixers = [(name, built[name]) for name in names]
+    return checkpoint_settings.encode(fast_weight_decoder.describe(model, family.dictionary(), mixers))

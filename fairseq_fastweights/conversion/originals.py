@@ -49,7 +49,8 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
     model = _read_checkpoint(path, family)
     weights: dict[str, Tensor] = {}
     for weight in family.weights:
-        weights[weight.name] = weight.join(tuple(model[name] for name in weight.ours)).contiguous().clone()
+        joined = weight.join(tuple(model[name] for name in weight.ours))
+        weights |= {name: part.contiguous().clone() for name, part in zip(weight.shapes, joined, strict=True)}
     if family.tied and family.output_name in names:
         weights[family.output_name] = weights[family.input_name].clone()
 

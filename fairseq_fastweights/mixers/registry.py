@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from fairseq_fastweights.mixers import projections
@@ -180,6 +181,17 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
     if left and others is None:
         raise refuse(f"which leaves layers without a mixer: {', '.join(map(str, left))}")
     return tuple(chosen.get(number, others or "") for number in range(1, layers + 1))
+
+
+def write_pattern(mixers: Sequence[str]) -> str:
+    """The pattern that `parse_pattern` reads as these mixers."""
+    parts = []
+    number = 1
+    for name, group in groupby(mixers):
+        count = len(list(group))
+        parts.append(f"{name}:{number}-{number + count - 1}")
+        number += count
+    return ",".join(parts)
 
 
 def lookup(argument: str, name: str, kinds: Mapping[str, Kind]) -> Kind:

@@ -32,6 +32,7 @@ from fairseq_fastweights.models.fast_weight_options import (
     defaults_in_help,
     mixer_builder,
     mixer_settings,
+    parse_layers,
     parse_mixers,
     set_defaults,
 )
@@ -136,6 +137,17 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         default=None,
         metadata={"help": "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"},
     )
+    zero_centered_norms: bool = field(
+        default=False,
+        metadata={"help": "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"},
+    )
+    output_norm_layers: str = field(
+        default="",
+        metadata={
+            "help": "layers, comma-separated numbers from 1 or all, that have their norms behind their parts, "
+            "x + norm(mixer(x)), as OLMo 2, and not before them"
+        },
+    )
     swiglu: bool = field(
         default=False,
         metadata={
@@ -185,6 +197,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
             names = tuple(names[number - 1] for number in kept)
+            behind = parse_layers(args.output_norm_layers, args.decoder_layers, "output_norm_layers")
+            args.output_norm_layers = ",".join(str(i) for i, number in enumerate(kept, 1) if number in behind)
             # From here on the options are those of the model that is left.
             args.decoder_layers = len(kept)
             if args.mixers:
@@ -285,24 +299,10 @@ def _check_shape(args: Any) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
         if args.quant_noise_pq and getattr(args, name) % block:
             raise ValueError(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
+    if args.zero_centered_norms and args.rms_norm_eps is None and args.query_key_norm_eps is None:
+        raise ValueError("zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps, which are not")
     if args.swiglu and args.quant_noise_pq:
         raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
-
-
-def parse_layers(text: str, layers: int) -> frozenset[int]:
-    """Reads --softmax-attention-layers: "all", or comma-separated layer numbers from 1; empty for none.
-
-    Raises:
-        ValueError: for anything else, or a number above `layers`.
-    """
-    if text.strip() == "all":
-        return frozenset(range(1, layers + 1))
-    numbers = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
-        raise ValueError(
-            f"softmax_attention_layers is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}"
-        )
-    return frozenset(int(n) for n in numbers)
 
 
 def _parse_kept_layers(text: str, layers: int) -> list[int]:
