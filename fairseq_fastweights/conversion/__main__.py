@@ -6,12 +6,13 @@ import argparse
 import importlib
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub, whole_tokenizer
-from fairseq_fastweights.conversion.families import FAMILIES
+from fairseq_fastweights.conversion.families import FAMILIES, SERVED
 from fairseq_fastweights.conversion.folders import check_target
 from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.huggingface import from_huggingface
@@ -55,6 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--tokenizer",
         help="the folder with encoder.json and vocab.bpe of the byte-level BPE whose numbers are in dict.txt, or "
         "'words' if words are (default: searched beside dict.txt and the checkpoint)",
+    )
+    writing.add_argument(
+        "--as",
+        dest="served",
+        choices=SERVED,
+        metavar="CLASS",
+        help=f"a class that transformers has itself, for programs that do not know this package: {', '.join(SERVED)}; "
+        "an error if it differs from the model",
     )
     options = parser.parse_args(arguments)
     try:
@@ -108,9 +117,11 @@ def _is_ours(config: Path) -> bool:
 
 def _to(options: argparse.Namespace) -> None:
     """Runs `to-huggingface`."""
-    to_huggingface = _with_transformers("export").to_huggingface
+    write = _with_transformers("export").to_huggingface
+    if options.served is not None:
+        write = partial(_with_transformers("served").to_served, options.served)
     importlib.import_module("transformers").utils.logging.disable_progress_bar()
-    to_huggingface(
+    write(
         options.source,
         options.target,
         checkpoint=options.checkpoint,

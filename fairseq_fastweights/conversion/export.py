@@ -124,12 +124,10 @@ def to_huggingface(
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    if (source / RECORD).is_file() and _is_source(source, checkpoint or source / "model.pt"):
+    if is_source(source, checkpoint):
         restore_original(source, target, checkpoint)
         return
-    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
-        data = source
-    run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    run = find_run_of(source, checkpoint, data, tokenizer)
     places = {"dict.txt": run.dictionary.parent}
     if run.pieces is not None:
         places |= dict.fromkeys((*PIECES, *WHOLE), run.pieces)
@@ -143,6 +141,19 @@ def to_huggingface(
             raise OSError(f"model.safetensors: {error}") from error
         made.save_pretrained(folder)
         copy_files(copied, folder / FOR_FAIRSEQ)
+
+
+def find_run_of(
+    source: Path, checkpoint: Path | None = None, data: str | Path | None = None, tokenizer: str | Path | None = None
+) -> Run:
+    """Finds the files of a run, as the arguments of `to_huggingface` name them.
+
+    Raises:
+        ValueError: if a file is missing; the message names it.
+    """
+    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
+        data = source
+    return find_run(source if checkpoint is None else checkpoint, data, tokenizer)
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
@@ -246,8 +257,11 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
-def _is_source(folder: Path, checkpoint: Path) -> bool:
-    """Whether the model in a checkpoint has the mixers of the source of a converted folder, by its settings."""
+def is_source(folder: Path, checkpoint: Path | None = None) -> bool:
+    """Whether a folder was converted, and the model in a checkpoint, or in it, has its source's mixers, by settings."""
+    if not (folder / RECORD).is_file():
+        return False
+    checkpoint = checkpoint or folder / "model.pt"
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]

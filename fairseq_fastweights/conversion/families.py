@@ -15,7 +15,7 @@ from fairseq_fastweights.conversion.gpt_families import gpt2, gpt_neox
 from fairseq_fastweights.conversion.hybrid_families import olmo_hybrid, qwen3_5_text
 from fairseq_fastweights.conversion.llama_families import llama, mistral, qwen2, qwen3
 
-__all__ = ["FAMILIES", "Family", "buffers", "read_family"]
+__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
 
 FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = {
     "gpt2": gpt2,
@@ -28,6 +28,10 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "qwen3_5_text": qwen3_5_text,
 }
 """Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
+
+
+SERVED = tuple(name for name in FAMILIES if not name.startswith("gpt"))
+"""Those that `to-huggingface --as` writes any model as that fits."""
 
 
 def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:

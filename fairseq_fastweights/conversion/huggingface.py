@@ -152,11 +152,16 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 
+def model_options(options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """All options of the `fast_weight_lm` with these ones, which have no dashes before them, and its layers' mixers."""
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
+    return fast_weight_lm.FastWeightLanguageModel.complete(model)
+
+
 def settings_of(family: Family) -> Tensor:
     """The settings of the model that its checkpoint records."""
-    named = {name.replace("-", "_"): value for name, value in family.options.items()}
-    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
-    _, names = fast_weight_lm.FastWeightLanguageModel.complete(model)
+    model, names = model_options(family.options)
     settings = mixer_settings(model, model.decoder_attention_heads)
     with torch.device("meta"):
         built = {name: build_mixer(name, model.decoder_embed_dim, settings) for name in set(names)}

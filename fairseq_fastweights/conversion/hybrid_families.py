@@ -14,6 +14,7 @@ from fairseq_fastweights.conversion.source_weights import Weight, plain, single,
 from fairseq_fastweights.mixers.registry import write_pattern
 
 _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}
+_SECOND = "post_attention_layernorm"
 _NORM_EPS = 1e-5
 """OLMo-hybrid's epsilon of the norm of what is read, whatever config.json says of other norms."""
 
@@ -21,23 +22,25 @@ _NORM_EPS = 1e-5
 def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """OLMo-hybrid: layers with attention have norms behind their parts, and one norm for all heads of queries.
 
-    Weights have the names of the published files. Those that transformers 5.20 saves differ: the first norm of layers
-    with attention has the name of the second one of the others, and the convolutions are cut into three equal parts.
+    Norms have either of two names. What transformers 5.20 saves differs further: the first norm of layers with
+    attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
     check(config, "attention_bias", False)
     shape, kinds, delta = _read({**config, "head_dim": None}, names, end_of_text)
     attention = kinds.index("full_attention") if "full_attention" in kinds else 0
     saved = f"{shape.prefix}layers.{attention}.feedforward_layer_norm.weight" in names
+    older = any(name.endswith(".attention_layer_norm.weight") for name in names)
+    before = ("attention_layer_norm", "feedforward_layer_norm") if older else ("input_layernorm", _SECOND)
+    behind = ("feedforward_layer_norm" if saved else _SECOND, "post_feedforward_layernorm")
     weights: list[Weight] = []
     for i, kind in enumerate(kinds):
         theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
         weights += shape.feed_forward(theirs, ours)
         if kind == "linear_attention":
-            weights += shape.norms(theirs, ours, "attention_layer_norm", "feedforward_layer_norm")
+            weights += shape.norms(theirs, ours, *before)
             weights += _olmo_delta(shape.width, delta, f"{theirs}linear_attn.", f"{ours}self_attn.", saved)
             continue
-        first = "feedforward_layer_norm" if saved else "post_attention_layernorm"
-        weights += shape.norms(theirs, ours, first, "post_feedforward_layernorm")
+        weights += shape.norms(theirs, ours, *behind)
         weights += shape.attention(f"{theirs}self_attn.", f"{ours}self_attn.")
         for part, heads in (("q", shape.heads), ("k", shape.kv_heads)):
             name = f"self_attn.{part}_norm.weight"
@@ -48,8 +51,9 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
         "gated-delta-negative-eigenvalues": flag(config, "linear_allow_neg_eigval", True),
         "gated-delta-eps": _NORM_EPS,
     }
-    # Without a base there are no rotary embeddings, as in the published models.
-    if (config.get("rope_theta") or mapping(config, "rope_parameters").get("rope_theta")) is not None:
+    # Without a base, or with null for their kind, there are no rotary embeddings, as in the published models.
+    rotary = mapping(config, "rope_parameters") or {"rope_theta": config.get("rope_theta")}
+    if rotary.get("rope_theta") is not None and rotary.get("rope_type", "default") is not None:
         options |= rotary_options(shape, shape.head_dim)
     return _finish(shape, kinds, delta, weights, options)
 
@@ -64,7 +68,7 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
     weights: list[Weight] = []
     for i, kind in enumerate(kinds):
         theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
-        weights += shape.norms(theirs, ours, "input_layernorm", "post_attention_layernorm")
+        weights += shape.norms(theirs, ours, "input_layernorm", _SECOND)
         weights += shape.feed_forward(theirs, ours)
         if kind == "linear_attention":
             weights += _qwen_delta(shape.width, delta, f"{theirs}linear_attn.", f"{ours}self_attn.")

@@ -40,7 +40,11 @@ CASES = {
     "qwen2, one head of keys": ("Qwen2", {"num_key_value_heads": 1}, {}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"head_dim": 8, "rms_norm_eps": 1e-3}, {}),
-    "olmo-hybrid": ("OlmoHybrid", {"rms_norm_eps": 1e-2}, {}),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {},
+    ),
     "olmo-hybrid, rotated": (
         "OlmoHybrid",
         {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
