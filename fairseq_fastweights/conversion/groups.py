@@ -28,7 +28,7 @@ _OF_LAYER = {
     "self_attn.k_norm.": "attention",
     "self_attn.out_proj.": "output-projection",
     # What scales or normalises the attention's output.
-    "self_attn.gate_proj.": "output-projection",
+    "self_attn.output_gate_proj.": "output-projection",
     "attn_ln.": "output-projection",
     "c_attn": "output-projection",
     "fc1.": "feed-forward",

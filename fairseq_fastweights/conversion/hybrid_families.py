@@ -147,7 +147,7 @@ def _gated_queries(shape: Shape, theirs: str, ours: str) -> Weight:
     def join(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return torch.stack([part.unflatten(0, (shape.heads, shape.head_dim)) for part in parts], 1).flatten(0, 2)
 
-    names = f"{ours}q_proj.weight", f"{ours}gate_proj.weight"
+    names = f"{ours}q_proj.weight", f"{ours}output_gate_proj.weight"
     return single(f"{theirs}q_proj.weight", (2 * shape.heads * shape.head_dim, shape.width), names, split, join)
 
 

@@ -84,7 +84,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         self.joint_norm = joint_norm
         self.output_gate = output_gate
         if output_gate:
-            self.gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
+            self.output_gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
         if rotary_dim % 2 or not 0 <= rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {rotary_dim}; it must be an even number from 2 to the head dim, {self.head_dim}, or 0 "
@@ -103,7 +103,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         """Draws the projections as fairseq's attention does; a gate starts at 1/2."""
         super().reset_parameters()
         if self.output_gate:
-            for parameter in self.gate_proj.parameters():
+            for parameter in self.output_gate_proj.parameters():
                 nn.init.zeros_(parameter)
 
     def forward(
@@ -152,7 +152,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         )
         out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
         out = out.reshape(time, batch, self.out_proj.in_features)
-        out = self.out_proj(out * self.gate_proj(x).sigmoid() if self.output_gate else out)
+        out = self.out_proj(out * self.output_gate_proj(x).sigmoid() if self.output_gate else out)
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]
             padding = past if padding is None else padding | past
