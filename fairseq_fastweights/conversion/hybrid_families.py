@@ -102,7 +102,6 @@ def _read(
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     )
     check_heads("linear_num_value_heads", value_heads, "linear_num_key_heads", key_heads)
-    check_heads("hidden_size", shape.width, "linear_num_value_heads", value_heads)
     return shape, kinds, (key_heads, value_heads, key_dim, value_dim, conv)
 
 

@@ -74,6 +74,7 @@ class Shape:
         tied: whether the output layer shares the weights of the embeddings.
         end: number of the word type that ends a text.
         prefix: of the weights' names.
+        table: the name of the embeddings after it.
     """
 
     config: dict[str, Any]
@@ -89,6 +90,7 @@ class Shape:
     tied: bool
     end: int
     prefix: str
+    table: str
 
     def norms(self, theirs: str, ours: str, before: str, between: str) -> Iterator[Weight]:
         """The two norms of a layer, by their names in the source."""
@@ -110,7 +112,7 @@ class Shape:
 
     def family(self, layers: list[Weight], options: dict[str, Any]) -> Family:
         """The family of a model with these weights in its layers, and these options beside those that all have."""
-        table, out = f"{self.prefix}embed_tokens.weight", "lm_head.weight"
+        table, out = f"{self.prefix}{self.table}.weight", "lm_head.weight"
         of_words = {"vocabulary": self.vocabulary, "width": self.width, "end": self.end}
         weights = [embedding(table, "decoder.embed_tokens.weight", **of_words), *layers]
         weights.append(plain(f"{self.prefix}norm.weight", "decoder.layer_norm.weight", self.width))
@@ -142,8 +144,8 @@ class Shape:
         )
 
 
-def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Shape:
-    """Reads what Llama's descendants say in the same words.
+def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None, table: str = "embed_tokens") -> Shape:
+    """Reads what Llama's descendants say in the same words; `table` is the name of the embeddings.
 
     Raises:
         ValueError: for a setting that is missing, not allowed or not supported; the message names it.
@@ -173,6 +175,7 @@ def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None)
         end=read_end_of_text(config, vocabulary, end_of_text),
         # As saved by the language model; files that were saved by the model below it have no prefix.
         prefix="model." if not names or any(name.startswith("model.") for name in names) else "",
+        table=table,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
-from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 
 FORMAT = 1
@@ -256,7 +256,7 @@ class FastWeightConfig(PreTrainedConfig):
         heads = settings.get("fast_weight_heads")
         if heads is not None:
             _check_count("fast_weight_heads", heads)
-            if self.hidden_size % heads:
+            if self.hidden_size % heads and not have_sizes(mixers, settings):
                 raise ValueError(
                     f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
                 )

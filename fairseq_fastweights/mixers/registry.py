@@ -124,6 +124,16 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         raise ValueError(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
+def have_sizes(mixers: Sequence[str], settings: Mapping[str, Any]) -> bool:
+    """Whether heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
+    return all(
+        settings.get(option_name(name, size))
+        for name in mixers
+        if MIXERS[name].heads == "fast_weight_heads"
+        for size in ("key_dim", "value_dim")
+    )
+
+
 def option_name(mixer: str, option: str) -> str:
     """The name of a mixer's own option among the options of a model."""
     return f"{mixer}_{option}".replace("-", "_")

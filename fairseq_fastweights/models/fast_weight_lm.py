@@ -23,6 +23,7 @@ from torch import nn
 
 from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
+from fairseq_fastweights.mixers.registry import have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -212,8 +213,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
-        heads = args.fast_weight_heads
-        if heads is not None and (heads < 1 or args.decoder_embed_dim % heads):
+        heads, sized = args.fast_weight_heads, have_sizes(names, vars(args) if isinstance(args, Namespace) else args)
+        if heads is not None and (heads < 1 or (args.decoder_embed_dim % heads and not sized)):
             raise ValueError(
                 f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
             )
