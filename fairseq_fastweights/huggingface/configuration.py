@@ -256,7 +256,7 @@ class FastWeightConfig(PreTrainedConfig):
         heads = settings.get("fast_weight_heads")
         if heads is not None:
             _check_count("fast_weight_heads", heads)
-            if self.hidden_size % heads and not have_sizes(mixers, settings):
+            if self.hidden_size % heads and not have_sizes(mixers, settings.get):
                 raise ValueError(
                     f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
                 )

@@ -124,10 +124,10 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         raise ValueError(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
-def have_sizes(mixers: Sequence[str], settings: Mapping[str, Any]) -> bool:
+def have_sizes(mixers: Sequence[str], value_of: Callable[[str], Any]) -> bool:
     """Whether heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
     return all(
-        settings.get(option_name(name, size))
+        "key_dim" in MIXERS[name].options and value_of(option_name(name, size))
         for name in mixers
         if MIXERS[name].heads == "fast_weight_heads"
         for size in ("key_dim", "value_dim")

@@ -7,6 +7,7 @@
 import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -213,7 +214,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
-        heads, sized = args.fast_weight_heads, have_sizes(names, vars(args) if isinstance(args, Namespace) else args)
+        heads, sized = args.fast_weight_heads, have_sizes(names, partial(getattr, args))
         if heads is not None and (heads < 1 or (args.decoder_embed_dim % heads and not sized)):
             raise ValueError(
                 f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
