@@ -124,7 +124,7 @@ def to_huggingface(
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    if is_source(source, checkpoint):
+    if has_source_mixers(source, checkpoint):
         restore_original(source, target, checkpoint)
         return
     run = find_run_of(source, checkpoint, data, tokenizer)
@@ -257,7 +257,7 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
-def is_source(folder: Path, checkpoint: Path | None = None) -> bool:
+def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
     """Whether a folder was converted, and the model in a checkpoint, or in it, has its source's mixers, by settings."""
     if not (folder / RECORD).is_file():
         return False

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fairseq_fastweights.conversion.export import find_run_of, is_source, new_name, read_model
+from fairseq_fastweights.conversion.export import find_run_of, has_source_mixers, new_name, read_model
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.conversion.families import Family, read_family
 from fairseq_fastweights.conversion.folders import check_target, copy_files, new_folder
@@ -58,7 +58,10 @@ def to_served(
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    if is_source(source, checkpoint) and read_json(source / ORIGINALS / "config.json").get("model_type") == kind:
+    if (
+        has_source_mixers(source, checkpoint)
+        and read_json(source / ORIGINALS / "config.json").get("model_type") == kind
+    ):
         restore_original(source, target, checkpoint)
         return
     run = find_run_of(source, checkpoint, data, tokenizer)
