@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,11 +30,28 @@ def use_swiglu(layer: Any) -> None:
     layer.activation_fn = _same  # the gate has it
 
 
-def use_rms_norms(module: nn.Module, eps: float) -> None:
-    """Replaces a module's own layer norms, not those of its submodules, by RMS norms (Zhang and Sennrich 2019)."""
+class ZeroCenteredRMSNorm(nn.RMSNorm):
+    """(1 + w) x / rms(x), whose w starts at 0, as in Qwen3-Next; computed in float32 at least."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        weight = 1 + self.weight.to(precise)
+        return F.rms_norm(x.to(precise), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def rms_norm(shape: Any, eps: float, zero_centered: bool = False) -> nn.RMSNorm:
+    """An RMS norm (Zhang and Sennrich 2019) of the last dimensions, or a `ZeroCenteredRMSNorm`."""
+    return (ZeroCenteredRMSNorm if zero_centered else nn.RMSNorm)(shape, eps=eps)
+
+
+def use_rms_norms(module: nn.Module, eps: float, zero_centered: bool = False) -> None:
+    """Replaces a module's own layer norms, not those of its submodules, by RMS norms."""
     for name, norm in list(module.named_children()):
         if name.endswith(_NORMS) and norm is not None:
-            setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=eps))
+            setattr(module, name, rms_norm(norm.normalized_shape, eps, zero_centered))
 
 
 def _same(x: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ import argparse
 import importlib
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub, whole_tokenizer
-from fairseq_fastweights.conversion.families import FAMILIES
+from fairseq_fastweights.conversion.families import FAMILIES, SERVED
 from fairseq_fastweights.conversion.folders import check_target
 from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.huggingface import from_huggingface
@@ -30,6 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="a folder with config.json, weights and tokenizer; a GGUF file; or a name on the hub, as OWNER/NAME",
     )
     reading.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: main)")
+    reading.add_argument(
+        "--end-of-text",
+        metavar="TOKEN",
+        help="the added token of the tokenizer that becomes fairseq's </s>, as <|im_end|> (default: the first "
+        "eos_token_id of config.json, else the tokenizer's)",
+    )
     reading.add_argument("--dry-run", action="store_true", help="list the files that would be fetched, and their sizes")
     writing.add_argument(
         "source",
@@ -49,6 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--tokenizer",
         help="the folder with encoder.json and vocab.bpe of the byte-level BPE whose numbers are in dict.txt, or "
         "'words' if words are (default: searched beside dict.txt and the checkpoint)",
+    )
+    writing.add_argument(
+        "--as",
+        dest="served",
+        choices=SERVED,
+        metavar="CLASS",
+        help=f"a class that transformers has itself, for programs that do not know this package: {', '.join(SERVED)}; "
+        "an error if it differs from the model",
     )
     options = parser.parse_args(arguments)
     try:
@@ -73,22 +88,24 @@ def _from(options: argparse.Namespace) -> None:
         return
     source = hub.fetch(options.source, options.revision) if named else Path(options.source)
     with unpacked(source) if source.suffix == SUFFIX and not source.is_dir() else nullcontext(source) as folder:
-        print(_convert(folder, options.target))
+        print(_convert(folder, options.target, options.end_of_text))
 
 
-def _convert(source: Path, target: Path) -> str:
+def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
     """Makes the folder; returns lines about its files to print."""
     lines = [
         f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
         f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
     ]
     if _is_ours(source / "config.json"):
+        if end_of_text is not None:
+            raise ValueError(f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>")
         if _with_transformers("exported").from_exported(source, target):
             lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
         elif (target / whole_tokenizer.SETTINGS).is_file():
             lines.append(f"its tokenizer is --bpe tokenizer_json --tokenizer-json-folder {target}")
     else:
-        lines.append(f"its tokenizer is {from_huggingface(source, target)}")
+        lines.append(f"its tokenizer is {from_huggingface(source, target, end_of_text=end_of_text)}")
         lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
     return "\n".join(lines)
 
@@ -100,9 +117,11 @@ def _is_ours(config: Path) -> bool:
 
 def _to(options: argparse.Namespace) -> None:
     """Runs `to-huggingface`."""
-    to_huggingface = _with_transformers("export").to_huggingface
+    write = _with_transformers("export").to_huggingface
+    if options.served is not None:
+        write = partial(_with_transformers("served").to_served, options.served)
     importlib.import_module("transformers").utils.logging.disable_progress_bar()
-    to_huggingface(
+    write(
         options.source,
         options.target,
         checkpoint=options.checkpoint,

@@ -105,6 +105,9 @@ def build_attention(source: Source, layer: int) -> SoftmaxAttention:
         head_dim=head_dim,
         projection_bias=biases,
         query_key_norm_eps=options.get("query_key_norm_eps"),
+        zero_centered_norms=options.get("zero_centered_norms", False),
+        joint_norm=options.get("softmax_joint_norm", False),
+        output_gate="output_gate_proj.weight" in weights,
     )
     attention.load_state_dict(weights)
     return attention.requires_grad_(False).eval()

@@ -23,7 +23,7 @@ from fairseq_fastweights.conversion.checkpoints import read_state
 from fairseq_fastweights.conversion.fairseq_options import config_of
 from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
 from fairseq_fastweights.conversion.groups import count_layers
-from fairseq_fastweights.conversion.huggingface import RECORD
+from fairseq_fastweights.conversion.huggingface import RECORD, source_mixers
 from fairseq_fastweights.conversion.kept_settings import find_kept, generation_config
 from fairseq_fastweights.conversion.originals import restore_original
 from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE, find_pieces, make_tokenizer, source_numbers
@@ -109,8 +109,8 @@ def to_huggingface(
 ) -> None:
     """Makes a Hugging Face folder: config.json, model.safetensors, generation_config.json and a tokenizer.
 
-    A model that `from_huggingface` converted, and that still has softmax attention in all layers, gets the class that
-    it came from. All others get `FastWeightForCausalLM`, and a subfolder `fairseq` for the conversion back.
+    A model that `from_huggingface` converted, and that still has its source's mixers, gets the class that it came from.
+    All others get `FastWeightForCausalLM`, and a subfolder `fairseq` for the conversion back.
 
     Args:
         source: the checkpoint or its folder, as `path` of `load_for_causal_lm`.
@@ -124,12 +124,10 @@ def to_huggingface(
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    if (source / RECORD).is_file() and _is_softmax(source / "model.pt" if checkpoint is None else checkpoint):
+    if has_source_mixers(source, checkpoint):
         restore_original(source, target, checkpoint)
         return
-    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
-        data = source
-    run = find_run(source if checkpoint is None else checkpoint, data, tokenizer)
+    run = find_run_of(source, checkpoint, data, tokenizer)
     places = {"dict.txt": run.dictionary.parent}
     if run.pieces is not None:
         places |= dict.fromkeys((*PIECES, *WHOLE), run.pieces)
@@ -143,6 +141,19 @@ def to_huggingface(
             raise OSError(f"model.safetensors: {error}") from error
         made.save_pretrained(folder)
         copy_files(copied, folder / FOR_FAIRSEQ)
+
+
+def find_run_of(
+    source: Path, checkpoint: Path | None = None, data: str | Path | None = None, tokenizer: str | Path | None = None
+) -> Run:
+    """Finds the files of a run, as the arguments of `to_huggingface` name them.
+
+    Raises:
+        ValueError: if a file is missing; the message names it.
+    """
+    if data is None and checkpoint is not None and (source / "dict.txt").is_file():
+        data = source
+    return find_run(source if checkpoint is None else checkpoint, data, tokenizer)
 
 
 def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
@@ -246,8 +257,11 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
         raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
-def _is_softmax(checkpoint: Path) -> bool:
-    """Whether the model in a checkpoint has softmax attention in all layers, by its settings."""
+def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
+    """Whether a folder was converted, and the model in a checkpoint, or in it, has its source's mixers, by settings."""
+    if not (folder / RECORD).is_file():
+        return False
+    checkpoint = checkpoint or folder / "model.pt"
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]
@@ -255,9 +269,8 @@ def _is_softmax(checkpoint: Path) -> bool:
     settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
     if settings is None:
         return True
-    return (
-        checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"] == "softmax"
-    )
+    own = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
+    return bool(own == source_mixers(folder))
 
 
 def _check_kind(model: Any, task: Any) -> None:

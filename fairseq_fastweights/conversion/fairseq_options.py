@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from fairseq.data import Dictionary
 from fairseq.utils import safe_getattr
 
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
-from fairseq_fastweights.mixers.registry import MIXERS, option_name
-from fairseq_fastweights.models.fast_weight_options import mixer_settings
+from fairseq_fastweights.mixers.registry import MIXERS, option_name, write_pattern
+from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
 
 _SAME = {
     "hidden_size": "decoder_embed_dim",
@@ -25,6 +24,7 @@ _SAME = {
     "pre_norm": "decoder_normalize_before",
     "parallel_residual": "parallel_residual",
     "rms_norm_eps": "rms_norm_eps",
+    "zero_centered_norms": "zero_centered_norms",
     "swiglu": "swiglu",
     "embedding_norm": "layernorm_embedding",
     "adaptive_input_factor": "adaptive_input_factor",
@@ -87,6 +87,7 @@ def config_of(args: Any, mixers: Sequence[str], dictionary: Dictionary, *, final
         **settings,
         vocab_size=len(dictionary),
         mixers=list(mixers),
+        output_norm_layers=sorted(parse_layers(safe_getattr(args, "output_norm_layers", ""), len(mixers))),
         mixer_settings=_settings_of(args, mixers),
         final_norm=final_norm,
         scale_embeddings=not safe_getattr(args, "no_scale_embedding", False),
@@ -130,7 +131,8 @@ def options_of(config: FastWeightConfig) -> dict[str, Any]:
         "mask_special_symbols": bool(config.masked_tokens),
         "activation_dropout": config.activation_dropout,
         "tokens_per_sample": config.max_position_embeddings,
-        "mixers": _pattern(config.mixers),
+        "mixers": write_pattern(config.mixers),
+        "output_norm_layers": ",".join(map(str, config.output_norm_layers or ())),
     }
     for name, value in config.mixer_settings.items():
         if name == "bias":
@@ -154,7 +156,7 @@ def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
         kind = MIXERS[mixer]
         taken |= {*kind.shared, *(option_name(mixer, option) for option in kind.options)}
         taken |= set() if kind.heads is None else {kind.heads}
-    taken -= {"num_heads", "dropout", "max_positions"}
+    taken -= {"num_heads", "dropout", "max_positions", "zero_centered_norms"}
     settings = {name: every[name] for name in sorted(taken)}
     if settings.get("normalization") is not None:
         settings["normalization"] = sorted(settings["normalization"])
@@ -163,14 +165,3 @@ def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
 
 def _cutoffs(text: Any) -> list[int] | None:
     return None if text is None else [int(word) for word in str(text).strip("[]").split(",")]
-
-
-def _pattern(mixers: list[str]) -> str:
-    """The pattern that `parse_pattern` reads as these mixers."""
-    parts = []
-    number = 1
-    for name, group in groupby(mixers):
-        count = len(list(group))
-        parts.append(f"{name}:{number}-{number + count - 1}")
-        number += count
-    return ",".join(parts)

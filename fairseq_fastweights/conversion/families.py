@@ -1,7 +1,8 @@
 """The families of Hugging Face's models that can be converted, by their model_type.
 
-They become `fast_weight_lm` with softmax attention. fairseq's dictionary starts with <s>, <pad>, </s>, <unk>. </s> is
-the source's end-of-text token; the other tokens follow in their order, with their numbers as words.
+They become `fast_weight_lm` with their softmax attention and memories. fairseq's dictionary starts with <s>, <pad>,
+</s>, <unk>. </s> is the source's end-of-text token; the other tokens follow in their order, with their numbers as
+words.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fairseq_fastweights.conversion.family import Family
+from fairseq_fastweights.conversion.fla_families import gated_deltanet, kda
 from fairseq_fastweights.conversion.gpt_families import gpt2, gpt_neox
+from fairseq_fastweights.conversion.hybrid_families import olmo_hybrid, qwen3_5_text
 from fairseq_fastweights.conversion.llama_families import llama, mistral, qwen2, qwen3
 
-__all__ = ["FAMILIES", "Family", "buffers", "read_family"]
+__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
 
 FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = {
     "gpt2": gpt2,
@@ -22,8 +25,28 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "olmo_hybrid": olmo_hybrid,
+    "qwen3_5_text": qwen3_5_text,
+    "gated_deltanet": gated_deltanet,
+    "kda": kda,
 }
 """Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
+
+
+SERVED = ("llama", "mistral", "qwen2", "qwen3", "olmo_hybrid", "qwen3_5_text")
+"""Those that `to-huggingface --as` writes any model as that fits."""
+
+
+_UNSUPPORTED = {
+    "delta_net": "whose memory never forgets, behind short convolutions",
+    "gla": "whose gates are of low rank, with a norm and a gate on what is read",
+    "retnet": "whose norm of what is read has weights and keeps the mean",
+    "kimi_linear": "which has experts and compressed keys",
+    "qwen3_next": "which has experts",
+    "qwen3_5_moe_text": "which has experts",
+    "qwen3_5": "which also reads images (of its language model alone it would be qwen3_5_text)",
+}
+"""Models that are near to those of `FAMILIES`, and what they have that `fast_weight_lm` lacks."""
 
 
 def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:
@@ -38,6 +61,8 @@ def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None
         ValueError: for another family, and for settings without a counterpart; the message names them.
     """
     kind = config.get("model_type")
+    if isinstance(kind, str) and kind in _UNSUPPORTED:
+        raise ValueError(f"config.json: model_type is {kind!r}, {_UNSUPPORTED[kind]}, which is not supported")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"config.json: model_type is {kind!r}; it must be one of {', '.join(FAMILIES)}")
     return FAMILIES[kind](config, names, end_of_text)

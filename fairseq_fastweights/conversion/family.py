@@ -1,4 +1,4 @@
-"""How a Hugging Face model is read as a `fast_weight_lm` with softmax attention."""
+"""How a Hugging Face model is read as a `fast_weight_lm`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class Family:
         """The names and shapes of the converted model's weights, computed without allocating them."""
         shapes: dict[str, tuple[int, ...]] = {}
         for weight in self.weights:
-            parts = weight.split(torch.empty(weight.shape, device="meta"))
+            parts = weight.split(tuple(torch.empty(shape, device="meta") for shape in weight.shapes.values()))
             shapes |= {name: tuple(part.shape) for name, part in zip(weight.ours, parts, strict=True)}
         return shapes

@@ -19,7 +19,7 @@ from fairseq_fastweights.conversion.source_config import (
     rotary,
     sizes,
 )
-from fairseq_fastweights.conversion.source_weights import Weight, embedding, fused, linear, norm
+from fairseq_fastweights.conversion.source_weights import embedding, fused, linear, norm, single
 
 _PADDING = 1
 
@@ -41,7 +41,7 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
     prefix = "transformer." if not names or any(name.startswith("transformer.") for name in names) else ""
     weights = [
         embedding(f"{prefix}wte.weight", "decoder.embed_tokens.weight", vocabulary, width, end),
-        Weight(
+        single(
             f"{prefix}wpe.weight",
             (positions, width),
             ("decoder.embed_positions.weight",),

@@ -30,6 +30,7 @@ _OF_LAYER = {
     "self_attn.out_proj.": "output-projection",
     "self_attn.o_proj.": "output-projection",
     # What scales or normalises the attention's output.
+    "self_attn.output_gate_proj.": "output-projection",
     "attn_ln.": "output-projection",
     "c_attn": "output-projection",
     "fc1.": "feed-forward",

@@ -27,13 +27,18 @@ RECORD = "conversion.json"
 _MOST_ROWS = 40
 
 
-def from_huggingface(source: Path, target: Path) -> str:
+def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
     """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
 
-    It holds `model.pt`, a checkpoint of `fast_weight_lm` with softmax attention in all layers, in the dtypes of the
+    It holds `model.pt`, a checkpoint of `fast_weight_lm` with the source's attention or memories, in the dtypes of the
     source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
     `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the
     conversion back, `conversion.json` and the folder `huggingface`.
+
+    Args:
+        source: the folder.
+        target: the new folder.
+        end_of_text: the added token of the tokenizer that ends texts; None for the one in the source's settings.
 
     Returns:
         The options of fairseq's commands that name the tokenizer.
@@ -51,13 +56,15 @@ def from_huggingface(source: Path, target: Path) -> str:
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
+    if end_of_text is not None:
+        config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
     files = WeightFiles(source)
     check_layers(source, config, len(files.shapes))
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
     tokenizer.check(family.vocabulary, family.end_of_text)
     names = [name for name in files.shapes if not buffers(name)]
     copied = family.tied and family.output_name in names
-    expected = {weight.name: weight.shape for weight in family.weights}
+    expected = {name: shape for weight in family.weights for name, shape in weight.shapes.items()}
     if copied:
         expected[family.output_name] = expected[family.input_name]
     check_weights(f"{source}: the weights do not fit config.json", {n: files.shapes[n] for n in names}, expected)
@@ -68,7 +75,7 @@ def from_huggingface(source: Path, target: Path) -> str:
         )
     model: dict[str, Tensor] = {}
     for weight in family.weights:
-        parts = weight.split(files.read(weight.name))
+        parts = weight.split(tuple(map(files.read, weight.shapes)))
         model |= {name: part.contiguous().clone() for name, part in zip(weight.ours, parts, strict=True)}
     if family.tied:
         model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
@@ -81,12 +88,27 @@ def from_huggingface(source: Path, target: Path) -> str:
         # fairseq-preprocess and the tasks take the order of the lines; the numbers are counts, of which there are none.
         (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words), encoding="ascii")
         tokenizer.write(folder, family.vocabulary, family.end_of_text)
-        # Of a model with other mixers, to which the weights are to go.
+        # Of a Transformer, those of a model with other mixers, to which the weights are to go.
         flags = family.flags(without=("softmax-attention-layers", "tokens-per-sample"))
         (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
-        (folder / RECORD).write_text(json.dumps({"weights": sorted(names), "end_of_text": family.end_of_text}))
+        record = {"weights": sorted(names), "end_of_text": family.end_of_text}
+        record["mixers"] = checkpoint_settings.decode(model[f"decoder.{checkpoint_settings.NAME}"])["mixers"]
+        (folder / RECORD).write_text(json.dumps(record))
         copy_files(originals, folder / ORIGINALS)
     return tokenizer.options(target, family.end_of_text)
+
+
+def source_mixers(folder: Path) -> Any:
+    """The mixers of the source of a folder that `from_huggingface` made, as `checkpoint_settings` writes them."""
+    return read_json(folder / RECORD).get("mixers", "softmax")
+
+
+def _added_token(word: str, added: Mapping[str, int]) -> int:
+    """The number of the tokenizer's added token that is to end texts."""
+    if word not in added:
+        known = ", ".join(list(added)[:_MOST_ROWS]) or "it has none"
+        raise ValueError(f"end_of_text is {word!r}; it must be an added token of the tokenizer: {known}")
+    return added[word]
 
 
 def original_files(source: Path, within: str = ".") -> dict[str, Path]:
@@ -130,14 +152,18 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 
+def model_options(options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """All options of the `fast_weight_lm` with these ones, which have no dashes before them, and its layers' mixers."""
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
+    return fast_weight_lm.FastWeightLanguageModel.complete(model)
+
+
 def settings_of(family: Family) -> Tensor:
     """The settings of the model that its checkpoint records."""
-    named = {name.replace("-", "_"): value for name, value in family.options.items()}
-    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
+    model, names = model_options(family.options)
+    settings = mixer_settings(model, model.decoder_attention_heads)
     with torch.device("meta"):
-        attention = build_mixer(
-            "softmax", model.decoder_embed_dim, mixer_settings(model, model.decoder_attention_heads)
-        )
-    return checkpoint_settings.encode(
-        fast_weight_decoder.describe(model, family.dictionary(), [("softmax", attention)])
-    )
+        built = {name: build_mixer(name, model.decoder_embed_dim, settings) for name in set(names)}
+    mixers = [(name, built[name]) for name in names]
+    return checkpoint_settings.encode(fast_weight_decoder.describe(model, family.dictionary(), mixers))

@@ -44,12 +44,13 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
         raise ValueError(f"{source / RECORD}: weights must be a list of names")
     originals = original_files(source, ORIGINALS)
     config = read_json(source / ORIGINALS / "config.json")
-    family = read_family(config, set(names), record.get("end_of_text"))
+    family = read_family(config | _chosen(record), set(names))
     path = source / "model.pt" if checkpoint is None else checkpoint
     model = _read_checkpoint(path, family)
     weights: dict[str, Tensor] = {}
     for weight in family.weights:
-        weights[weight.name] = weight.join(tuple(model[name] for name in weight.ours)).contiguous().clone()
+        joined = weight.join(tuple(model[name] for name in weight.ours))
+        weights |= {name: part.contiguous().clone() for name, part in zip(weight.shapes, joined, strict=True)}
     if family.tied and family.output_name in names:
         weights[family.output_name] = weights[family.input_name].clone()
 
@@ -61,6 +62,11 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
             raise OSError(f"model.safetensors: {error}") from error
         copy_files(originals, folder)
         _note_type(folder / "config.json", config, {weight.dtype for weight in weights.values()})
+
+
+def _chosen(record: dict[str, Any]) -> dict[str, Any]:
+    """The setting of config.json that names the end-of-text token which `from_huggingface` took."""
+    return {} if record.get("end_of_text") is None else {"eos_token_id": record["end_of_text"]}
 
 
 def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:

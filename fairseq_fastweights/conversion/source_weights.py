@@ -13,18 +13,39 @@ _EOS, _SPECIAL = 2, 4  # in fairseq's dictionary: the place of </s>, and how man
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the source: its name and shape, and the weights of the converted model that it holds."""
+    """Weights of the source that belong together, with their shapes, and the converted model's that hold the same."""
 
-    name: str
-    shape: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
     ours: tuple[str, ...]
-    split: Callable[[Tensor], tuple[Tensor, ...]]
-    join: Callable[[tuple[Tensor, ...]], Tensor]
+    split: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+    join: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def single(
+    name: str,
+    shape: tuple[int, ...],
+    ours: tuple[str, ...],
+    split: Callable[[Tensor], tuple[Tensor, ...]],
+    join: Callable[[tuple[Tensor, ...]], Tensor],
+) -> Weight:
+    """One weight of the source."""
+    return Weight({name: shape}, ours, lambda x: split(x[0]), lambda parts: (join(parts),))
 
 
 def plain(name: str, ours: str, *shape: int) -> Weight:
     """A weight that is used as it is."""
-    return Weight(name, shape, (ours,), lambda x: (x,), lambda parts: parts[0])
+    return single(name, shape, (ours,), lambda x: (x,), lambda parts: parts[0])
+
+
+def stacked(names: tuple[str, ...], ours: str, rows: tuple[int, ...], *shape: int) -> Weight:
+    """Weights with so many rows that are one weight here, one below the other."""
+    shapes = {name: (n, *shape) for name, n in zip(names, rows, strict=True)}
+    return Weight(shapes, (ours,), lambda x: (torch.cat(x),), lambda parts: parts[0].split(rows))
+
+
+def unstacked(name: str, ours: tuple[str, ...], rows: tuple[int, ...], *shape: int) -> Weight:
+    """A weight whose parts, of so many rows, are weights of their own here."""
+    return single(name, (sum(rows), *shape), ours, lambda x: x.split(rows), torch.cat)
 
 
 def norm(name: str, ours: str, width: int) -> Iterator[Weight]:
@@ -36,7 +57,7 @@ def norm(name: str, ours: str, width: int) -> Iterator[Weight]:
 def linear(name: str, ours: str, width_in: int, width_out: int, transposed: bool = False) -> Iterator[Weight]:
     """A linear layer; GPT-2's ("Conv1D") have inputs in rows and outputs in columns."""
     if transposed:
-        yield Weight(
+        yield single(
             f"{name}.weight",
             (width_in, width_out),
             (f"{ours}.weight",),
@@ -67,8 +88,8 @@ def fused(name: str, ours: str, width: int, heads: int, interleaved: bool) -> It
 
     projections = ("q_proj", "k_proj", "v_proj")
     shape = (3 * width, width) if interleaved else (width, 3 * width)
-    yield Weight(f"{name}.weight", shape, tuple(f"{ours}.{p}.weight" for p in projections), separate, join)
-    yield Weight(f"{name}.bias", (3 * width,), tuple(f"{ours}.{p}.bias" for p in projections), separate, join)
+    yield single(f"{name}.weight", shape, tuple(f"{ours}.{p}.weight" for p in projections), separate, join)
+    yield single(f"{name}.bias", (3 * width,), tuple(f"{ours}.{p}.bias" for p in projections), separate, join)
 
 
 def embedding(name: str, ours: str, vocabulary: int, width: int, end: int) -> Weight:
@@ -82,4 +103,4 @@ def embedding(name: str, ours: str, vocabulary: int, width: int, end: int) -> We
         words = parts[0][_SPECIAL:]
         return torch.cat([words[:end], parts[0][_EOS : _EOS + 1], words[end:]])
 
-    return Weight(name, (vocabulary, width), (ours,), split, join)
+    return single(name, (vocabulary, width), (ours,), split, join)

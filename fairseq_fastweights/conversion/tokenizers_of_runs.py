@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fairseq_fastweights.conversion import kept_settings, whole_tokenizer
 from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files, source_mixers
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.text_files import open_text
 
 WORDS = "words"
@@ -74,7 +75,7 @@ def make_tokenizer(
     """Makes the tokenizer of a model.
 
     A text begins as in fairseq, with the end of another text; of a model that `from-huggingface` made and that still
-    has softmax attention in all layers, it is what the source's tokenizer makes of it, in other numbers.
+    has the mixers of its source, it is what the source's tokenizer makes of it, in other numbers.
 
     Args:
         dictionary: the model's dictionary.
@@ -114,7 +115,9 @@ def make_tokenizer(
 
 def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
     """Whether a model is still the one that `from-huggingface` made, in the folder with its pieces, by its layers."""
-    return pieces is not None and (pieces / RECORD).is_file() and set(config.mixers or ()) == {"softmax"}
+    if pieces is None or not (pieces / RECORD).is_file():
+        return False
+    return checkpoint_settings.together(list(config.mixers or ())) == source_mixers(pieces)
 
 
 def source_numbers(dictionary: Dictionary, path: Path) -> Callable[[int], int]:

@@ -44,6 +44,8 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
     "rotary_base": (("attention",), 10000.0),
     "rotary_scaling": (("attention",), ""),
     "rms_norm_eps": (("attention", "feed-forward", "output"), None),
+    "zero_centered_norms": (("attention", "feed-forward", "output"), False),
+    "output_norm_layers": (("attention", "feed-forward"), ""),
     "activation_fn": (("feed-forward",), "relu"),
     "no_scale_embedding": (("embeddings",), False),
     "decoder_learned_pos": (("embeddings",), False),

@@ -25,13 +25,13 @@ class WholeTokenizer:
     Args:
         path: its file.
         size: one more than the largest number.
-        special: numbers of special tokens, which are no text.
+        added: numbers of the added tokens, which are words of their own.
         end_of_text: number of the end-of-text token in its configuration; None if there is none.
     """
 
     path: Path
     size: int
-    special: frozenset[int]
+    added: dict[str, int]
     end_of_text: int | None
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:
@@ -45,7 +45,7 @@ class WholeTokenizer:
                 f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
                 f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
-        if end_of_text not in self.special:
+        if end_of_text not in self.added.values():
             raise ValueError(
                 f"config.json: eos_token_id is {end_of_text}, which in {FILE} is no added token; it must be a word of "
                 "its own"
@@ -80,7 +80,7 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
     return WholeTokenizer(
         path=path,
         size=1 + max(numbers.values()),
-        special=frozenset(entry["id"] for entry in added),
+        added={entry["content"]: entry["id"] for entry in added},
         end_of_text=numbers.get(word) if isinstance(word, str) else None,
     )
 

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
-from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 
 FORMAT = 1
@@ -23,6 +23,7 @@ _SAID_ELSEWHERE = {
     "num_heads": "num_attention_heads",
     "dropout": "attention_dropout",
     "max_positions": "max_position_embeddings",
+    "zero_centered_norms": "zero_centered_norms",
 }
 
 # What transformers itself may have in a config.json beside fields.
@@ -48,7 +49,7 @@ _MOST = {"num_hidden_layers": 10**4, "max_position_embeddings": 10**12}
 _MOST_OF_OTHERS = 10**9
 _FLAGS = (
     *("pre_norm", "final_norm", "parallel_residual", "swiglu", "embedding_norm", "scale_embeddings"),
-    *("tie_word_embeddings", "tie_adaptive_projections", "use_cache"),
+    *("zero_centered_norms", "tie_word_embeddings", "tie_adaptive_projections", "use_cache"),
 )
 _SHARED_TYPES: dict[str, type] = {
     **dict.fromkeys(("scale_read_out", "bias"), bool),
@@ -81,6 +82,9 @@ class FastWeightConfig(PreTrainedConfig):
         final_norm: whether there is a norm after the last layer.
         parallel_residual: whether a layer's mixer and feed-forward network read the same input (GPT-NeoX).
         rms_norm_eps: added under the root of RMS norms (Llama); None for layer norms.
+        zero_centered_norms: whether RMS norms multiply by 1 + w instead of w (Qwen3-Next).
+        output_norm_layers: numbers, from 1, of the layers whose norms come behind mixers and feed-forward networks,
+            x + norm(mixer(x)), as in OLMo 2; None for none.
         swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases; `hidden_act` is then unused.
         embedding_norm: whether the embeddings are normalised.
         scale_embeddings: whether they are multiplied by sqrt(hidden_size).
@@ -136,6 +140,8 @@ class FastWeightConfig(PreTrainedConfig):
     final_norm: bool = True
     parallel_residual: bool = False
     rms_norm_eps: float | None = None
+    zero_centered_norms: bool = False
+    output_norm_layers: list[int] | None = None
     swiglu: bool = False
     embedding_norm: bool = False
     scale_embeddings: bool = True
@@ -173,6 +179,7 @@ class FastWeightConfig(PreTrainedConfig):
         self.output_size = self.hidden_size if self.output_size is None else self.output_size
         self.mixers = self._read_mixers()
         self.mixer_settings = self._read_mixer_settings(self.mixers)
+        self.output_norm_layers = self.output_norm_layers or []
         self._check_names()
         self.masked_tokens = self.masked_tokens or []
         self._check_vocabulary()
@@ -249,7 +256,7 @@ class FastWeightConfig(PreTrainedConfig):
         heads = settings.get("fast_weight_heads")
         if heads is not None:
             _check_count("fast_weight_heads", heads)
-            if self.hidden_size % heads:
+            if self.hidden_size % heads and not have_sizes(mixers, settings.get):
                 raise ValueError(
                     f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
                 )
@@ -261,6 +268,15 @@ class FastWeightConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.parallel_residual and not self.pre_norm:
             raise ValueError("parallel_residual is set; it needs pre_norm, which is not")
+        layers = self.output_norm_layers
+        if not isinstance(layers, (list, tuple)) or not all(
+            _is_count(n) and n <= len(self.mixers or ()) for n in layers
+        ):
+            raise ValueError(
+                f"output_norm_layers is {layers!r}; it must be a list of numbers from 1 to {self.num_hidden_layers}"
+            )
+        if layers and (self.parallel_residual or not self.pre_norm):
+            raise ValueError(f"output_norm_layers is {layers!r}; it needs pre_norm, without parallel_residual")
 
     def _check_vocabulary(self) -> None:
         for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):

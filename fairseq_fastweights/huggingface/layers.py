@@ -34,7 +34,8 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 class FastWeightDecoderLayer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), and then x + feed_forward(norm(x)); norms come after the sums without `config.pre_norm`.
 
-    With `config.parallel_residual` it is x + mixer(norm_1(x)) + feed_forward(norm_2(x)). Parameters have fairseq's
+    With `config.parallel_residual` it is x + mixer(norm_1(x)) + feed_forward(norm_2(x)); in the layers of
+    `config.output_norm_layers`, x + norm(mixer(x)), and then x + norm(feed_forward(x)). Parameters have fairseq's
     names.
 
     Args:
@@ -49,6 +50,7 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         self.index = index
         self.pre_norm = config.pre_norm
         self.parallel_residual = config.parallel_residual
+        self.output_norms = index + 1 in (config.output_norm_layers or ())
         self.self_attn = build_mixer(config.mixers[index], width, config.mixer_arguments())
         self.self_attn_layer_norm = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, between)
@@ -58,7 +60,7 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         if config.swiglu:
             use_swiglu(self)
         if config.rms_norm_eps is not None:
-            use_rms_norms(self, config.rms_norm_eps)
+            use_rms_norms(self, config.rms_norm_eps, config.zero_centered_norms)
         self.dropout_module = nn.Dropout(config.dropout)
         self.activation_dropout_module = nn.Dropout(config.activation_dropout)
 
@@ -90,19 +92,27 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         if self.parallel_residual:
             mixed = self._mix(self.self_attn_layer_norm(x), padding, starts, past_key_values)
             return x + mixed + self._feed_forward(self.final_layer_norm(x))
+        if self.output_norms:
+            x = x + self._mix(x, padding, starts, past_key_values, self.self_attn_layer_norm)
+            return x + self._feed_forward(x, self.final_layer_norm)
         mixed = self._mix(self.self_attn_layer_norm(x) if self.pre_norm else x, padding, starts, past_key_values)
         x = x + mixed if self.pre_norm else self.self_attn_layer_norm(x + mixed)
         changed = self._feed_forward(self.final_layer_norm(x) if self.pre_norm else x)
         return x + changed if self.pre_norm else self.final_layer_norm(x + changed)
 
-    def _mix(self, x: Tensor, padding: Tensor | None, starts: Tensor | None, cache: FastWeightCache | None) -> Tensor:
+    def _mix(
+        self, x: Tensor, padding: Tensor | None, starts: Tensor | None, cache: FastWeightCache | None, norm: Any = None
+    ) -> Tensor:
+        """The mixer's output, behind a norm if there is one there."""
         state = None if cache is None else cache.layers[self.index].state
         options = {} if starts is None else {"starts": starts}
         # What a graph of gradients goes through must stay as it is; the mixers look after that.
         mixed, state = self.self_attn(x.transpose(0, 1), state, padding, overwrite=True, **options)
         if cache is not None:
             cache.layers[self.index].state = state
-        return self.dropout_module(mixed.transpose(0, 1))
+        mixed = mixed.transpose(0, 1)
+        return self.dropout_module(mixed if norm is None else norm(mixed))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.dropout_module(self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x)))))
+    def _feed_forward(self, x: Tensor, norm: Any = None) -> Tensor:
+        x = self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x))))
+        return self.dropout_module(x if norm is None else norm(x))

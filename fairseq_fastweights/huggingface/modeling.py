@@ -147,7 +147,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         self.layers = nn.ModuleList([FastWeightDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.layer_norm = nn.LayerNorm(width) if config.pre_norm and config.final_norm else None
         if config.rms_norm_eps is not None:
-            use_rms_norms(self, config.rms_norm_eps)
+            use_rms_norms(self, config.rms_norm_eps, config.zero_centered_norms)
         tied_adaptively = config.adaptive_softmax_cutoffs is not None and config.tie_word_embeddings
         projected = config.output_size != width and not tied_adaptively
         self.project_out_dim = nn.Linear(width, config.output_size, bias=False) if projected else None

@@ -118,7 +118,8 @@ class GatedDelta(Mixer):
         backend: str = "auto",
         writes: int = 1,
     ) -> None:
-        super().__init__(embed_dim, num_heads)
+        # With sizes of their own, heads need not divide the width.
+        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
         self.writes = writes
         if self._writes_once and writes != 1:
             raise ValueError(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
@@ -252,15 +253,8 @@ class KimiDelta(GatedDelta):
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
-        key_heads: number of heads of queries and keys, a divisor of `num_heads`; 0 for `num_heads`.
-        key_dim: size of each head of keys; 0 for embed_dim / num_heads.
-        value_dim: size of each head of values; 0 for embed_dim / num_heads.
-        conv: width of the convolution, in inputs.
-        negative_eigenvalues: whether write strengths reach 2.
-        eps: added under the root of the norm.
-        bias: whether the projections have biases, but those to decays and to the inner numbers of gates.
-        backend: one of `ops.BACKENDS`.
-        writes: 1; `DeltaProduct` has more.
+        gate_bias: whether the second projection of the gate on what is read has a bias, as in flash-linear-attention.
+        **others: those of `GatedDelta`; of `KimiLinearDeltaAttention` heads of keys and of values are equal.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -271,12 +265,21 @@ class KimiDelta(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
+    options = {
+        **GatedDelta.options,
+        "gate_bias": Option(bool, False, "give the gate on what is read a bias, as in flash-linear-attention"),
+    }
+
     _smallest_rate = 1
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, *, gate_bias: bool = False, **others: Any) -> None:
+        self.gate_bias = gate_bias
+        super().__init__(embed_dim, num_heads, **others)
 
     def _make_gates(self, values: int) -> None:
         self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
         self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
-        self.g_b_proj = nn.Linear(self.value_dim, values, bias=self.bias)
+        self.g_b_proj = nn.Linear(self.value_dim, values, bias=self.bias or self.gate_bias)
 
     @property
     def _decays(self) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.llama_layers import rms_norm
+
 PROJECTION_BIASES = ("all", "qkv", "none")
 
 
@@ -25,6 +27,7 @@ class Projections:
             "none" (Llama).
         query_key_norm_eps: added under the root of the RMS norm that queries and keys have in each head (Qwen3); None
             for no norm.
+        zero_centered_norms: whether these norms multiply by 1 + w, as `llama_layers.ZeroCenteredRMSNorm`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -34,6 +37,7 @@ class Projections:
     head_dim: int = 0
     projection_bias: str = "all"
     query_key_norm_eps: float | None = None
+    zero_centered_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.projection_bias not in PROJECTION_BIASES:
@@ -55,9 +59,11 @@ class Projections:
             )
         return self.kv_heads or num_heads
 
-    def norm(self, head_dim: int) -> nn.Module:
-        """Makes the norm of queries or of keys, (..., head_dim)."""
-        return nn.Identity() if self.query_key_norm_eps is None else nn.RMSNorm(head_dim, eps=self.query_key_norm_eps)
+    def norm(self, dim: int) -> nn.Module:
+        """Makes the norm of queries or of keys, (..., dim)."""
+        if self.query_key_norm_eps is None:
+            return nn.Identity()
+        return rms_norm(dim, self.query_key_norm_eps, self.zero_centered_norms)
 
 
 SETTINGS = tuple(setting.name for setting in fields(Projections))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from fairseq_fastweights.mixers import projections
@@ -129,6 +130,16 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         raise ValueError(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
+def have_sizes(mixers: Sequence[str], value_of: Callable[[str], Any]) -> bool:
+    """Whether heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
+    return all(
+        "key_dim" in MIXERS[name].options and value_of(option_name(name, size))
+        for name in mixers
+        if MIXERS[name].heads == "fast_weight_heads"
+        for size in ("key_dim", "value_dim")
+    )
+
+
 def option_name(mixer: str, option: str) -> str:
     """The name of a mixer's own option among the options of a model."""
     return f"{mixer}_{option}".replace("-", "_")
@@ -186,6 +197,17 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
     if left and others is None:
         raise refuse(f"which leaves layers without a mixer: {', '.join(map(str, left))}")
     return tuple(chosen.get(number, others or "") for number in range(1, layers + 1))
+
+
+def write_pattern(mixers: Sequence[str]) -> str:
+    """The pattern that `parse_pattern` reads as these mixers."""
+    parts = []
+    number = 1
+    for name, group in groupby(mixers):
+        count = len(list(group))
+        parts.append(f"{name}:{number}-{number + count - 1}")
+        number += count
+    return ",".join(parts)
 
 
 def lookup(argument: str, name: str, kinds: Mapping[str, Kind]) -> Kind:

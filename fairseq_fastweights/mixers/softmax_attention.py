@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
-from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.projections import project, shared
+from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
 
@@ -32,7 +32,10 @@ class SoftmaxAttention(ReadsBySoftmax):
         rotary_base: the slowest pair of dimensions rotates once in about 2 pi x base positions.
         rotary_scaling: "linear:FACTOR", "llama3:FACTOR,LOW,HIGH,POSITIONS", or empty.
         dropout: of the attention weights.
-        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections` describes.
+        output_gate: whether what is read is multiplied by sigmoid(W_gate x) before the output projection (Qwen3.5).
+        joint_norm: whether `query_key_norm_eps` is that of one norm over all heads, not of one in each (OLMo 2).
+        **shape: `kv_heads`, `head_dim`, `projection_bias`, `query_key_norm_eps` and `zero_centered_norms`, which
+            `Projections` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -46,6 +49,13 @@ class SoftmaxAttention(ReadsBySoftmax):
         >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
         True
     """
+
+    options = {
+        "output_gate": Option(bool, False, "multiply what softmax attention reads by a gate, as Qwen3.5"),
+        "joint_norm": Option(
+            bool, False, "let --query-key-norm-eps be that of one norm over all heads of queries or keys, as in OLMo 2"
+        ),
+    }
 
     carries = False
     bounded = True
@@ -61,9 +71,20 @@ class SoftmaxAttention(ReadsBySoftmax):
         rotary_base: float = 10000.0,
         rotary_scaling: str = "",
         dropout: float = 0.0,
+        output_gate: bool = False,
+        joint_norm: bool = False,
         **shape: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
+        if joint_norm:
+            projections = Projections(**shape)
+            if projections.query_key_norm_eps is None:
+                raise ValueError("joint_norm is set; it needs query_key_norm_eps, which is not")
+            self.q_norm, self.k_norm = (projections.norm(p.out_features) for p in (self.q_proj, self.k_proj))
+        self.joint_norm = joint_norm
+        self.output_gate = output_gate
+        if output_gate:
+            self.output_gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
         check_rotary(rotary_dim, rotary_base, self.head_dim)
         self.needs_positions = rotary_dim == 0
         self.rotary_dim = rotary_dim
@@ -71,6 +92,13 @@ class SoftmaxAttention(ReadsBySoftmax):
         self.rotary_scaling = rotary_scaling
         self._scaling = parse_scaling(rotary_scaling)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does; a gate starts at 1/2."""
+        super().reset_parameters()
+        if self.output_gate:
+            for parameter in self.output_gate_proj.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(
         self,
@@ -84,8 +112,11 @@ class SoftmaxAttention(ReadsBySoftmax):
         """Attends from every step to itself and to those before it; shapes and results are those of `Mixer.forward`."""
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
-        q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
+        if self.joint_norm:
+            q, k, v = map(self._heads, (self.q_norm(q), self.k_norm(k), v))
+        else:
+            q, k, v = self.q_norm(self._heads(q)), self.k_norm(self._heads(k)), self._heads(v)
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary_dim:
             positions = _positions(state, padding, starts, x)
@@ -116,7 +147,8 @@ class SoftmaxAttention(ReadsBySoftmax):
             is_causal=causal,
         )
         out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
-        out = self.out_proj(out.reshape(time, batch, self.out_proj.in_features))
+        out = out.reshape(time, batch, self.out_proj.in_features)
+        out = self.out_proj(out * self.output_gate_proj(x).sigmoid() if self.output_gate else out)
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]
             padding = past if padding is None else padding | past

@@ -39,7 +39,7 @@ def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str 
         prefix: of the settings' names, for the place in the model.
         heads: number of heads of attention; mixers with another number of heads record it.
     """
-    settings: dict[str, Any] = {f"{prefix}mixers": _together([name for name, _ in mixers])}
+    settings: dict[str, Any] = {f"{prefix}mixers": together([name for name, _ in mixers])}
     for name, mixer in mixers:
         if isinstance(mixer, Mixer):
             own = mixer.settings()
@@ -63,7 +63,7 @@ def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
             continue
         rule = "softmax" if rule in (None, "none, softmax attention") else rule
         names = ["softmax" if number in (listed or ()) else rule for number in range(1, layers + 1)]
-        settings[f"{prefix}mixers"] = _together(names)
+        settings[f"{prefix}mixers"] = together(names)
         for name in ("feature map", "feature dim", "normalization", "read-out scale", "fast weight heads"):
             if f"{prefix}{name}" in settings:
                 settings[f"{prefix}{rule} {name}"] = settings.pop(f"{prefix}{name}")
@@ -79,7 +79,7 @@ def _count_layers(state_dict: dict[str, Any], module: str) -> int:
     return len({number[1] for number in numbers if number})
 
 
-def _together(names: list[str]) -> str | list[str]:
+def together(names: list[str]) -> str | list[str]:
     """The names, or one name if all are the same."""
     return names[0] if len(set(names)) == 1 else names
 
@@ -102,10 +102,13 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
     before = settings["mixers"]
     if isinstance(before, list):
         left = [before[number - 1] for number in kept]
-        settings["mixers"] = _together(left)
+        settings["mixers"] = together(left)
         # What is said of a kind of mixer goes with the last of them.
         gone = tuple(f"{name} " for name in set(before) - set(left))
         settings = {name: x for name, x in settings.items() if not name.startswith(gone)}
+    if behind := settings.pop("output norm layers", None):
+        left = [new for new, old in enumerate(kept, 1) if old in behind]
+        settings |= {"output norm layers": left} if left else {}
     state_dict[key] = encode(settings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
+from fairseq_fastweights.models.fast_weight_options import parse_layers
 from fairseq_fastweights.models.host_copies import contains
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
@@ -27,6 +29,7 @@ from fairseq_fastweights.models.mixer_layers import (
     project,
     wrap_layer,
 )
+from fairseq_fastweights.models.output_norm_layer import OutputNormDecoderLayer
 from fairseq_fastweights.models.segment_state import SegmentState
 
 logger = logging.getLogger(__name__)
@@ -68,11 +71,12 @@ class FastWeightDecoder(TransformerDecoder):
         mixers: Sequence[tuple[str, MixerBuilder]],
     ) -> None:
         self.mixer_names = [name for name, _ in mixers]
-        self._builders = iter([build for _, build in mixers])
+        behind = parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers")
+        self._builders = iter([(build, number in behind) for number, (_, build) in enumerate(mixers, 1)])
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
         del self._builders
         if args.rms_norm_eps is not None:
-            use_rms_norms(self, args.rms_norm_eps)
+            use_rms_norms(self, args.rms_norm_eps, args.zero_centered_norms)
         settings = describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
@@ -129,13 +133,15 @@ class FastWeightDecoder(TransformerDecoder):
         }
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
-        cfg, build = TransformerConfig.from_namespace(args), next(self._builders)
-        parallel = self.args.parallel_residual
-        layer = ParallelDecoderLayer(cfg, build) if parallel else MixerDecoderLayer(cfg, build, no_encoder_attn=True)
+        cfg, (build, norms_behind) = TransformerConfig.from_namespace(args), next(self._builders)
+        if self.args.parallel_residual and norms_behind:
+            raise ValueError("parallel_residual is set; with output_norm_layers it must not be")
+        kind = ParallelDecoderLayer if self.args.parallel_residual else partial(MixerDecoderLayer, no_encoder_attn=True)
+        layer = (OutputNormDecoderLayer if norms_behind else kind)(cfg, build)
         if self.args.swiglu:
             use_swiglu(layer)
         if self.args.rms_norm_eps is not None:
-            use_rms_norms(layer, self.args.rms_norm_eps)
+            use_rms_norms(layer, self.args.rms_norm_eps, self.args.zero_centered_norms)
         return wrap_layer(layer, cfg)
 
     def forward(
@@ -342,4 +348,8 @@ def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.M
         settings["parallel residual"] = True
     if args.rms_norm_eps is not None:
         settings["rms norm eps"] = args.rms_norm_eps
+    if args.zero_centered_norms:
+        settings["zero-centered norms"] = True
+    if behind := parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers"):
+        settings["output norm layers"] = sorted(behind)
     return settings | checkpoint_settings.describe_mixers(mixers, heads=args.decoder_attention_heads)

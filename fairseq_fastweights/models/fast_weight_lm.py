@@ -7,6 +7,7 @@
 import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -23,6 +24,7 @@ from torch import nn
 
 from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
+from fairseq_fastweights.mixers.registry import have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import check_options as check_cuda_graphs
@@ -33,6 +35,7 @@ from fairseq_fastweights.models.fast_weight_options import (
     defaults_in_help,
     mixer_builder,
     mixer_settings,
+    parse_layers,
     parse_mixers,
     set_defaults,
 )
@@ -138,6 +141,17 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         default=None,
         metadata={"help": "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"},
     )
+    zero_centered_norms: bool = field(
+        default=False,
+        metadata={"help": "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"},
+    )
+    output_norm_layers: str = field(
+        default="",
+        metadata={
+            "help": "layers, comma-separated numbers from 1 or all, that have their norms behind their parts, "
+            "x + norm(mixer(x)), as OLMo 2, and not before them"
+        },
+    )
     swiglu: bool = field(
         default=False,
         metadata={
@@ -196,6 +210,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
             names = tuple(names[number - 1] for number in kept)
+            behind = parse_layers(args.output_norm_layers, args.decoder_layers, "output_norm_layers")
+            args.output_norm_layers = ",".join(str(i) for i, number in enumerate(kept, 1) if number in behind)
             # From here on the options are those of the model that is left.
             args.decoder_layers = len(kept)
             if args.mixers:
@@ -209,8 +225,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
-        heads = args.fast_weight_heads
-        if heads is not None and (heads < 1 or args.decoder_embed_dim % heads):
+        heads, sized = args.fast_weight_heads, have_sizes(names, partial(getattr, args))
+        if heads is not None and (heads < 1 or (args.decoder_embed_dim % heads and not sized)):
             raise ValueError(
                 f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
             )
@@ -298,24 +314,10 @@ def _check_shape(args: Any) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
         if args.quant_noise_pq and getattr(args, name) % block:
             raise ValueError(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
+    if args.zero_centered_norms and args.rms_norm_eps is None and args.query_key_norm_eps is None:
+        raise ValueError("zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps, which are not")
     if args.swiglu and args.quant_noise_pq:
         raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
-
-
-def parse_layers(text: str, layers: int) -> frozenset[int]:
-    """Reads --softmax-attention-layers: "all", or comma-separated layer numbers from 1; empty for none.
-
-    Raises:
-        ValueError: for anything else, or a number above `layers`.
-    """
-    if text.strip() == "all":
-        return frozenset(range(1, layers + 1))
-    numbers = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
-        raise ValueError(
-            f"softmax_attention_layers is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}"
-        )
-    return frozenset(int(n) for n in numbers)
 
 
 def _parse_kept_layers(text: str, layers: int) -> list[int]:

@@ -154,6 +154,7 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
         "head_dim": getattr(args, "head_dim", 0),
         "projection_bias": str(getattr(args, "projection_bias", "all")),
         "query_key_norm_eps": getattr(args, "query_key_norm_eps", None),
+        "zero_centered_norms": getattr(args, "zero_centered_norms", False),
         "max_positions": args.max_target_positions,
     }
 
@@ -175,6 +176,20 @@ def mixer_builder(
             raise ValueError(f"{option[first]} {why}") from None
 
     return build
+
+
+def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers") -> frozenset[int]:
+    """Reads layers, as of --softmax-attention-layers: "all", or comma-separated numbers from 1; empty for none.
+
+    Raises:
+        ValueError: for anything else, or a number above `layers`.
+    """
+    if text.strip() == "all":
+        return frozenset(range(1, layers + 1))
+    numbers = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
+        raise ValueError(f"{name} is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}")
+    return frozenset(int(n) for n in numbers)
 
 
 def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:

@@ -11,6 +11,12 @@ from torch import nn
 
 SIZES = {"vocab_size": 400, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1}
+
+# Of a layer of Gated DeltaNet and one of attention.
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3}
+HYBRID = {"OlmoHybrid": DELTA | {"pad_token_id": None}, "Qwen3_5": DELTA | {"head_dim": 8}}
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
 TEXT = "the cat sat on the mat, and the other cats sat there: that is the theme"
 
 
@@ -44,12 +50,16 @@ def model(kind: str, **settings: Any) -> nn.Module:
     """A model whose every weight matters; `kind` as transformers names its class."""
     import transformers
 
+    transformers.logging.set_verbosity_error()  # of kernels that are not installed
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**{**SIZES, **HYBRID.get(kind, {}), **settings})
     made = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
+        # Smaller ones where a memory corrects what it holds: a chunk of steps is a product, which enlarges rounding.
+        std = 0.13 if kind in HYBRID else 0.3
         for name, parameter in made.named_parameters():
-            parameter.normal_(mean=float("norm" in name), std=0.3)
+            centered = kind == "Qwen3_5" and not name.endswith("linear_attn.norm.weight")  # they multiply by 1 + w
+            parameter.normal_(mean=float("norm" in name and not centered), std=std)
     return made.eval()
 
 

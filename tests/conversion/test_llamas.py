@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: a converted model is its source, and gives its bits back."""
+"""Llama, Mistral, Qwen and OLMo-hybrid: a converted model is its source, and gives its bits back."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ CASES = {
     "qwen2, one head of keys": ("Qwen2", {"num_key_value_heads": 1}, {}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"head_dim": 8, "rms_norm_eps": 1e-3}, {}),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {},
+    ),
+    "olmo-hybrid, rotated": (
+        "OlmoHybrid",
+        {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 99.0}},
+        {},
+    ),
+    "qwen3.5": ("Qwen3_5", {"rms_norm_eps": 1e-2, "num_key_value_heads": 1}, {}),
+    "qwen3.5, tied": (
+        "Qwen3_5",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 99.0, "partial_rotary_factor": 0.5}},
+        {},
+    ),
 }
 
 
@@ -64,7 +80,7 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(tmp_path, capsy
     assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS * expected.abs().max()
     if "num_key_value_heads" in settings:  # the cache is as small as the source's
         heads = settings["num_key_value_heads"]
-        assert cache[model.decoder.mixers[0]]["keys"].shape[1] == heads
+        assert cache[model.decoder.mixers[-1]]["keys"].shape[1] == heads
 
     assert main(["to-huggingface", str(ours), str(back)]) == 0, capsys.readouterr().err
     before, after = WeightFiles(theirs), WeightFiles(back)
@@ -136,6 +152,17 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_left(folders, tmp_path
     error = capsys.readouterr().err
     assert re.search(message, error) and "Traceback" not in error, error
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_token_that_ends_texts_is_one_of_the_tokenizers(folders, tmp_path, capsys):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text('{"model_type": "fast_weight"}')
+    for source, message in (
+        (folders["Llama"], "end_of_text is 'cat'; it must be an added token of the tokenizer: <|begin|>, <|end|>\n"),
+        (tmp_path / "ours", f"--end-of-text is 'cat', but {tmp_path}/ours is a model of fairseq's, which has </s>"),
+    ):
+        assert main(["from-huggingface", str(source), str(tmp_path / "target"), "--end-of-text", "cat"]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "target").exists()
 
 
 def test_older_files_say_the_same(folders, tmp_path):

@@ -31,6 +31,12 @@ SETTINGS = {
     "rotary": "--mixers softmax,window-sum:2 --window-sum-window 3 --rotary-dim 4 --rotary-base 100"
     " --no-token-positional-embeddings",
     "parallel": "--mixers gated,softmax:2 --parallel-residual --decoder-normalize-before --activation-fn gelu",
+    "norms behind": "--mixers gated-delta:1,softmax:2 --output-norm-layers 2 --decoder-normalize-before --swiglu"
+    " --rms-norm-eps 0.01 --query-key-norm-eps 0.01 --softmax-joint-norm",
+    "norms around 1": "--mixers gated:1,softmax:2 --zero-centered-norms --rms-norm-eps 0.01 --query-key-norm-eps 0.01"
+    " --softmax-output-gate --decoder-normalize-before --output-norm-layers all",
+    "heads that do not divide the width": "--mixers kimi-delta --fast-weight-heads 3 --kimi-delta-key-dim 4"
+    " --kimi-delta-value-dim 6 --kimi-delta-gate-bias",
     "no norm at the end": "--decoder-normalize-before --no-decoder-final-norm",
     "tied": "--share-decoder-input-output-embed --mask-special-symbols --activation-fn gelu_accurate",
     "tied, of another size": "--share-decoder-input-output-embed --decoder-input-dim 12 --decoder-output-dim 12",

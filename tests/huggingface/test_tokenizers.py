@@ -191,6 +191,51 @@ def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
             assert made[name] == GENERATION[name], name
 
 
+# What the tokenizer_config.json of published models says, with this test's words for the first and the last.
+HEADER = "<|start|>{{ m['role'] }}<|stop|>\n\n{{ m['content'] | trim }}<|end|>"
+LLAMA_3 = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
+LLAMA_3 |= {"clean_up_tokenization_spaces": True, "model_input_names": ["input_ids", "attention_mask"]}
+LLAMA_3 |= {"chat_template": f"{{% for m in messages %}}{{{{ (bos_token if loop.first else '') + '' }}}}{HEADER}"}
+LLAMA_3["chat_template"] += "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
+MISTRAL = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<|begin|>", "eos_token": "<|end|>", "legacy": True}
+MISTRAL |= {"add_bos_token": True, "add_eos_token": False, "sp_model_kwargs": {}, "use_default_system_prompt": False}
+MISTRAL["unk_token"] = "<|begin|>"
+MISTRAL["chat_template"] = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token + ' ' }}{% else %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+TALK = [{"role": "user", "content": "the cat  sat"}, {"role": "assistant", "content": "that is the theme"}]
+
+
+@pytest.mark.parametrize("end", [None, "<|begin|>"])
+@pytest.mark.parametrize(("kind", "settings"), [("Llama", LLAMA_3), ("Mistral", MISTRAL)], ids=["llama 3", "mistral"])
+def test_a_conversation_keeps_its_numbers(kind, settings, end, tmp_path):
+    """Of a model that stays what it was, and that one as transformers would read it in the dictionary's numbers."""
+    theirs, converted, same = (tmp_path / name for name in ("theirs", "converted", "same"))
+    source = llamas.model(kind, **({"sliding_window": None} if kind == "Mistral" else {}))
+    llamas.save(theirs, source, pieces=kind == "Mistral")
+    llamas.describe(theirs, settings, begins=True)
+    chosen = [] if end is None else ["--end-of-text", end]
+    assert main(["from-huggingface", str(theirs), str(converted), *chosen]) == 0
+    assert main(["to-huggingface", str(converted), str(same)]) == 0
+    before, after = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (theirs, same))
+    model, renumbered = load_for_causal_lm(converted)
+    words = Dictionary.load(str(converted / "dict.txt"))
+    last = 1 if end is None else 0
+    ours = [words.eos() if i == last else words.index(str(i)) for i in range(source.config.vocab_size)]
+    assert words.unk() not in ours and model.config.eos_token_id == words.eos()
+    # What leads every text is there once, as in what the model was trained on.
+    assert before("the cat").input_ids[:2].count(0) == 1
+    for tokenizer, numbers in ((after, range(len(ours))), (renumbered, ours)):
+        for text in ("the cat", ""):
+            assert tokenizer(text).input_ids == [numbers[i] for i in before(text).input_ids], text
+        said = before.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+        assert said.count(0) == 1 and said.count(1) >= 1
+        found = tokenizer.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+        assert found == [numbers[i] for i in said]
+
+
 def test_special_words_of_a_byte_level_bpe_stay_special(save, tmp_path):
     sources.save(tmp_path / "theirs", sources.model(True))
     assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0

@@ -62,7 +62,9 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     others = {o: not row.default if row.type is bool else row.default + 2 for o, row in kind.options.items()}
     if "key_heads" in others:  # a divisor of the heads
         others["key_heads"] = 1
-    mixer, default = build(name, **{option_name(name, option): value for option, value in others.items()}), build(name)
+    shape = {"query_key_norm_eps": 1.0}  # which joint_norm needs
+    named = {option_name(name, option): value for option, value in others.items()}
+    mixer, default = build(name, **named, **shape), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
     assert "dropout" not in kind.shared or default.dropout_module.p == 0
     for option, row in kind.options.items():

@@ -170,6 +170,14 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({"mixers": "delta,mamba:2", "mamba_dt_rank": -1}, r"^mamba_dt_rank is -1; it must be"),
         ({**SOFTMAX, "rotary_dim": 3}, r"rotary_dim is 3; it must be an even number from 2 to the head dim, 8"),
         ({**SOFTMAX, "parallel_residual": True}, r"parallel_residual is set; it needs decoder_normalize_before"),
+        ({"output_norm_layers": "1"}, r"output_norm_layers is set; it needs decoder_normalize_before, which is not"),
+        ({"output_norm_layers": "3"}, r"output_norm_layers is '3'; it must be 'all' or .* from 1 to 2"),
+        (
+            {"output_norm_layers": "1", "parallel_residual": True, "decoder_normalize_before": True},
+            r"parallel_residual is set; with output_norm_layers it must not be",
+        ),
+        ({"zero_centered_norms": True}, r"zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps"),
+        ({**SOFTMAX, "softmax_joint_norm": True}, r"^softmax_joint_norm is set; it needs query_key_norm_eps"),
         ({"feature_dim": 0}, r"feature_dim is 0; it must be at least 1"),
         ({"feature_map": "favor", "feature_dim": 8, "favor_features": 3}, r"is 8; with favor_features 3 it must be 6"),
         *(

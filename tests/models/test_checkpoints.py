@@ -128,11 +128,29 @@ def test_pruned_layers_keep_their_kind(fairseq, text, kept, layers, left, flags)
     assert torch.equal(again(text(2, 6))[0], pruned(text(2, 6))[0])
 
 
+@torch.no_grad()
+def test_pruned_layers_keep_the_places_of_their_norms(fairseq, text):
+    flags = f"{PRE_NORM} --rms-norm-eps 0.01"
+    whole = fairseq.build(f"--decoder-layers 4 {flags} --output-norm-layers 1,4")
+    pruned = prune(fairseq, whole.state_dict(), f"{flags} --output-norm-layers 1,4", "1,3")
+    again = fairseq.build(f"--decoder-layers 2 {flags} --output-norm-layers 2", seed=2)
+    again.load_state_dict(pruned.state_dict())
+    whole.decoder.layers = torch.nn.ModuleList([whole.decoder.layers[number] for number in (1, 3)])
+    for model in (pruned, again):
+        assert torch.equal(model(text(2, 6))[0], whole(text(2, 6))[0])
+
+
 def test_a_checkpoint_of_other_settings_is_refused_where_layers_are_pruned(fairseq):
     for made_with, flags, named in (
         (f"{SOFTMAX} 1,4", f"{SOFTMAX} 3", r"mixers is \['softmax', 'delta'\].* 'softmax'"),
         (f"{SUM} --normalization none", f"{SUM} --normalization sum", "normalization is 'none'"),
         (f"--parallel-residual {PRE_NORM}", PRE_NORM, "parallel residual is True"),
+        (f"--output-norm-layers 1 {PRE_NORM}", PRE_NORM, r"output norm layers is \[1\]"),
+        (
+            f"--zero-centered-norms --rms-norm-eps 1 {PRE_NORM}",
+            f"--rms-norm-eps 1 {PRE_NORM}",
+            "zero-centered norms is",
+        ),
     ):
         saved = fairseq.build(f"--decoder-layers 4 {made_with}")
         before = values(saved)

@@ -1,0 +1,215 @@
+"""Writes models as classes that transformers has itself, which programs that serve models know too."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fairseq.data import Dictionary
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fairseq_fastweights.conversion.export import find_run_of, has_source_mixers, new_name, read_model
+from fairseq_fastweights.conversion.fairseq_options import config_of
+from fairseq_fastweights.conversion.families import Family, read_family
+from fairseq_fastweights.conversion.folders import check_target, copy_files, new_folder
+from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, model_options, original_files
+from fairseq_fastweights.conversion.llama_families import SCALINGS
+from fairseq_fastweights.conversion.originals import restore_original
+from fairseq_fastweights.conversion.source_weights import Weight, plain
+from fairseq_fastweights.conversion.tokenizers_of_runs import make_tokenizer
+from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
+from fairseq_fastweights.safetensors_digests import note_digest
+
+_DELTA = "gated-delta"
+_TRAINING = {"dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"}
+_TRAINING |= {"initializer_range", "use_cache"}
+_WITHOUT_EFFECT = {"hidden_act", "adaptive_input_factor", "adaptive_softmax_factor"}  # with SwiGLU, without bands
+_SAID_BESIDE = {"model_type", "keys_to_ignore_at_inference", "mixer_settings", "format_version"}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def to_served(
+    kind: str,
+    source: Path,
+    target: Path,
+    *,
+    checkpoint: Path | None = None,
+    data: Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Makes a folder with a model of one of transformers' classes.
+
+    A model of a dictionary keeps its numbers. One whose vocabulary came from a Hugging Face folder, without fairseq's
+    special words, gets that folder's numbers and tokenizer back.
+
+    Args:
+        kind: the class's model_type, one of `families.SERVED`.
+        source, target, checkpoint, data, tokenizer: as for `export.to_huggingface`.
+
+    Raises:
+        ValueError: if a file is missing or cannot be used, or the class cannot be this model; the message lists the
+            settings in which they differ. Nothing is written then.
+        OSError: if the target cannot be written; nothing is left of it.
+    """
+    check_target(target)
+    if (
+        has_source_mixers(source, checkpoint)
+        and read_json(source / ORIGINALS / "config.json").get("model_type") == kind
+    ):
+        restore_original(source, target, checkpoint)
+        return
+    run = find_run_of(source, checkpoint, data, tokenizer)
+    model, dictionary = read_model(run)
+    made = make_tokenizer(dictionary, run.pieces, model.config, run.kept)
+    try:
+        _write(kind, target, model, dictionary, made, run.pieces)
+    except ValueError as error:
+        raise ValueError(f"{run.checkpoint}: {error}") from None
+
+
+def _write(
+    kind: str, target: Path, model: FastWeightForCausalLM, dictionary: Dictionary, tokenizer: Any, pieces: Path | None
+) -> None:
+    """Writes the folder; `pieces` is the folder of the tokenizer, which may be one that `from_huggingface` made."""
+    source = pieces if model.config.masked_tokens and pieces is not None and (pieces / RECORD).is_file() else None
+    settings = _settings(kind, model.config)
+    originals: dict[str, Path] = {}
+    if source is None:
+        family = read_family(settings, set())
+        own = [*map(_with_our_numbers, family.weights)]
+    else:
+        end = read_json(source / RECORD).get("end_of_text")
+        settings |= {"vocab_size": len(dictionary) - 3, "eos_token_id": end}
+        family = read_family(settings, set())
+        own = family.weights
+        originals = original_files(source, ORIGINALS)
+        said = read_json(originals.pop("config.json"))
+        settings |= {name: said[name] for name in _TOKENS if name in said}
+    _check_fits(kind, family, model.config, dictionary, masks=source is not None)
+    weights = _weights(own, model)
+    classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    made: Any = import_module("transformers").AutoConfig.for_model(settings.pop("model_type"), **settings)
+    made.architectures, made.dtype = [classes[kind]], model.config.dtype
+    with new_folder(target) as folder:
+        try:
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            note_digest(folder / "model.safetensors")
+        except SafetensorError as error:
+            raise OSError(f"model.safetensors: {error}") from error
+        made.save_pretrained(folder)
+        if source is None:
+            model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            _check_tokenizer(kind, folder, tokenizer)
+        copy_files(originals, folder)
+
+
+def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:
+    """Raises a `ValueError` if transformers reads tokenizers of this class otherwise than their files say."""
+    read = import_module("transformers").AutoTokenizer.from_pretrained(folder)
+    if type(read) is not type(tokenizer):
+        raise ValueError(
+            f"--as is {kind}, of which transformers reads all tokenizers as {type(read).__name__}; this one is none"
+        )
+
+
+def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
+    """The config.json of the class that is most like this model."""
+    own, heads = _canonical(config), config.num_attention_heads
+    assert isinstance(config.mixers, list)
+    settings: dict[str, Any] = {
+        "model_type": kind,
+        **{name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", *_TOKENS)},
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("kv_heads", heads),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps or 1e-6,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "hidden_act": "silu",
+    }
+    if kind != "olmo_hybrid":
+        settings["head_dim"] = own.get("head_dim", config.hidden_size // heads)
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    rotary = own.get("rotary_dim", 0)
+    if kind == "olmo_hybrid" and not rotary:
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": None}  # without any, 10,000 is the base
+    else:
+        parameters = {"rope_type": "default", "rope_theta": own.get("rotary_base") or 10000.0}
+        if text := own.get("rotary_scaling"):
+            name, _, numbers = text.partition(":")
+            parameters |= {"rope_type": name, **dict(zip(SCALINGS[name], map(float, numbers.split(",")), strict=True))}
+        if kind == "qwen3_5_text":
+            parameters["partial_rotary_factor"] = max(rotary, 2) / settings["head_dim"]
+        settings["rope_parameters"] = parameters
+    if kind in ("olmo_hybrid", "qwen3_5_text"):
+        linear = {"num_key_heads": "key_heads", "key_head_dim": "key_dim", "value_head_dim": "value_dim"}
+        linear |= {"conv_kernel_dim": "conv"}
+        settings |= {f"linear_{name}": own.get(f"gated_delta_{option}", 1) for name, option in linear.items()}
+        settings["linear_num_value_heads"] = own.get("fast_weight_heads", 1)
+        settings["layer_types"] = [
+            "linear_attention" if mixer == _DELTA else "full_attention" for mixer in config.mixers
+        ]
+    if kind == "olmo_hybrid":
+        settings["linear_allow_neg_eigval"] = own.get("gated_delta_negative_eigenvalues", True)
+    return settings
+
+
+def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary: Dictionary, *, masks: bool) -> None:
+    """Raises a `ValueError` that lists the settings in which a class differs from a model, if there are any."""
+    options, mixers = model_options(family.options | {"mask-special-symbols": masks})
+    theirs = config_of(options, mixers, dictionary, final_norm=True)
+    names = set(FastWeightConfig.__annotations__) - _TRAINING - _WITHOUT_EFFECT - _SAID_BESIDE - set(_TOKENS)
+    pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in sorted(names)}
+    if config.mixers == theirs.mixers:
+        ours, other = _canonical(config), _canonical(theirs)
+        pairs |= {name: (ours.get(name), other.get(name)) for name in sorted({*ours, *other} - {"backend"})}
+    different = [
+        f"{name} is {mine!r}, of {kind} {its!r}"
+        for name, (mine, its) in pairs.items()
+        if (parse_scaling(mine) != parse_scaling(its) if name == "rotary_scaling" else mine != its)
+    ]
+    if different:
+        raise ValueError(f"--as is {kind}; a model of this class differs in {len(different)}: {'; '.join(different)}")
+
+
+def _canonical(config: FastWeightConfig) -> dict[str, Any]:
+    """The settings of mixers, with what a default stands for in its place."""
+    settings = dict(config.mixer_settings or {})
+    heads = config.num_attention_heads
+    settings["fast_weight_heads"] = settings.get("fast_weight_heads") or heads
+    size = config.hidden_size // settings["fast_weight_heads"]
+    filled = {"kv_heads": heads, "head_dim": config.hidden_size // heads, "gated_delta_key_dim": size}
+    filled |= {"gated_delta_value_dim": size, "gated_delta_key_heads": settings["fast_weight_heads"]}
+    settings |= {name: value for name, value in filled.items() if settings.get(name) == 0}
+    if _DELTA not in (config.mixers or ()):
+        del settings["fast_weight_heads"]
+    if settings.get("rotary_dim") == 0:
+        settings |= {"rotary_base": None, "rotary_scaling": ""}
+    return settings
+
+
+def _with_our_numbers(weight: Weight) -> Weight:
+    """The weight with the rows of the model's own dictionary."""
+    if weight.ours[0] not in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        return weight
+    ((name, shape),) = weight.shapes.items()
+    return plain(name, weight.ours[0], *shape)
+
+
+def _weights(table: list[Weight], model: FastWeightForCausalLM) -> dict[str, Tensor]:
+    """The weights of the class."""
+    own = model.state_dict()
+    weights: dict[str, Tensor] = {}
+    for weight in table:
+        parts = weight.join(tuple(own[new_name(name)] for name in weight.ours))
+        weights |= {name: part.contiguous().clone() for name, part in zip(weight.shapes, parts, strict=True)}
+    return weights
