@@ -20,6 +20,11 @@ _RULE = (
 _SCAN = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D"
 _FEATURES = "int map, int nu, int normalization, float eps, float scale"
 """`map` and `normalization` are places in `features.MAPS` and `features.NORMALIZATIONS`."""
+_RANDOM = "float source_scale, float log_epsilon, bool stabilized, int normalization, float eps"
+_GATE = "Tensor x, Tensor? bias, Tensor? log_rate, Tensor? y, Tensor? weight"
+_ACTIVATION = "int activation, int norm, float eps, float scale"
+"""`activation` and `norm` are places in `gating.ACTIVATIONS` and `gating.NORMS`."""
+_CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? lengths, Tensor? starts"
 DPFP = 3
 """The place of "dpfp", the only map that changes a vector's size."""
 _SCHEMAS = (
@@ -36,6 +41,14 @@ _SCHEMAS = (
     f"selective_scan_step_({_SCAN}, Tensor(a!) state) -> Tensor out",
     f"map_features(Tensor x, {_FEATURES}, ScalarType dtype) -> Tensor",
     f"map_features_backward(Tensor d_out, Tensor x, {_FEATURES}) -> Tensor",
+    f"random_features(Tensor x, Tensor source, {_RANDOM}, ScalarType dtype) -> Tensor",
+    f"random_features_backward(Tensor d_out, Tensor x, Tensor source, {_RANDOM}) -> (Tensor dx, Tensor d_source)",
+    f"gate({_GATE}, {_ACTIVATION}, ScalarType dtype) -> Tensor",
+    f"gate_backward(Tensor d_out, {_GATE}, {_ACTIVATION})"
+    " -> (Tensor dx, Tensor d_bias, Tensor d_log_rate, Tensor dy, Tensor d_weight)",
+    f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
+    f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
+    " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
     "cpu_instruction_set() -> str",
     "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
     " -> int[]",
@@ -125,6 +138,37 @@ def _(x: Any, feature_map: int, nu: int, normalization: int, eps: float, scale: 
 @torch.library.register_fake(f"{NAMESPACE}::map_features_backward", lib=_library)
 def _(d_out: Any, x: Any, *how: Any) -> Any:
     return torch.empty_like(x)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::random_features", lib=_library)
+def _(x: Any, source: Any, *how: Any) -> Any:
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=how[-1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::random_features_backward", lib=_library)
+def _(d_out: Any, x: Any, source: Any, *how: Any) -> Any:
+    return torch.empty_like(x), torch.empty_like(source)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gate", lib=_library)
+def _(x: Any, *others: Any) -> Any:
+    return x.new_empty(x.shape, dtype=others[-1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gate_backward", lib=_library)
+def _(d_out: Any, x: Any, bias: Any, log_rate: Any, y: Any, weight: Any, *how: Any) -> Any:
+    return tuple(_shape_of_gradient(of, x) for of in (x, bias, log_rate, y, weight))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::short_convolution", lib=_library)
+def _(x: Any, weight: Any, *others: Any) -> Any:
+    _, batch, channels = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, channels, dtype=state_dtype(x.dtype))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::short_convolution_backward", lib=_library)
+def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *others: Any) -> Any:
+    return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
 
 
 def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
@@ -219,6 +263,44 @@ def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Calla
         return run(keys, inputs)
 
     _library.impl(name, call, "Autograd", with_keyset=True)
+
+
+def register_autograd(name: str, differentiable: int, tensors: int, definition: Callable[..., Any]) -> None:
+    """The derivatives of an operator that takes `tensors` tensors, of which the first `differentiable` have gradients.
+
+    Its backward operator takes the gradients of what it returns and the same arguments, but for a dtype. Where the
+    backward pass is to be differentiated too, it is that of `definition`, PyTorch's own operators on these arguments.
+    """
+    backward = getattr(torch.ops.fairseq_fastweights, f"{name}_backward").default
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.how = inputs[tensors:]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *d_outs: Any) -> Any:
+        given = ctx.saved_tensors
+        how = [value for value in ctx.how if not isinstance(value, torch.dtype)]
+        rest = [None] * (tensors - differentiable + len(ctx.how))
+        if torch.is_grad_enabled():
+            return *_gradients_of(definition, given[:differentiable], (*given, *ctx.how), d_outs), *rest
+        first, *others = d_outs
+        first = torch.zeros_like(given[0]) if first is None else first
+        gradients = backward(first, *others, *given, *how)
+        # What is absent has an empty tensor for a gradient.
+        return *(None if x is None else gradient for x, gradient in zip(given, gradients, strict=False)), *rest
+
+    _register_autograd(name, differentiate, keep)
+    _register_autograd(f"{name}_backward", _refuse_second_derivatives, _keep_nothing)
+
+
+def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: Any) -> list[Tensor | None]:
+    outputs = definition(*inputs)
+    pairs = zip(outputs if isinstance(outputs, tuple) else (outputs,), d_outs, strict=True)
+    results, weights = zip(*((y, d_y) for y, d_y in pairs if d_y is not None), strict=True)
+    wanted = [x for x in of if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, weights, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in of]
 
 
 _register_autograd("rule_forward", _differentiate_rule, _keep_rule)
