@@ -133,8 +133,8 @@ class Retention(MemoryAttention):
         # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
         eps = GROUP_NORM_EPS * self.feature_map.output_dim
         normed = {"y": out.transpose(0, 1), "norm": "layer", "eps": eps, "dtype": out.dtype}
-        read = gate(self.g_proj(x), "silu", backend=self.backend, **normed)
-        return self._project_out(self._heads(read, self.head_dim), x), {"state": memory, "position": read}
+        out = gate(self.g_proj(x), "silu", backend=self.backend, **normed)
+        return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

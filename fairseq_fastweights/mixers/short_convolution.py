@@ -87,5 +87,4 @@ def _definition(
     return F.silu(u).to(x.dtype), last.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
-register_autograd("short_convolution", 4, 6, _definition)
-_short_convolution = torch.ops.fairseq_fastweights.short_convolution.default
+_short_convolution = register_autograd("short_convolution", 4, 6, _definition)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import native, native_operators
 from fairseq_fastweights.ops.checks import check_tensor, state_dtype
 from fairseq_fastweights.ops.choice import choose_backend
 from fairseq_fastweights.ops.native_operators import register_autograd
@@ -107,7 +107,8 @@ def map_features(
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     numbers = list(MAPS).index(feature_map), nu, NORMALIZATIONS.index(normalization)
-    return torch.ops.fairseq_fastweights.map_features(x, *numbers, eps, scale, dtype)
+    mapped: Tensor = native_operators.map_features(x, *numbers, eps, scale, dtype)
+    return mapped
 
 
 def _reference(x: Tensor, feature_map: str, nu: int, normalization: str, eps: float, scale: float) -> Tensor:
@@ -180,7 +181,8 @@ def random_features(
     if choose_backend(backend, 1, native.why_not(source.device.type, source.dtype), in_chunks=False) != "native":
         return _definition_of_random(projected, source, *how)
     projected, source = (x if x.stride(-1) == 1 else x.contiguous() for x in (projected, source))
-    return torch.ops.fairseq_fastweights.random_features(projected, source, *how)
+    mapped: Tensor = _random_features(projected, source, *how)
+    return mapped
 
 
 def random_exponents(projected: Tensor, source: Tensor, scale: float) -> Tensor:
@@ -219,4 +221,4 @@ def _definition_of_random(
     return _normalized(y, NORMALIZATIONS[normalization], eps).to(dtype)
 
 
-register_autograd("random_features", 2, 2, _definition_of_random)
+_random_features = register_autograd("random_features", 2, 2, _definition_of_random)

@@ -181,8 +181,13 @@ def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_rule(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
     q, k, v, erase, beta, log_gate, f, z, starts, initial_state, states = ctx.saved_tensors
     given = (q, k, v, erase, ctx.corrects, beta, log_gate, ctx.complement, f, z, starts, initial_state)
-    gradients = torch.ops.fairseq_fastweights.rule_backward(
-        torch.zeros_like(v) if d_out is None else d_out, d_final_state, *given, states, ctx.interval
+    gradients = _backwards(
+        _rule_backward,
+        torch.zeros_like(v) if d_out is None else d_out,
+        d_final_state,
+        *given,
+        states,
+        ctx.interval,
     )
     # What is absent has an empty tensor for a gradient.
     of = (q, k, v, erase, beta, log_gate, f, z, initial_state)
@@ -200,7 +205,8 @@ def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate_scan(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
     u, delta, A, B, C, D, initial_state, states = ctx.saved_tensors
-    *gradients, dD, d_initial = torch.ops.fairseq_fastweights.selective_scan_backward(
+    *gradients, dD, d_initial = _backwards(
+        _scan_backward,
         torch.zeros_like(u) if d_out is None else d_out,
         d_final_state,
         u,
@@ -223,7 +229,7 @@ def _keep_features(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate_features(ctx: Any, d_out: Any) -> Any:
     [x] = ctx.saved_tensors
-    gradient = torch.ops.fairseq_fastweights.map_features_backward(d_out, x, *ctx.how)
+    gradient = _backwards(_features_backward, d_out, x, *ctx.how)
     return gradient, *[None] * (len(ctx.how) + 1)
 
 
@@ -235,41 +241,65 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError("a compiled operation cannot be differentiated twice; backend='reference' can")
 
 
-def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> None:
+def _below_autograd(operator: Any, *inputs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)
+
+
+def _backwards(operator: Any, *inputs: Any) -> Any:
+    """Calls an operator of a backward pass, without asking autograd unless that is differentiated too."""
+    return operator(*inputs) if torch.is_grad_enabled() else _below_autograd(operator, *inputs)
+
+
+def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
     """What `torch.library.register_autograd` does for an operator whose arguments have no names and no defaults.
 
     torch's reads the operator's schema at each call, which is half of the time that a small forward pass takes.
+
+    Returns:
+        a function that does what the operator does, but where nothing is traced comes to its kernel, or to autograd,
+        without torch's dispatcher, which would call autograd's part in Python and be called by that again.
     """
     operator = getattr(torch.ops.fairseq_fastweights, name).default
 
-    def run(keys: Any, inputs: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-
     class Differentiated(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            output = run(keys, inputs)
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = _below_autograd(operator, *inputs)
             keep(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return None, *differentiate(ctx, *gradients)
+            return differentiate(ctx, *gradients)
 
-    def call(keys: Any, *inputs: Any) -> Any:
+    def call(*inputs: Any, apply: Callable[..., Any] = Differentiated.apply) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Differentiated.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-        return run(keys, inputs)
+            return apply(*inputs)
+        return _below_autograd(operator, *inputs)
 
-    _library.impl(name, call, "Autograd", with_keyset=True)
+    # Without what Function.apply looks for of functorch in every argument.
+    apply_directly = super(torch.autograd.Function, Differentiated).apply
+
+    def call_directly(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        return call(*inputs, apply=apply_directly)
+
+    _library.impl(name, call, "Autograd")
+    return call_directly
 
 
-def register_autograd(name: str, differentiable: int, tensors: int, definition: Callable[..., Any]) -> None:
+def register_autograd(
+    name: str, differentiable: int, tensors: int, definition: Callable[..., Any]
+) -> Callable[..., Any]:
     """The derivatives of an operator that takes `tensors` tensors, of which the first `differentiable` have gradients.
 
     Its backward operator takes the gradients of what it returns and the same arguments, but for a dtype. Where the
     backward pass is to be differentiated too, it is that of `definition`, PyTorch's own operators on these arguments.
+
+    Returns:
+        a function that does what the operator does, in less time where nothing is traced.
     """
     backward = getattr(torch.ops.fairseq_fastweights, f"{name}_backward").default
 
@@ -282,16 +312,18 @@ def register_autograd(name: str, differentiable: int, tensors: int, definition: 
         given = ctx.saved_tensors
         how = [value for value in ctx.how if not isinstance(value, torch.dtype)]
         rest = [None] * (tensors - differentiable + len(ctx.how))
+        if all(d_out is None for d_out in d_outs):
+            return *[None] * differentiable, *rest
         if torch.is_grad_enabled():
             return *_gradients_of(definition, given[:differentiable], (*given, *ctx.how), d_outs), *rest
         first, *others = d_outs
         first = torch.zeros_like(given[0]) if first is None else first
-        gradients = backward(first, *others, *given, *how)
+        gradients = _below_autograd(backward, first, *others, *given, *how)
         # What is absent has an empty tensor for a gradient.
         return *(None if x is None else gradient for x, gradient in zip(given, gradients, strict=False)), *rest
 
-    _register_autograd(name, differentiate, keep)
     _register_autograd(f"{name}_backward", _refuse_second_derivatives, _keep_nothing)
+    return _register_autograd(name, differentiate, keep)
 
 
 def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: Any) -> list[Tensor | None]:
@@ -303,8 +335,12 @@ def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: 
     return [next(found) if x is not None and x.requires_grad else None for x in of]
 
 
-_register_autograd("rule_forward", _differentiate_rule, _keep_rule)
-_register_autograd("selective_scan_forward", _differentiate_scan, _keep_scan)
-_register_autograd("map_features", _differentiate_features, _keep_features)
+# Looked up once, by names that a call would take long to find.
+_rule_backward = torch.ops.fairseq_fastweights.rule_backward.default
+_scan_backward = torch.ops.fairseq_fastweights.selective_scan_backward.default
+_features_backward = torch.ops.fairseq_fastweights.map_features_backward.default
+rule_forward = _register_autograd("rule_forward", _differentiate_rule, _keep_rule)
+selective_scan_forward = _register_autograd("selective_scan_forward", _differentiate_scan, _keep_scan)
+map_features = _register_autograd("map_features", _differentiate_features, _keep_features)
 for _operator in ("rule_backward", "selective_scan_backward", "map_features_backward"):
     _register_autograd(_operator, _refuse_second_derivatives, _keep_nothing)
