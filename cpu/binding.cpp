@@ -507,8 +507,8 @@ Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, 
 }
 
 // Random features of `source`, of which x are the projections: both (batch, time, heads, dim).
-Features random_features_of(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon, bool stabilized,
-                            int64_t normalization, double eps) {
+Features random_features_of(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon,
+                            bool stabilized, int64_t normalization, double eps) {
     Features p = features_of(x, 0, 1, normalization, eps, 1);
     check_sizes("source", source, {p.batch, p.time, p.heads, source.size(-1)});
     p.map = Map::random, p.source = sequence("source", source), p.source_dim = source.size(-1);
@@ -536,6 +536,9 @@ std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const T
     run_features(chosen_kernels().features_backward, p);
     return {dx, d_source};
 }
+
+// The gradient of what is absent: no two results of an operator may share memory.
+Tensor nothing(const Tensor& x) { return new_empty(x, {0}, x.scalar_type()); }
 
 // Vectors of parameters, as the kernels read them; what it makes contiguous must outlive the call.
 Sequence parameters(const char* name, optional<Tensor>& x, Sizes sizes) {
@@ -584,7 +587,8 @@ struct GatingCall {
 };
 
 Tensor gate(const Tensor& x, const optional<Tensor>& bias, const optional<Tensor>& log_rate, const optional<Tensor>& y,
-            const optional<Tensor>& weight, int64_t activation, int64_t norm, double eps, double scale, ScalarType dtype) {
+            const optional<Tensor>& weight, int64_t activation, int64_t norm, double eps, double scale,
+            ScalarType dtype) {
     GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
     const Tensor out = new_empty(x, x.sizes(), dtype);
     call.p.out = sequence("out", out, 3);
@@ -592,17 +596,20 @@ Tensor gate(const Tensor& x, const optional<Tensor>& bias, const optional<Tensor
     return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
-    const Tensor& d_out, const Tensor& x, const optional<Tensor>& bias, const optional<Tensor>& log_rate,
-    const optional<Tensor>& y, const optional<Tensor>& weight, int64_t activation, int64_t norm, double eps, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d_out, const Tensor& x,
+                                                                 const optional<Tensor>& bias,
+                                                                 const optional<Tensor>& log_rate,
+                                                                 const optional<Tensor>& y,
+                                                                 const optional<Tensor>& weight, int64_t activation,
+                                                                 int64_t norm, double eps, double scale) {
     GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
     Gating& p = call.p;
     check_sizes("d_out", d_out, x.sizes());
-    const Tensor g = last_is_contiguous(d_out) ? d_out : contiguous(d_out), nothing = new_empty(x, {0}, x.scalar_type());
-    const Tensor dx = gradient_like(x), dy = y ? gradient_like(*y) : nothing;
+    const Tensor g = last_is_contiguous(d_out) ? d_out : contiguous(d_out), dx = gradient_like(x);
+    const Tensor dy = y ? gradient_like(*y) : nothing(x);
     // Of what is absent an empty tensor is the gradient; of parameters each task has a part.
     const auto parts = [&](const optional<Tensor>& of, int64_t size, void*& where) {
-        const Tensor made = of ? new_empty(x, {p.tasks(), size}, state_type(x)) : nothing;
+        const Tensor made = of ? new_empty(x, {p.tasks(), size}, state_type(x)) : nothing(x);
         where = of ? made.data_ptr() : nullptr;
         return made;
     };
@@ -671,28 +678,30 @@ std::tuple<Tensor, Tensor> short_convolution(const Tensor& x, const Tensor& weig
     return {y, last};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(
-    const Tensor& d_y, const optional<Tensor>& d_last, const Tensor& x, const Tensor& weight,
-    const optional<Tensor>& bias, const optional<Tensor>& before, const optional<Tensor>& lengths,
-    const optional<Tensor>& starts) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(const Tensor& d_y, const optional<Tensor>& d_last,
+                                                                      const Tensor& x, const Tensor& weight,
+                                                                      const optional<Tensor>& bias,
+                                                                      const optional<Tensor>& before,
+                                                                      const optional<Tensor>& lengths,
+                                                                      const optional<Tensor>& starts) {
     ConvolutionCall call(x, weight, bias, before, lengths, starts);
     Convolution& p = call.p;
     check_sizes("d_y", d_y, x.sizes());
-    const Tensor g = last_is_contiguous(d_y) ? d_y : contiguous(d_y), nothing = new_empty(x, {0}, x.scalar_type());
+    const Tensor g = last_is_contiguous(d_y) ? d_y : contiguous(d_y);
     const optional<Tensor> d_after = contiguous_of(d_last);
     p.d_y = call.time_first("d_y", g);
     if (d_after) {
         check_sizes("d_last", *d_after, {p.batch, p.width - 1, p.channels});
         p.d_last = sequence("d_last", *d_after, 3);
     }
-    const Tensor dx = gradient_like(x), d_before = before ? gradient_like(*before) : nothing;
+    const Tensor dx = gradient_like(x), d_before = before ? gradient_like(*before) : nothing(x);
     p.dx = call.time_first("dx", dx);
     if (before) p.d_before = sequence("d_before", d_before, 3);
     const Tensor dw = new_empty(x, {p.batch, p.channels, p.width}, state_type(x));
     const Tensor db = new_empty(x, {p.batch, p.channels}, state_type(x));
     p.dw = dw.data_ptr(), p.db = db.data_ptr();
     call.run(chosen_kernels().convolution_backward);
-    return {dx, total(dw, weight), bias ? total(db, *bias) : nothing, d_before};
+    return {dx, total(dw, weight), bias ? total(db, *bias) : nothing(x), d_before};
 }
 
 std::string cpu_instruction_set() { return chosen_kernels().instruction_set; }

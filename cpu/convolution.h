@@ -36,11 +36,7 @@ public:
             const index_t rows = next(t);
             for (index_t r = 0; r < rows; ++r) {
                 const index_t reach = this->reach(t + r);
-                for (index_t i = 0; i < ld_; i += W) {
-                    vec<real> value, slope;
-                    activate<Activation::silu, real>(convolved(r, i, reach), value, slope);
-                    store(y_ + r * ld_ + i, value);
-                }
+                for (index_t i = 0; i < ld_; i += W) { store(y_ + r * ld_ + i, Silu(convolved(r, i, reach)).value); }
             }
             store_rows(p_.y, offset(p_.y, t), p_.y.time, y_, rows, count_);
         }
@@ -60,9 +56,7 @@ public:
             for (index_t r = 0; r < rows; ++r) {
                 const index_t reach = this->reach(t + r);
                 for (index_t i = 0; i < ld_; i += W) {
-                    vec<real> value, slope;
-                    activate<Activation::silu, real>(convolved(r, i, reach), value, slope);
-                    const vec<real> d = load(y_ + r * ld_ + i) * slope;
+                    const vec<real> d = load(y_ + r * ld_ + i) * Silu(convolved(r, i, reach)).slope;
                     store(db_ + i, load(db_ + i) + d);
                     for (index_t j = 0; j <= reach; ++j) {
                         const index_t at = (R_ + r - j) * ld_ + i, of = (R_ - j) * ld_ + i;
@@ -86,16 +80,19 @@ public:
 
 private:
     static constexpr int W = Vector<real>::lanes;
+    using Silu = Activated<Activation::silu, real>;
 
     void open(index_t task) {
         b_row_ = task / p_.groups(), first_ = task % p_.groups() * Convolution::GROUP;
         count_ = minimum(Convolution::GROUP, p_.channels - first_), ld_ = padded(count_);
-        for (index_t c = 0; c < count_; ++c) {
-            for (index_t i = 0; i < p_.width; ++i) {
-                w_[i * ld_ + c] = load_one<real>(p_.weight, (first_ + c) * p_.width + i);
+        with_type(p_.weight, first_ * p_.width, [&](const auto* weight) {
+            for (index_t c = 0; c < count_; ++c) {
+                for (index_t i = 0; i < p_.width; ++i) {
+                    w_[i * ld_ + c] = static_cast<real>(from_stored(weight[c * p_.width + i]));
+                }
             }
-            b_[c] = p_.bias.data ? load_one<real>(p_.bias, first_ + c) : real(0);
-        }
+        });
+        if (p_.bias.data) load_rows(b_, p_.bias, first_, 0, 1, count_, 0);
         read(x_, -R_, R_);
     }
 

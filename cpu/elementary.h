@@ -39,17 +39,20 @@ template <class real> struct Logistic {
     FAST_WEIGHTS_INLINE vec<real> log() const { return log_one_plus(e); }
 };
 
-template <Activation activation, class real>
-FAST_WEIGHTS_INLINE void activate(vec<real> u, vec<real>& value, vec<real>& slope) {
-    const Logistic<real> sigma(u);
-    const vec<real> zero{};
-    switch (activation) {
-        case Activation::sigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
-        case Activation::silu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
-        case Activation::log_sigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
-        case Activation::softplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
+// An activation of u, and its derivative.
+template <Activation activation, class real> struct Activated {
+    vec<real> value, slope;
+    FAST_WEIGHTS_INLINE explicit Activated(vec<real> u) {
+        const Logistic<real> sigma(u);
+        const vec<real> zero{};
+        switch (activation) {
+            case Activation::sigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
+            case Activation::silu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
+            case Activation::log_sigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
+            case Activation::softplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
+        }
     }
-}
+};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

@@ -25,41 +25,43 @@ public:
     GatingTask(const Gating& p, Scratch<real>& scratch, bool backward)
         : p_(p), normed_(p.norm != Norm::none), rows_(normed_ ? p.heads : 1),
           ld_(padded(normed_ ? p.dim : p.together() * p.channels())), all_(rows_ * ld_) {
-        scratch.take(all_, x_, y_, a_, bias_, rate_);
+        scratch.take(all_, x_, y_, out_, bias_, rate_);
         weight_ = scratch.take(ld_);
         if (backward) {
-            scratch.take(all_, g_, slope_, d_bias_, d_log_rate_);
+            scratch.take(all_, g_, d_bias_, d_log_rate_);
             d_weight_ = scratch.take(ld_);
         }
         if (x_ != nullptr) load_parameters();
     }
 
     void forward(index_t task) {
-        for_steps(task, [&](index_t step, index_t count) {
-            read_inputs(step, count);
-            activate_rows(false);
-            multiply(a_, a_, rate_, all_);
-            if (p_.y.data) {
-                for (index_t r = 0; r < rows_; ++r) {
-                    if (normed_) normalize(y_ + r * ld_);
-                    if (normed_) multiply(a_ + r * ld_, a_ + r * ld_, weight_, ld_);
+        with_activation([&](auto activation) {
+            for_steps(task, [&](index_t step, index_t count) {
+                read_inputs(step, count);
+                for (index_t r = 0; normed_ && r < rows_; ++r) {
+                    normalize(y_ + r * ld_);
+                    multiply(y_ + r * ld_, y_ + r * ld_, weight_, ld_);
                 }
-                multiply(a_, a_, y_, all_);
-            }
-            write(p_.out, p_.dim, step, count, a_);
+                for (index_t i = 0; i < all_; i += W) {
+                    const vec<real> gate = activated<activation.value>(i).value * load(rate_ + i);
+                    store(out_ + i, p_.y.data ? gate * load(y_ + i) : gate);
+                }
+                write(p_.out, p_.dim, step, count, out_);
+            });
         });
     }
 
     void backward(index_t task) {
         fill(d_bias_, real(0), all_), fill(d_log_rate_, real(0), all_), fill(d_weight_, real(0), ld_);
-        for_steps(task, [&](index_t step, index_t count) {
-            read_inputs(step, count);
-            read(g_, p_.d_out, p_.dim, step, count);
-            activate_rows(true);
-            multiply(g_, g_, rate_, all_);
-            normed_ ? differentiate_normed() : differentiate_plain();
-            write(p_.dx, p_.dim, step, count, slope_);
-            if (p_.y.data) write(p_.dy, p_.dy.head, step, count, a_);
+        with_activation([&](auto activation) {
+            for_steps(task, [&](index_t step, index_t count) {
+                read_inputs(step, count);
+                read(g_, p_.d_out, p_.dim, step, count);
+                for (index_t r = 0; normed_ && r < rows_; ++r) differentiate_normed<activation.value>(r * ld_);
+                if (!normed_) differentiate_plain<activation.value>();
+                write(p_.dx, p_.dim, step, count, out_);
+                if (p_.y.data) write(p_.dy, p_.dy.head, step, count, y_);
+            });
         });
         store_sums(task);
     }
@@ -80,11 +82,14 @@ private:
             for (index_t i = 0; i < p_.dim; ++i) weight_[i] = p_.weight.data ? load_one<real>(p_.weight, i) : real(1);
             return;
         }
-        const index_t channels = p_.channels(), all = p_.together() * channels, group = channels / p_.rates;
-        for (index_t i = 0; i < all; ++i) {
-            const index_t c = i % channels;
-            if (p_.bias.data) bias_[i] = load_one<real>(p_.bias, c);
-            if (p_.log_rate.data) rate_[i] = -whole * exponential(load_one<real>(p_.log_rate, c / group));
+        const index_t channels = p_.channels(), group = channels / p_.rates;
+        for (index_t c = 0; p_.bias.data && c < channels; ++c) bias_[c] = load_one<real>(p_.bias, c);
+        for (index_t rate = 0; p_.log_rate.data && rate < p_.rates; ++rate) {
+            const real factor = -whole * exponential(load_one<real>(p_.log_rate, rate));
+            for (index_t c = rate * group; c < (rate + 1) * group; ++c) rate_[c] = factor;
+        }
+        for (index_t i = channels; i < p_.together() * channels; ++i) {
+            bias_[i] = bias_[i - channels], rate_[i] = rate_[i - channels];
         }
     }
 
@@ -126,22 +131,21 @@ private:
         if (p_.y.data) read(y_, p_.y, p_.y.head, step, count);
     }
 
-    // a_ = a(x + b), and slope_ = its derivative.
-    void activate_rows(bool backward) {
+    template <Activation activation> struct Chosen {
+        static constexpr Activation value = activation;
+    };
+    template <class Work> void with_activation(const Work& work) const {
         switch (p_.activation) {
-            case Activation::sigmoid: return activate_as<Activation::sigmoid>(backward);
-            case Activation::silu: return activate_as<Activation::silu>(backward);
-            case Activation::log_sigmoid: return activate_as<Activation::log_sigmoid>(backward);
-            case Activation::softplus: return activate_as<Activation::softplus>(backward);
+            case Activation::sigmoid: return work(Chosen<Activation::sigmoid>{});
+            case Activation::silu: return work(Chosen<Activation::silu>{});
+            case Activation::log_sigmoid: return work(Chosen<Activation::log_sigmoid>{});
+            case Activation::softplus: return work(Chosen<Activation::softplus>{});
         }
     }
-    template <Activation activation> void activate_as(bool backward) {
-        for (index_t i = 0; i < all_; i += W) {
-            vec<real> value, slope;
-            activate<activation, real>(load(x_ + i) + load(bias_ + i), value, slope);
-            store(a_ + i, value);
-            if (backward) store(slope_ + i, slope);
-        }
+
+    // a(x + b) and its derivative.
+    template <Activation activation> FAST_WEIGHTS_INLINE Activated<activation, real> activated(index_t i) const {
+        return Activated<activation, real>(load(x_ + i) + load(bias_ + i));
     }
 
     // y = z, and 1 / l.
@@ -158,42 +162,47 @@ private:
         return inverse;
     }
 
-    // g_ comes as g r; slope_ becomes dx, a_ becomes dy.
-    void differentiate_plain() {
+    // out_ = dx and y_ = dy.
+    template <Activation activation> void differentiate_plain() {
+        const bool sums = p_.d_bias != nullptr || p_.d_log_rate != nullptr;
         for (index_t i = 0; i < all_; i += W) {
-            const vec<real> g = load(g_ + i), gn = p_.y.data ? g * load(y_ + i) : g, dx = gn * load(slope_ + i);
-            store(slope_ + i, dx);
+            const Activated<activation, real> a = activated<activation>(i);
+            const vec<real> g = load(g_ + i) * load(rate_ + i), gn = p_.y.data ? g * load(y_ + i) : g,
+                            dx = gn * a.slope;
+            store(out_ + i, dx);
+            if (p_.y.data) store(y_ + i, g * a.value);
+            if (!sums) continue;
             store(d_bias_ + i, load(d_bias_ + i) + dx);
-            store(d_log_rate_ + i, load(d_log_rate_ + i) + gn * load(a_ + i));
-            store(a_ + i, g * load(a_ + i));
+            store(d_log_rate_ + i, load(d_log_rate_ + i) + gn * a.value);
         }
     }
 
-    void differentiate_normed() {
+    // The same for the head that begins at `row`.
+    template <Activation activation> void differentiate_normed(index_t row) {
         const real n = static_cast<real>(p_.dim);
-        for (index_t r = 0; r < rows_; ++r) {
-            real *z = y_ + r * ld_, *slope = slope_ + r * ld_, *d = a_ + r * ld_;
-            const real *g = g_ + r * ld_, inverse = normalize(z);
-            vec<real> with_z{}, sums{};
-            for (index_t i = 0; i < ld_; i += W) {
-                const vec<real> w = load(weight_ + i), dn = load(g + i) * load(d + i), dz = dn * w;
-                store(slope + i, load(slope + i) * load(g + i) * w * load(z + i));
-                store(d_weight_ + i, load(d_weight_ + i) + dn * load(z + i));
-                store(d + i, dz);
-                with_z += dz * load(z + i), sums += dz;
-            }
-            const real shared = sum<real>(with_z) / n, mean = p_.norm == Norm::layer ? sum<real>(sums) / n : real(0);
-            for (index_t i = 0; i < ld_; i += W) store(d + i, (load(d + i) - load(z + i) * shared - mean) * inverse);
+        real *z = y_ + row, *d = g_ + row;
+        const real inverse = normalize(z);
+        vec<real> with_z{}, sums{};
+        for (index_t i = 0; i < ld_; i += W) {
+            const Activated<activation, real> a = activated<activation>(row + i);
+            const vec<real> w = load(weight_ + i), g = load(d + i) * load(rate_ + i), dn = g * a.value, dz = dn * w;
+            store(out_ + row + i, g * a.slope * w * load(z + i));
+            store(d_weight_ + i, load(d_weight_ + i) + dn * load(z + i));
+            store(d + i, dz);
+            with_z += dz * load(z + i), sums += dz;
         }
+        const real shared = sum<real>(with_z) / n, mean = p_.norm == Norm::layer ? sum<real>(sums) / n : real(0);
+        for (index_t i = 0; i < ld_; i += W) store(z + i, (load(d + i) - load(z + i) * shared - mean) * inverse);
     }
 
     void store_sums(index_t task) {
-        const index_t channels = p_.channels(), all = p_.together() * channels, group = channels / p_.rates;
+        const index_t channels = p_.channels(), group = channels / p_.rates;
         if (p_.d_weight != nullptr) copy_numbers(static_cast<real*>(p_.d_weight) + task * p_.dim, d_weight_, p_.dim);
         if (normed_) return;
-        for (index_t i = channels; i < all; ++i) {
-            d_bias_[i % channels] += d_bias_[i];
-            d_log_rate_[i % channels] += d_log_rate_[i];
+        for (index_t first = channels; first < p_.together() * channels; first += channels) {
+            for (index_t c = 0; c < channels; ++c) {
+                d_bias_[c] += d_bias_[first + c], d_log_rate_[c] += d_log_rate_[first + c];
+            }
         }
         if (p_.d_bias != nullptr) copy_numbers(static_cast<real*>(p_.d_bias) + task * channels, d_bias_, channels);
         if (p_.d_log_rate == nullptr) return;
@@ -208,8 +217,8 @@ private:
     const Gating& p_;
     const bool normed_;
     const index_t rows_, ld_, all_;
-    real *x_, *y_, *a_, *bias_, *rate_, *weight_;
-    real *g_, *slope_, *d_bias_, *d_log_rate_, *d_weight_;
+    real *x_, *y_, *out_, *bias_, *rate_, *weight_;
+    real *g_, *d_bias_, *d_log_rate_, *d_weight_;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

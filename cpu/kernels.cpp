@@ -93,7 +93,8 @@ template <class Task, class Call> void tasks_as(const Call& p, index_t begin, in
     for (index_t number = begin; number < end; ++number) backward ? task.backward(number) : task.forward(number);
 }
 
-template <template <class> class Task, bool backward, class Call> void tasks(const Call& p, index_t begin, index_t end) {
+template <template <class> class Task, bool backward, class Call> void tasks(const Call& p, index_t begin,
+                                                                             index_t end) {
     p.x.type == Type::float64 ? tasks_as<Task<double>>(p, begin, end, backward)
                               : tasks_as<Task<float>>(p, begin, end, backward);
 }

@@ -396,7 +396,8 @@ Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, 
 
 void check_sizes(const Tensor& x, at::IntArrayRef sizes, const Tensor& like, const char* name) {
     TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
-    TORCH_CHECK(x.device() == like.device(), name, " is on ", x.device(), "; it must be on ", like.device(), " as x is");
+    TORCH_CHECK(x.device() == like.device(), name, " is on ", x.device(), "; it must be on ", like.device(),
+                " as x is");
 }
 
 // Random features of `source`, of which x are the projections: both (batch, time, heads, dim).
@@ -493,9 +494,9 @@ struct GatingCall {
     }
 };
 
-Tensor gate_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& log_rate, const OptionalTensor& y,
-                    const OptionalTensor& weight, int64_t activation, int64_t norm, double eps, double scale,
-                    at::ScalarType dtype) {
+Tensor gate_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& log_rate,
+                    const OptionalTensor& y, const OptionalTensor& weight, int64_t activation, int64_t norm, double eps,
+                    double scale, at::ScalarType dtype) {
     const c10::cuda::CUDAGuard guard(x.device());
     GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
     Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
@@ -531,7 +532,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
     check_launch(fastweights_gating_backward(&p, stream), "gate_backward");
     const auto total = [&](const Tensor& made, const OptionalTensor& of) {
         if (!given(of)) return made;
-        return made.view({parts, of->size(0), made.size(1) / of->size(0)}).sum(at::IntArrayRef{0, 2}).to(of->scalar_type());
+        return made.view({parts, of->size(0), made.size(1) / of->size(0)})
+            .sum(at::IntArrayRef{0, 2})
+            .to(of->scalar_type());
     };
     return {dx, total(d_bias, bias), total(d_rate, log_rate), dy, total(d_weight, weight)};
 }

@@ -38,7 +38,9 @@ struct Channel {
 
     __device__ int64_t place(const Sequence& x, int64_t t) const { return b * x.batch + t * x.time + c; }
     __device__ A load(const Sequence& x, int64_t t) const { return load_element<A>(x.data, x.dtype, place(x, t)); }
-    __device__ void store(const Sequence& x, int64_t t, A value) const { store_element(x.data, x.dtype, place(x, t), value); }
+    __device__ void store(const Sequence& x, int64_t t, A value) const {
+        store_element(x.data, x.dtype, place(x, t), value);
+    }
     __device__ A& d(int64_t t) const { return static_cast<A*>(call.d)[(t * call.batch + b) * call.channels + c]; }
 
     __device__ A input(int64_t t) const {
@@ -132,12 +134,14 @@ extern "C" int32_t fairseq_fastweights::fastweights_convolution_parts(const Conv
     return static_cast<int32_t>(params->batch * runs(params->time));
 }
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_convolution_forward(const Convolution* params, cudaStream_t stream) {
+extern "C" cudaError_t fairseq_fastweights::fastweights_convolution_forward(const Convolution* params,
+                                                                            cudaStream_t stream) {
     if (params->width < 1) return cudaErrorInvalidValue;
     return launch_on(convolve<double>, convolve<float>, *params, int64_t(params->time) + 1, stream);
 }
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_convolution_backward(const Convolution* params, cudaStream_t stream) {
+extern "C" cudaError_t fairseq_fastweights::fastweights_convolution_backward(const Convolution* params,
+                                                                             cudaStream_t stream) {
     if (params->width < 1) return cudaErrorInvalidValue;
     const cudaError_t error = launch_on(differentiate<double>, differentiate<float>, *params, params->time, stream);
     if (error != cudaSuccess) return error;

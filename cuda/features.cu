@@ -104,7 +104,8 @@ struct Factor {
 };
 
 template <typename A, bool Backward, bool Random>
-__global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 : 4) map_features(const Features call, int lanes) {
+__global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 : 4)
+    map_features(const Features call, int lanes) {
     const int lane = threadIdx.x % lanes;
     const int features = Random ? 2 * call.dim : call.map == kDpfp ? 2 * call.dim * call.nu : call.dim;
     const unsigned rows = unsigned(call.batch) * call.time * call.heads;  // below 2^31
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
     const unsigned row = inside ? number : rows - 1, step = row / call.heads;
     const unsigned head = row % call.heads, time = step % call.time, batch = step / call.time;
     const auto begin = [&](const Sequence& x) { return batch * x.batch + time * x.time + head * x.head; };
-    Row<A, Random> of{call, begin(call.x), begin(call.y), begin(call.dy), begin(call.dx), begin(call.source), begin(call.d_source)};
+    Row<A, Random> of{call,           begin(call.x),      begin(call.y),       begin(call.dy),
+                      begin(call.dx), begin(call.source), begin(call.d_source)};
     of.prepare(lane, lanes);
 
     A total = A(0), shared = A(0);

@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kThreads) gate_heads(const Gating call) {
     const int64_t dx = place(call, call.dx, step) + int64_t(head) * n;
     const int64_t dy = place(call, call.dy, step) + head * call.dy.head;
     const auto d = [&](int i) {
-        return load<A>(call.d_out, out + i) * scale * Activated<A>(call.activation, load<A>(call.x, x + i)).value * weight(i);
+        return load<A>(call.d_out, out + i) * scale * Activated<A>(call.activation, load<A>(call.x, x + i)).value *
+               weight(i);
     };
     A with_z = A(0), total = A(0);
     for (int i = lane; i < n; i += lanes) with_z += d(i) * z(i), total += d(i);
@@ -168,7 +169,8 @@ __global__ void __launch_bounds__(kThreads) gate_weights(const Gating call) {
                     moments[2 * row + 1];
         total += load<A>(call.d_out, place(call, call.d_out, step) + head * n + i) * A(call.scale) * a.value * z;
     }
-    store_sums(reinterpret_cast<A*>(memory), total, by.across, call.d_weight, int64_t(blockIdx.y) * n + first, n - first);
+    store_sums(reinterpret_cast<A*>(memory), total, by.across, call.d_weight, int64_t(blockIdx.y) * n + first,
+               n - first);
 }
 
 template <typename A, bool Backward>
@@ -189,7 +191,8 @@ template <bool Backward>
 cudaError_t launch_gating(const Gating& call, cudaStream_t stream) {
     if (call.heads < 1 || call.dim < 1 || call.rates < 1) return cudaErrorInvalidValue;
     if (call.outer == 0 || call.inner == 0) return cudaSuccess;
-    return call.x.dtype == kFloat64 ? launch_as<double, Backward>(call, stream) : launch_as<float, Backward>(call, stream);
+    return call.x.dtype == kFloat64 ? launch_as<double, Backward>(call, stream)
+                                    : launch_as<float, Backward>(call, stream);
 }
 
 }  // namespace

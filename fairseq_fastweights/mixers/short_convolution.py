@@ -1,7 +1,7 @@
 """The short causal convolution of each channel that several mixers have before their memory, with its SiLU.
 
-The definition is PyTorch's own operators; a compiled kernel (`cpu/convolution.h`, `cuda/convolution.cu`) does all of them
-in one pass, and the backward pass in another.
+The definition is PyTorch's own operators; a compiled kernel (`cpu/convolution.h`, `cuda/convolution.cu`) does all of
+them in one pass, and the backward pass in another.
 """
 
 from __future__ import annotations

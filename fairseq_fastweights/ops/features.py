@@ -169,8 +169,8 @@ def random_features(
     check_tensor("projected", projected)
     if projected.dim() != 4 or source.shape[:-1] != projected.shape[:-1]:
         raise ValueError(
-            f"projected has shape {tuple(projected.shape)} and source {tuple(source.shape)}; they must be (batch, time, "
-            "heads, features) and (batch, time, heads, dim)"
+            f"projected has shape {tuple(projected.shape)} and source {tuple(source.shape)}; they must be (batch, "
+            "time, heads, features) and (batch, time, heads, dim)"
         )
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}")
@@ -202,6 +202,10 @@ def divided_by_largest(exponents: Tensor, log_epsilon: float, over: tuple[int, .
     return (exponents - largest).exp() + (log_epsilon - largest).exp()
 
 
+def _exponentials(exponents: Tensor, log_epsilon: float, stabilized: bool) -> Tensor:
+    return divided_by_largest(exponents, log_epsilon, (-1,)) if stabilized else exponents.exp() + math.exp(log_epsilon)
+
+
 def _definition_of_random(
     projected: Tensor,
     source: Tensor,
@@ -214,11 +218,7 @@ def _definition_of_random(
 ) -> Tensor:
     precise = state_dtype(projected.dtype)
     exponents = random_exponents(projected.to(precise), source.to(precise), scale)
-    if stabilized:
-        y = divided_by_largest(exponents, log_epsilon, (-1,))
-    else:
-        y = exponents.exp() + math.exp(log_epsilon)
-    return _normalized(y, NORMALIZATIONS[normalization], eps).to(dtype)
+    return _normalized(_exponentials(exponents, log_epsilon, stabilized), NORMALIZATIONS[normalization], eps).to(dtype)
 
 
 _random_features = register_autograd("random_features", 2, 2, _definition_of_random)

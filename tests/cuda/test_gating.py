@@ -1,8 +1,9 @@
-"""Gates, gated norms and short convolutions, emulated; the tests of `ops` and of mixers also run through the binding."""
+"""Gates, gated norms and short convolutions, emulated; the tests of `ops` also run through the binding."""
 
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from itertools import product
 
 import pytest
@@ -20,9 +21,8 @@ def drawn(*shape, dtype, seed=0):
 
 
 def rows(x, *, time_first=False):
-    strides = [*x.stride(), 0, 0][:2] + [x.stride(2) if x.dim() == 4 else 0]
-    if time_first:
-        strides[:2] = strides[1::-1]
+    outer, inner, head = *x.stride()[:2], x.stride(2) if x.dim() == 4 else 0
+    strides = (inner, outer, head) if time_first else (outer, inner, head)
     return StridedSequence(x.data_ptr(), *strides, DTYPES[x.dtype])
 
 
@@ -139,8 +139,7 @@ def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_convolutions_are_their_definition(small_emulator, padded, documents, dtype):
-    # Fewer steps than the convolution sees, one, and more than a run; more channels than a block has threads; without all
-    # that may be absent.
+    # Fewer steps than the convolution sees, one, and more than a run; more channels than a block has threads.
     for (time, channels, width), given in product(((2, 5, 4), (40, 3, 3), (1, 130, 1)), (True, False)):
         lengths = torch.tensor([time, time // 2]) if padded else None
         starts = torch.zeros(2, time, dtype=torch.bool)
@@ -152,19 +151,10 @@ def test_convolutions_are_their_definition(small_emulator, padded, documents, dt
             inputs["bias"] = drawn(channels, dtype=torch.float32, seed=2)
             inputs["before"] = drawn(2, width - 1, channels, dtype=precise, seed=3)
         weights = [drawn(*x.shape, dtype=dtype, seed=4), drawn(2, width - 1, channels, dtype=precise, seed=5)]
-        run = lambda x, weight, bias=None, before=None: short_convolution(  # noqa: E731
-            x,
-            weight,
-            bias,
-            before,
-            lengths,
-            starts if documents else None,
-            backend="reference",  # noqa: B023
-        )
+        where = {"lengths": lengths, "starts": starts if documents else None}
+        run = partial(short_convolution, bias=None, before=None, **where, backend="reference")
         (y, last), wanted = definition(run, inputs, weights)
-        found = run_convolution(
-            small_emulator, inputs.pop("x"), *weights, lengths, starts if documents else None, **inputs
-        )
+        found = run_convolution(small_emulator, inputs.pop("x"), *weights, *where.values(), **inputs)
         agree(found, wanted | {"y": y, "last": last, "dx": wanted["d_x"]}, dtype)
 
 
