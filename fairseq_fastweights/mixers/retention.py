@@ -132,8 +132,8 @@ class Retention(MemoryAttention):
         )
         # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
         eps = GROUP_NORM_EPS * self.feature_map.output_dim
-        normed = {"y": out.transpose(0, 1), "norm": "layer", "eps": eps, "dtype": out.dtype}
-        out = gate(self.g_proj(x), "silu", backend=self.backend, **normed)
+        y, dtype = out.transpose(0, 1), out.dtype
+        out = gate(self.g_proj(x), "silu", y=y, norm="layer", eps=eps, dtype=dtype, backend=self.backend)
         return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 
 

@@ -34,8 +34,8 @@ def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, 
 
 # What a layer of these adds: its mixer, two norms, a feed-forward network and what is around them.
 LAYERS = {
-    "--update-rule delta --feature-map dpfp --dpfp-nu 3": 55,
-    "--update-rule delta --feature-map favor --favor-features 4": 69,
+    "--update-rule delta --feature-map dpfp --dpfp-nu 3": 52,
+    "--update-rule delta --feature-map favor --favor-features 4": 68,
     "--mixers retention": 104,
     "--mixers gated-delta": 59,
     "--mixers kimi-delta": 65,
