@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By their names, in the order of the kernels' numbers for them."""
 NORMS = ("none", "rms", "layer")
 """In the order of the kernels' numbers for them."""
+WORTH_A_KERNEL = 2**20
+"""On a CPU, numbers that take longer to read and write several times than a kernel takes to be called."""
 _NUMBERS = {name: number for names in (ACTIVATIONS, NORMS) for number, name in enumerate(names)}
 
 
@@ -79,10 +81,12 @@ def gate(
     _check(x, activation, bias, log_rate, y, weight, norm)
     dtype = state_dtype(x.dtype) if dtype is None else dtype
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    plain = y is None and bias is None and log_rate is None and scale == 1 and x.dtype == dtype == state_dtype(dtype)
-    # A plain activation is an operator of PyTorch's own, which takes less time to call.
-    if backend == "auto" and (plain or forward_ad._current_level >= 0):
+    if backend == "auto" and forward_ad._current_level >= 0:
         backend = "reference"
+    if backend == "auto" and norm == "none" and log_rate is None and x.dtype == dtype == state_dtype(dtype):
+        # A plain activation is one operator of PyTorch's own, and one or two more take a CPU less time than to call ours.
+        plain = bias is None and y is None and scale == 1
+        backend = "reference" if plain or (x.is_cpu and x.numel() < WORTH_A_KERNEL) else backend
     if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     shape, of_y = x.shape, 0 if norm == "none" else 1
