@@ -84,7 +84,7 @@ def gate(
     if backend == "auto" and forward_ad._current_level >= 0:
         backend = "reference"
     if backend == "auto" and norm == "none" and log_rate is None and x.dtype == dtype == state_dtype(dtype):
-        # A plain activation is one operator of PyTorch's own; on a CPU one or two more take less time than to call ours.
+        # A plain activation is one operator of PyTorch's; on a CPU one or two more take less time than to call ours.
         plain = bias is None and y is None and scale == 1
         backend = "reference" if plain or (x.is_cpu and x.numel() < WORTH_A_KERNEL) else backend
     if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
