@@ -480,6 +480,12 @@ void run_features(void (*kernel)(const Features&, int64_t, int64_t), const Featu
     parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
+// Of x's layout, in which the gradient of a projection is no copy; but for one whose last dimension has gaps.
+Tensor gradient_like(const Tensor& x) {
+    const Tensor made = new_like(x);
+    return last_is_contiguous(made) ? made : new_empty(x, x.sizes(), x.scalar_type());
+}
+
 Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale,
                     ScalarType dtype) {
     Features p = features_of(x, map, nu, normalization, eps, scale);
@@ -494,12 +500,208 @@ Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, 
     Features p = features_of(x, map, nu, normalization, eps, scale);
     check_sizes("d_out", d_out, {p.batch, p.time, p.heads, p.features()});
     const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
-    // Of x's layout, in which the gradient of a projection is no copy; but for one whose last dimension has gaps.
-    Tensor dx = new_like(x);
-    if (!last_is_contiguous(dx)) dx = new_empty(x, x.sizes(), x.scalar_type());
+    const Tensor dx = gradient_like(x);
     p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx);
     run_features(chosen_kernels().features_backward, p);
     return dx;
+}
+
+// Random features of `source`, of which x are the projections: both (batch, time, heads, dim).
+Features random_features_of(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon,
+                            bool stabilized, int64_t normalization, double eps) {
+    Features p = features_of(x, 0, 1, normalization, eps, 1);
+    check_sizes("source", source, {p.batch, p.time, p.heads, source.size(-1)});
+    p.map = Map::random, p.source = sequence("source", source), p.source_dim = source.size(-1);
+    p.source_scale = source_scale, p.log_epsilon = log_epsilon, p.stabilized = stabilized;
+    return p;
+}
+
+Tensor random_features(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon, bool stabilized,
+                       int64_t normalization, double eps, ScalarType dtype) {
+    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
+    const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
+    p.y = sequence("y", y);
+    run_features(chosen_kernels().features_forward, p);
+    return y;
+}
+
+std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const Tensor& x, const Tensor& source,
+                                                    double source_scale, double log_epsilon, bool stabilized,
+                                                    int64_t normalization, double eps) {
+    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
+    check_sizes("d_out", d_out, {p.batch, p.time, p.heads, p.features()});
+    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
+    const Tensor dx = gradient_like(x), d_source = gradient_like(source);
+    p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx), p.d_source = sequence("d_source", d_source);
+    run_features(chosen_kernels().features_backward, p);
+    return {dx, d_source};
+}
+
+// The gradient of what is absent: no two results of an operator may share memory.
+Tensor nothing(const Tensor& x) { return new_empty(x, {0}, x.scalar_type()); }
+
+// Vectors of parameters, as the kernels read them; what it makes contiguous must outlive the call.
+Sequence parameters(const char* name, optional<Tensor>& x, Sizes sizes) {
+    if (!x) return {};
+    check_sizes(name, *x, sizes);
+    x = contiguous_of(x);
+    return {x->data_ptr(), type_of(*x)};
+}
+
+// A call of gates, and what it has made contiguous. `activation` and `norm` are numbers of the enumerations in kernels.h.
+struct GatingCall {
+    optional<Tensor> bias, log_rate, weight;
+    Gating p;
+
+    GatingCall(const Tensor& x, const optional<Tensor>& b, const optional<Tensor>& A, const optional<Tensor>& y,
+               const optional<Tensor>& w, int64_t activation, int64_t norm, double eps, double scale)
+        : bias(b), log_rate(A), weight(w) {
+        if (x.dim() != 3 || x.size(2) < 1) fail("x has shape ", x.sizes(), "; it must be (outer, inner, channels)");
+        if (activation < 0 || activation > int64_t(Activation::softplus)) {
+            fail("activation is ", activation, "; it must be from 0 to ", int64_t(Activation::softplus));
+        }
+        if (norm < 0 || norm > int64_t(Norm::layer)) {
+            fail("norm is ", norm, "; it must be from 0 to ", int64_t(Norm::layer));
+        }
+        p.outer = x.size(0), p.inner = x.size(1), p.dim = x.size(2);
+        p.activation = Activation(activation), p.norm = Norm(norm), p.eps = eps, p.scale = scale;
+        p.x = sequence("x", x, 3);
+        if (p.norm == Norm::none) {
+            if (w) fail("weight was given without a norm");
+            if (y) check_sizes("y", *y, x.sizes());
+        } else {
+            if (!y || b || A) fail("a norm is of y alone, without bias and log_rate");
+            p.dim = y->dim() == 4 && y->size(3) ? y->size(3) : 1, p.heads = x.size(2) / p.dim;
+            check_sizes("y", *y, {p.outer, p.inner, p.heads, p.dim});
+        }
+        if (y) p.y = sequence("y", *y, y->dim());
+        p.bias = parameters("bias", bias, {p.channels()}), p.weight = parameters("weight", weight, {p.dim});
+        p.rates = A && A->dim() == 1 && A->size(0) ? A->size(0) : 1;
+        p.log_rate = parameters("log_rate", log_rate, {p.rates});
+        if (p.channels() % p.rates) fail("log_rate has ", p.rates, " numbers for ", p.channels(), " channels");
+    }
+
+    void run(void (*kernel)(const Gating&, int64_t, int64_t)) const {
+        parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    }
+};
+
+Tensor gate(const Tensor& x, const optional<Tensor>& bias, const optional<Tensor>& log_rate, const optional<Tensor>& y,
+            const optional<Tensor>& weight, int64_t activation, int64_t norm, double eps, double scale,
+            ScalarType dtype) {
+    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
+    const Tensor out = new_empty(x, x.sizes(), dtype);
+    call.p.out = sequence("out", out, 3);
+    call.run(chosen_kernels().gating_forward);
+    return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d_out, const Tensor& x,
+                                                                 const optional<Tensor>& bias,
+                                                                 const optional<Tensor>& log_rate,
+                                                                 const optional<Tensor>& y,
+                                                                 const optional<Tensor>& weight, int64_t activation,
+                                                                 int64_t norm, double eps, double scale) {
+    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
+    Gating& p = call.p;
+    check_sizes("d_out", d_out, x.sizes());
+    const Tensor g = last_is_contiguous(d_out) ? d_out : contiguous(d_out), dx = gradient_like(x);
+    const Tensor dy = y ? gradient_like(*y) : nothing(x);
+    // Of what is absent an empty tensor is the gradient; of parameters each task has a part.
+    const auto parts = [&](const optional<Tensor>& of, int64_t size, void*& where) {
+        const Tensor made = of ? new_empty(x, {p.tasks(), size}, state_type(x)) : nothing(x);
+        where = of ? made.data_ptr() : nullptr;
+        return made;
+    };
+    const Tensor d_bias = parts(bias, p.channels(), p.d_bias), d_rate = parts(log_rate, p.rates, p.d_log_rate);
+    const Tensor d_weight = parts(weight, p.dim, p.d_weight);
+    p.d_out = sequence("d_out", g, 3), p.dx = sequence("dx", dx, 3);
+    if (y) p.dy = sequence("dy", dy, y->dim());
+    call.run(chosen_kernels().gating_backward);
+    const auto total_of = [](const Tensor& made, const optional<Tensor>& of) { return of ? total(made, *of) : made; };
+    return {dx, total_of(d_bias, bias), total_of(d_rate, log_rate), dy, total_of(d_weight, weight)};
+}
+
+// A short convolution of x, (time, batch, channels), and what it has made contiguous.
+struct ConvolutionCall {
+    optional<Tensor> weight, bias, starts, lengths;
+    Convolution p;
+
+    ConvolutionCall(const Tensor& x, const Tensor& w, const optional<Tensor>& b, const optional<Tensor>& before,
+                    const optional<Tensor>& given_lengths, const optional<Tensor>& given_starts)
+        : weight(w), bias(b), starts(contiguous_of(given_starts)), lengths(contiguous_of(given_lengths)) {
+        if (x.dim() != 3) fail("x has shape ", x.sizes(), "; it must be (time, batch, channels)");
+        p.time = x.size(0), p.batch = x.size(1), p.channels = x.size(2);
+        p.width = w.dim() == 2 && w.size(1) ? w.size(1) : 1;
+        p.weight = parameters("weight", weight, {p.channels, p.width}), p.bias = parameters("bias", bias, {p.channels});
+        p.x = time_first("x", x);
+        if (before) {
+            check_sizes("before", *before, {p.batch, p.width - 1, p.channels});
+            p.before = sequence("before", *before, 3);
+        }
+        if (starts) {
+            check_sizes("starts", *starts, {p.batch, p.time});
+            if (starts->scalar_type() != ScalarType::Bool) fail("starts is of type ", starts->scalar_type());
+            p.starts = static_cast<const bool*>(starts->data_ptr());
+        }
+        if (lengths) {
+            check_sizes("lengths", *lengths, {p.batch});
+            if (lengths->scalar_type() != ScalarType::Long) fail("lengths is of type ", lengths->scalar_type());
+            p.lengths = static_cast<const int64_t*>(lengths->data_ptr());
+            for (int64_t i = 0; i < p.batch; ++i) {
+                if (p.lengths[i] >= 0 && p.lengths[i] <= p.time) continue;
+                fail("lengths holds ", p.lengths[i], "; it must be from 0 to ", p.time);
+            }
+        }
+    }
+
+    static Sequence time_first(const char* name, const Tensor& x) {
+        Sequence made = sequence(name, x, 3);
+        std::swap(made.batch, made.time);
+        return made;
+    }
+
+    void run(void (*kernel)(const Convolution&, int64_t, int64_t)) const {
+        parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    }
+};
+
+std::tuple<Tensor, Tensor> short_convolution(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
+                                             const optional<Tensor>& before, const optional<Tensor>& lengths,
+                                             const optional<Tensor>& starts) {
+    ConvolutionCall call(x, weight, bias, before, lengths, starts);
+    Convolution& p = call.p;
+    const Tensor y = new_empty(x, x.sizes(), x.scalar_type());
+    const Tensor last = new_empty(x, {p.batch, p.width - 1, p.channels}, state_type(x));
+    p.y = call.time_first("y", y), p.last = sequence("last", last, 3);
+    call.run(chosen_kernels().convolution_forward);
+    return {y, last};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(const Tensor& d_y, const optional<Tensor>& d_last,
+                                                                      const Tensor& x, const Tensor& weight,
+                                                                      const optional<Tensor>& bias,
+                                                                      const optional<Tensor>& before,
+                                                                      const optional<Tensor>& lengths,
+                                                                      const optional<Tensor>& starts) {
+    ConvolutionCall call(x, weight, bias, before, lengths, starts);
+    Convolution& p = call.p;
+    check_sizes("d_y", d_y, x.sizes());
+    const Tensor g = last_is_contiguous(d_y) ? d_y : contiguous(d_y);
+    const optional<Tensor> d_after = contiguous_of(d_last);
+    p.d_y = call.time_first("d_y", g);
+    if (d_after) {
+        check_sizes("d_last", *d_after, {p.batch, p.width - 1, p.channels});
+        p.d_last = sequence("d_last", *d_after, 3);
+    }
+    const Tensor dx = gradient_like(x), d_before = before ? gradient_like(*before) : nothing(x);
+    p.dx = call.time_first("dx", dx);
+    if (before) p.d_before = sequence("d_before", d_before, 3);
+    const Tensor dw = new_empty(x, {p.batch, p.channels, p.width}, state_type(x));
+    const Tensor db = new_empty(x, {p.batch, p.channels}, state_type(x));
+    p.dw = dw.data_ptr(), p.db = db.data_ptr();
+    call.run(chosen_kernels().convolution_backward);
+    return {dx, total(dw, weight), bias ? total(db, *bias) : nothing(x), d_before};
 }
 
 std::string cpu_instruction_set() { return chosen_kernels().instruction_set; }
@@ -513,6 +715,12 @@ FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
     m.impl("selective_scan_step_", FAST_WEIGHTS_OPERATOR(selective_scan_step));
     m.impl("map_features", FAST_WEIGHTS_OPERATOR(map_features));
     m.impl("map_features_backward", FAST_WEIGHTS_OPERATOR(map_features_backward));
+    m.impl("random_features", FAST_WEIGHTS_OPERATOR(random_features));
+    m.impl("random_features_backward", FAST_WEIGHTS_OPERATOR(random_features_backward));
+    m.impl("gate", FAST_WEIGHTS_OPERATOR(gate));
+    m.impl("gate_backward", FAST_WEIGHTS_OPERATOR(gate_backward));
+    m.impl("short_convolution", FAST_WEIGHTS_OPERATOR(short_convolution));
+    m.impl("short_convolution_backward", FAST_WEIGHTS_OPERATOR(short_convolution_backward));
 }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CompositeExplicitAutograd, m) {

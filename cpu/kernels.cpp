@@ -2,7 +2,9 @@
 #include "choice.h"
 #include "chunked/delta.h"
 #include "chunked/diagonal.h"
+#include "convolution.h"
 #include "features.h"
+#include "gating.h"
 #include "march.h"
 #include "recurrent/decay_backward.h"
 #include "recurrent/delta.h"
@@ -83,14 +85,18 @@ void scan_step(const Scan& p, index_t begin, index_t end) {
                               : scan_tasks<float, &ScanTask<float>::step>(p, begin, end, false, 1);
 }
 
-void features_forward(const Features& p, index_t begin, index_t end) {
-    p.x.type == Type::float64 ? feature_tasks<double, &FeatureTask<double>::forward>(p, begin, end, false)
-                              : feature_tasks<float, &FeatureTask<float>::forward>(p, begin, end, false);
+template <class Task, class Call> void tasks_as(const Call& p, index_t begin, index_t end, bool backward) {
+    typename Task::Memory scratch;
+    { Task counted(p, scratch, backward); }
+    scratch.allocate();
+    Task task(p, scratch, backward);
+    for (index_t number = begin; number < end; ++number) backward ? task.backward(number) : task.forward(number);
 }
 
-void features_backward(const Features& p, index_t begin, index_t end) {
-    p.x.type == Type::float64 ? feature_tasks<double, &FeatureTask<double>::backward>(p, begin, end, true)
-                              : feature_tasks<float, &FeatureTask<float>::backward>(p, begin, end, true);
+template <template <class> class Task, bool backward, class Call> void tasks(const Call& p, index_t begin,
+                                                                             index_t end) {
+    p.x.type == Type::float64 ? tasks_as<Task<double>>(p, begin, end, backward)
+                              : tasks_as<Task<float>>(p, begin, end, backward);
 }
 
 }  // namespace
@@ -103,8 +109,12 @@ const Kernels table = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                        scan_forward,
                        scan_backward,
                        scan_step,
-                       features_forward,
-                       features_backward};
+                       tasks<FeatureTask, false, Features>,
+                       tasks<FeatureTask, true, Features>,
+                       tasks<GatingTask, false, Gating>,
+                       tasks<GatingTask, true, Gating>,
+                       tasks<ConvolutionTask, false, Convolution>,
+                       tasks<ConvolutionTask, true, Convolution>};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fast_weights

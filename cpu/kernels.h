@@ -90,10 +90,11 @@ struct Scan {
     int64_t tasks() const { return batch * groups(); }
 };
 
-enum class Map : int { identity, elu, relu, dpfp };
+enum class Map : int { identity, elu, relu, dpfp, random };
 enum class Normalization : int { none, sum, length };
 
-// Feature maps, divided by a sum or a length: x is (batch, time, heads, dim), y (batch, time, heads, features()).
+// Feature maps, divided by a sum or a length: x is (batch, time, heads, dim), y (batch, time, heads, features()). For random
+// features x are the projections of `source`, (batch, time, heads, source_dim).
 struct Features {
     int64_t batch = 0, time = 0, heads = 0, dim = 0, nu = 1;
     Map map = Map::identity;
@@ -101,8 +102,54 @@ struct Features {
     double eps = 0, scale = 1;
     Sequence x, y, dy, dx;
 
-    int64_t features() const { return map == Map::dpfp ? 2 * nu * dim : dim; }
+    Sequence source, d_source;
+    int64_t source_dim = 0;
+    double source_scale = 1, log_epsilon = 0;  // what the source is multiplied by; the logarithm of what is added
+    bool stabilized = false;                   // whether each vector is divided by its largest number
+
+    int64_t features() const { return map == Map::dpfp ? 2 * nu * dim : map == Map::random ? 2 * dim : dim; }
     int64_t tasks() const { return batch * time; }
+};
+
+enum class Activation : int { sigmoid, silu, log_sigmoid, softplus };
+enum class Norm : int { none, rms, layer };
+
+// Gates x, (outer, inner, channels), and what they multiply, if anything: y, as x or, with a norm, (outer, inner, heads, dim).
+struct Gating {
+    int64_t outer = 0, inner = 0, heads = 1, dim = 0;
+    Activation activation = Activation::sigmoid;
+    Norm norm = Norm::none;
+    double eps = 0, scale = 1;
+    Sequence x, y, out, d_out, dx, dy;
+    // (channels) and (rates), each for as many channels in turn, without a norm; and (dim), with one. Contiguous.
+    Sequence bias, log_rate, weight;
+    int64_t rates = 1;
+    // Of each task, numbers of the type of states; null: not wanted.
+    void *d_bias = nullptr, *d_log_rate = nullptr, *d_weight = nullptr;
+
+    int64_t channels() const { return heads * dim; }
+    int64_t steps() const { return outer * inner; }
+    // Steps that are worked on at once, and steps of a task, which do not depend on the number of threads.
+    int64_t together() const { return norm == Norm::none && channels() < 256 ? 256 / channels() : 1; }
+    int64_t share() const { return channels() < 16384 ? 16384 / channels() / together() * together() : 1; }
+    int64_t tasks() const { return (steps() + share() - 1) / share(); }
+};
+
+// A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1, channels).
+struct Convolution {
+    static constexpr int64_t GROUP = 64;  // channels of a task
+
+    int64_t batch = 0, time = 0, channels = 0, width = 1;
+    Sequence x, y, before, last;
+    Sequence weight, bias;             // (channels, width) and (channels), contiguous; no bias: zeros
+    const bool* starts = nullptr;      // (batch, time), as in Problem
+    const int64_t* lengths = nullptr;  // (batch), of rows that padding follows; null: time
+
+    Sequence d_y, d_last, dx, d_before;  // d_before absent: not wanted
+    void *dw = nullptr, *db = nullptr;   // (batch, channels, width) and (batch, channels), of the type of states
+
+    int64_t groups() const { return (channels + GROUP - 1) / GROUP; }
+    int64_t tasks() const { return batch * groups(); }
 };
 
 // Each runs the tasks [begin, end).
@@ -116,6 +163,10 @@ struct Kernels {
     void (*scan_step)(const Scan&, int64_t begin, int64_t end);
     void (*features_forward)(const Features&, int64_t begin, int64_t end);
     void (*features_backward)(const Features&, int64_t begin, int64_t end);
+    void (*gating_forward)(const Gating&, int64_t begin, int64_t end);
+    void (*gating_backward)(const Gating&, int64_t begin, int64_t end);
+    void (*convolution_forward)(const Convolution&, int64_t begin, int64_t end);
+    void (*convolution_backward)(const Convolution&, int64_t begin, int64_t end);
 };
 
 // Those for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for

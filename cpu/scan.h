@@ -37,18 +37,18 @@ public:
     // For up to `steps` steps at a time.
     ScanTask(const Scan& p, Scratch<real>& scratch, bool backward, index_t steps) : p_(p), N_(p.states) {
         const index_t most = padded(minimum(Scan::GROUP, p.channels)), Np = padded(N_);
-        take(scratch, steps * most, u_, delta_, w_, y_);
-        take(scratch, steps * Np, B_, C_);
-        take(scratch, Np * most, A_, h_);  // of a step, a row for each channel
-        take(scratch, most, D_);
+        scratch.take(steps * most, u_, delta_, w_, y_);
+        scratch.take(steps * Np, B_, C_);
+        scratch.take(Np * most, A_, h_);  // of a step, a row for each channel
+        D_ = scratch.take(most);
         if (!backward) return;
-        take(scratch, steps * most, du_, d_delta_);
-        take(scratch, steps * Np, dB_, dC_);
-        take(scratch, N_ * most, g_, dA_);
-        take(scratch, most, dD_);
-        take(scratch, Np * W, sums_B_, sums_C_);
-        take(scratch, steps * N_ * TOGETHER * W, kept_a_);
-        take(scratch, (steps + 1) * N_ * TOGETHER * W, kept_h_);
+        scratch.take(steps * most, du_, d_delta_);
+        scratch.take(steps * Np, dB_, dC_);
+        scratch.take(N_ * most, g_, dA_);
+        dD_ = scratch.take(most);
+        scratch.take(Np * W, sums_B_, sums_C_);
+        kept_a_ = scratch.take(steps * N_ * TOGETHER * W);
+        kept_h_ = scratch.take((steps + 1) * N_ * TOGETHER * W);
     }
 
     void forward(index_t task) {
@@ -118,10 +118,6 @@ public:
 
 private:
     static constexpr int W = Vector<real>::lanes;
-
-    template <class... Rows> static void take(Scratch<real>& scratch, index_t n, Rows&... rows) {
-        ((rows = scratch.take(n)), ...);
-    }
 
     void begin(index_t task) {
         b_ = task / p_.groups(), group_ = task % p_.groups(), first_ = group_ * Scan::GROUP;

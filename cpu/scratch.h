@@ -23,6 +23,8 @@ public:
         taken_ += padded(n);
         return piece;
     }
+    // The same for several pieces.
+    template <class... Pieces> void take(index_t n, Pieces*&... pieces) { ((pieces = take(n)), ...); }
     void allocate() {
         memory_ = static_cast<real*>(::operator new(static_cast<size_t>(taken_) * sizeof(real), std::align_val_t(64)));
         for (index_t i = 0; i < taken_; ++i) memory_[i] = 0;

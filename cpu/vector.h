@@ -443,6 +443,8 @@ template <class real> FAST_WEIGHTS_INLINE void store_one(const Sequence& x, inde
     with_type(x, offset, [=](auto* p) { to_stored(*p, value); });
 }
 
+FAST_WEIGHTS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+FAST_WEIGHTS_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 FAST_WEIGHTS_INLINE float exponential(float x) { return __builtin_expf(x); }
 FAST_WEIGHTS_INLINE double exponential(double x) { return __builtin_exp(x); }
 FAST_WEIGHTS_INLINE float exponential_minus_one(float x) { return __builtin_expm1f(x); }

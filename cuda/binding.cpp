@@ -358,13 +358,16 @@ Features features_of(const Tensor& x, int64_t map, int64_t nu, int64_t normaliza
 }
 
 std::array<int64_t, 4> mapped_sizes(const Features& p) {
-    return {p.batch, p.time, p.heads, int64_t{p.dim} * (p.map == kDpfp ? 2 * p.nu : 1)};
+    return {p.batch, p.time, p.heads, int64_t{p.dim} * (p.map == kDpfp ? 2 * p.nu : p.map == kRandom ? 2 : 1)};
 }
 
 void run_features(cudaError_t (*launch)(const Features*, cudaStream_t), const Features& p, const Tensor& x) {
     const cudaError_t error = launch(&p, c10::cuda::getCurrentCUDAStream(x.get_device()).stream());
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::map_features: ", cudaGetErrorString(error));
 }
+
+// As autograd hands it on: an expanded scalar, a transposed view.
+Tensor last_contiguous(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
 
 Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale,
                     at::ScalarType dtype) {
@@ -384,11 +387,236 @@ Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, 
     TORCH_CHECK(d_out.sizes() == at::IntArrayRef(sizes), "d_out has shape ", d_out.sizes(), "; it must be ",
                 at::IntArrayRef(sizes));
     check_device(d_out, x, "d_out");
-    const Tensor dy = d_out.size(3) == 1 || d_out.stride(3) == 1 ? d_out : d_out.contiguous();
+    const Tensor dy = last_contiguous(d_out);
     Tensor dx = output_like(x);
     p.dy = sequence(dy, "d_out"), p.dx = sequence(dx, "dx");
     run_features(fastweights_features_backward, p, x);
     return dx;
+}
+
+void check_sizes(const Tensor& x, at::IntArrayRef sizes, const Tensor& like, const char* name) {
+    TORCH_CHECK(x.sizes() == sizes, name, " has shape ", x.sizes(), "; it must be ", sizes);
+    TORCH_CHECK(x.device() == like.device(), name, " is on ", x.device(), "; it must be on ", like.device(),
+                " as x is");
+}
+
+// Random features of `source`, of which x are the projections: both (batch, time, heads, dim).
+Features random_features_of(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon,
+                            bool stabilized, int64_t normalization, double eps) {
+    Features p = features_of(x, kIdentity, 1, normalization, eps, 1);
+    check_sizes(source, {p.batch, p.time, p.heads, source.size(-1)}, x, "source");
+    p.map = kRandom, p.source = sequence(source, "source"), p.source_dim = static_cast<int32_t>(source.size(-1));
+    p.source_scale = source_scale, p.log_epsilon = log_epsilon, p.stabilized = stabilized;
+    return p;
+}
+
+Tensor random_features(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon, bool stabilized,
+                       int64_t normalization, double eps, at::ScalarType dtype) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
+    Tensor y = at::empty(mapped_sizes(p), x.options().dtype(dtype));
+    p.y = sequence(y, "y");
+    run_features(fastweights_features_forward, p, x);
+    return y;
+}
+
+std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const Tensor& x, const Tensor& source,
+                                                    double source_scale, double log_epsilon, bool stabilized,
+                                                    int64_t normalization, double eps) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
+    check_sizes(d_out, mapped_sizes(p), x, "d_out");
+    const Tensor dy = last_contiguous(d_out), dx = output_like(x), d_source = output_like(source);
+    p.dy = sequence(dy, "d_out"), p.dx = sequence(dx, "dx"), p.d_source = sequence(d_source, "d_source");
+    run_features(fastweights_features_backward, p, x);
+    return {dx, d_source};
+}
+
+// A tensor of three dimensions, or with a norm four; the last is contiguous.
+Sequence rows(const Tensor& x, const char* name) {
+    TORCH_CHECK(x.numel() == 0 || x.size(-1) == 1 || x.stride(-1) == 1, name, " has strides ", x.strides(),
+                "; its last dimension must be contiguous");
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.dim() == 4 ? x.stride(2) : 0, dtype_of(x.scalar_type(), name)};
+}
+
+// Vectors of parameters; what it makes contiguous must outlive the call.
+Sequence parameters(OptionalTensor& x, at::IntArrayRef sizes, const Tensor& like, const char* name) {
+    if (!given(x)) return {};
+    check_sizes(*x, sizes, like, name);
+    x = x->contiguous();
+    return {x->data_ptr(), 0, 0, 0, dtype_of(x->scalar_type(), name)};
+}
+
+// An output of x's layout, but for one in which the last dimension has gaps.
+Tensor rows_like(const Tensor& x) {
+    Tensor made = at::empty_like(x);
+    return made.size(-1) <= 1 || made.stride(-1) == 1 ? made : at::empty(x.sizes(), x.options());
+}
+
+int32_t size_of(const Tensor& x, int64_t dim) {
+    TORCH_CHECK(x.size(dim) <= std::numeric_limits<int32_t>::max(), "x has shape ", x.sizes(), ", which is too large");
+    return static_cast<int32_t>(x.size(dim));
+}
+
+void check_launch(cudaError_t error, const char* name) {
+    TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
+}
+
+// A call of gates, and what it has made contiguous. `activation` and `norm` are numbers of the enumerations in kernels.h.
+struct GatingCall {
+    OptionalTensor bias, log_rate, weight;
+    Gating p{};
+
+    GatingCall(const Tensor& x, const OptionalTensor& b, const OptionalTensor& A, const OptionalTensor& y,
+               const OptionalTensor& w, int64_t activation, int64_t norm, double eps, double scale)
+        : bias(b), log_rate(A), weight(w) {
+        TORCH_CHECK(x.dim() == 3 && x.size(2) >= 1, "x has shape ", x.sizes(), "; it must be (outer, inner, channels)");
+        TORCH_CHECK(activation >= 0 && activation <= kSoftplus, "activation is ", activation, "; it must be from 0 to ",
+                    int(kSoftplus));
+        TORCH_CHECK(norm >= 0 && norm <= kLayerNorm, "norm is ", norm, "; it must be from 0 to ", int(kLayerNorm));
+        p.outer = size_of(x, 0), p.inner = size_of(x, 1), p.heads = 1, p.dim = size_of(x, 2);
+        p.activation = static_cast<int32_t>(activation), p.norm = static_cast<int32_t>(norm);
+        p.eps = eps, p.scale = scale, p.x = rows(x, "x");
+        if (norm == kNoNorm) {
+            TORCH_CHECK(!given(w), "weight was given without a norm");
+            if (given(y)) check_sizes(*y, x.sizes(), x, "y");
+        } else {
+            TORCH_CHECK(given(y) && !given(b) && !given(A), "a norm is of y alone, without bias and log_rate");
+            p.dim = y->dim() == 4 && y->size(3) ? static_cast<int32_t>(y->size(3)) : 1;
+            p.heads = static_cast<int32_t>(x.size(2) / p.dim);
+            check_sizes(*y, {p.outer, p.inner, p.heads, p.dim}, x, "y");
+        }
+        if (given(y)) p.y = rows(*y, "y");
+        p.bias = parameters(bias, {x.size(2)}, x, "bias"), p.weight = parameters(weight, {p.dim}, x, "weight");
+        p.rates = given(A) && A->dim() == 1 && A->size(0) ? static_cast<int32_t>(A->size(0)) : 1;
+        p.log_rate = parameters(log_rate, {p.rates}, x, "log_rate");
+        TORCH_CHECK(x.size(2) % p.rates == 0, "log_rate has ", p.rates, " numbers for ", x.size(2), " channels");
+    }
+};
+
+Tensor gate_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& log_rate,
+                    const OptionalTensor& y, const OptionalTensor& weight, int64_t activation, int64_t norm, double eps,
+                    double scale, at::ScalarType dtype) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
+    Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
+    call.p.out = rows(out, "out");
+    check_launch(fastweights_gating_forward(&call.p, c10::cuda::getCurrentCUDAStream(x.get_device()).stream()), "gate");
+    return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
+    const Tensor& d_out, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& log_rate,
+    const OptionalTensor& y, const OptionalTensor& weight, int64_t activation, int64_t norm, double eps, double scale) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
+    Gating& p = call.p;
+    check_sizes(d_out, x.sizes(), x, "d_out");
+    const auto precise = x.options().dtype(state_type(x));
+    const Tensor g = last_contiguous(d_out), dx = rows_like(x);
+    const Tensor dy = given(y) ? rows_like(*y) : at::empty({0}, x.options());
+    p.d_out = rows(g, "d_out"), p.dx = rows(dx, "dx");
+    if (given(y)) p.dy = rows(dy, "dy");
+    const int64_t parts = fastweights_gating_parts(&p);
+    // Of what is absent an empty tensor is the gradient; the kernels leave parts of the others, to be added up.
+    const auto part = [&](const OptionalTensor& of, int64_t size, void*& where) {
+        const Tensor made = given(of) ? at::empty({parts, size}, precise) : at::empty({0}, x.options());
+        where = given(of) ? made.data_ptr() : nullptr;
+        return made;
+    };
+    const Tensor d_bias = part(bias, x.size(2), p.d_bias), d_rate = part(log_rate, x.size(2), p.d_log_rate);
+    const Tensor d_weight = part(weight, p.dim, p.d_weight);
+    const Tensor moments = given(weight) ? at::empty({x.size(0), x.size(1), p.heads, 2}, precise) : Tensor();
+    p.moments = given(weight) ? moments.data_ptr() : nullptr;
+    const auto stream = c10::cuda::getCurrentCUDAStream(x.get_device()).stream();
+    check_launch(fastweights_gating_backward(&p, stream), "gate_backward");
+    const auto total = [&](const Tensor& made, const OptionalTensor& of) {
+        if (!given(of)) return made;
+        return made.view({parts, of->size(0), made.size(1) / of->size(0)})
+            .sum(at::IntArrayRef{0, 2})
+            .to(of->scalar_type());
+    };
+    return {dx, total(d_bias, bias), total(d_rate, log_rate), dy, total(d_weight, weight)};
+}
+
+// A short convolution of x, (time, batch, channels), and what it has made contiguous.
+struct ConvolutionCall {
+    OptionalTensor weight, bias, starts, lengths;
+    Convolution p{};
+
+    ConvolutionCall(const Tensor& x, const Tensor& w, const OptionalTensor& b, const OptionalTensor& before,
+                    const OptionalTensor& given_lengths, const OptionalTensor& given_starts)
+        : weight(w), bias(b) {
+        TORCH_CHECK(x.dim() == 3, "x has shape ", x.sizes(), "; it must be (time, batch, channels)");
+        p.time = size_of(x, 0), p.batch = size_of(x, 1), p.channels = size_of(x, 2);
+        p.width = w.dim() == 2 && w.size(1) ? static_cast<int32_t>(w.size(1)) : 1;
+        p.weight = parameters(weight, {p.channels, p.width}, x, "weight");
+        p.bias = parameters(bias, {p.channels}, x, "bias");
+        p.x = time_first(x, "x");
+        if (given(before)) {
+            check_sizes(*before, {p.batch, p.width - 1, p.channels}, x, "before");
+            p.before = rows(*before, "before");
+        }
+        if (given(given_starts)) {
+            check_sizes(*given_starts, {p.batch, p.time}, x, "starts");
+            TORCH_CHECK(given_starts->scalar_type() == at::kBool, "starts has dtype ", given_starts->scalar_type());
+            starts = given_starts->contiguous();
+            p.starts = static_cast<const bool*>(starts->data_ptr());
+        }
+        if (given(given_lengths)) {
+            check_sizes(*given_lengths, {p.batch}, x, "lengths");
+            TORCH_CHECK(given_lengths->scalar_type() == at::kLong, "lengths has dtype ", given_lengths->scalar_type());
+            lengths = given_lengths->clamp(0, p.time).contiguous();  // to look at them would be to wait for the GPU
+            p.lengths = static_cast<const int64_t*>(lengths->data_ptr());
+        }
+    }
+
+    static Sequence time_first(const Tensor& x, const char* name) {
+        Sequence made = rows(x, name);
+        std::swap(made.batch, made.time);
+        return made;
+    }
+};
+
+std::tuple<Tensor, Tensor> short_convolution(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                             const OptionalTensor& before, const OptionalTensor& lengths,
+                                             const OptionalTensor& starts) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    ConvolutionCall call(x, weight, bias, before, lengths, starts);
+    Convolution& p = call.p;
+    Tensor y = at::empty(x.sizes(), x.options());
+    Tensor last = at::empty({p.batch, p.width - 1, p.channels}, x.options().dtype(state_type(x)));
+    p.y = call.time_first(y, "y"), p.last = rows(last, "last");
+    const auto stream = c10::cuda::getCurrentCUDAStream(x.get_device()).stream();
+    check_launch(fastweights_convolution_forward(&p, stream), "short_convolution");
+    return {y, last};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(
+    const Tensor& d_y, const OptionalTensor& d_last, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& before, const OptionalTensor& lengths, const OptionalTensor& starts) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    ConvolutionCall call(x, weight, bias, before, lengths, starts);
+    Convolution& p = call.p;
+    check_sizes(d_y, x.sizes(), x, "d_y");
+    const Tensor g = last_contiguous(d_y), dx = rows_like(x);
+    const Tensor d_before = given(before) ? rows_like(*before) : at::empty({0}, x.options());
+    const Tensor d_after = given(d_last) ? last_contiguous(*d_last) : Tensor();
+    p.d_y = call.time_first(g, "d_y"), p.dx = call.time_first(dx, "dx");
+    if (given(d_last)) {
+        check_sizes(*d_last, {p.batch, p.width - 1, p.channels}, x, "d_last");
+        p.d_last = rows(d_after, "d_last");
+    }
+    if (given(before)) p.d_before = rows(d_before, "d_before");
+    const auto precise = x.options().dtype(state_type(x));
+    const int64_t parts = fastweights_convolution_parts(&p);
+    const Tensor dw = at::empty({parts, p.channels, p.width}, precise), db = at::empty({parts, p.channels}, precise);
+    const Tensor d = at::empty(x.sizes(), precise);
+    p.dw = dw.data_ptr(), p.db = db.data_ptr(), p.d = d.data_ptr();
+    const auto stream = c10::cuda::getCurrentCUDAStream(x.get_device()).stream();
+    check_launch(fastweights_convolution_backward(&p, stream), "short_convolution_backward");
+    const Tensor d_bias = given(bias) ? db.sum(0).to(bias->scalar_type()) : at::empty({0}, x.options());
+    return {dx, dw.sum(0).to(weight.scalar_type()), d_bias, d_before};
 }
 
 std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, at::ScalarType dtype, bool gated,
@@ -426,6 +654,12 @@ TORCH_LIBRARY_IMPL(fairseq_fastweights, CUDA, m) {
     m.impl("rule_step_", &rule_step_);
     m.impl("map_features", &map_features);
     m.impl("map_features_backward", &map_features_backward);
+    m.impl("random_features", &random_features);
+    m.impl("random_features_backward", &random_features_backward);
+    m.impl("gate", &gate_forward);
+    m.impl("gate_backward", &gate_backward);
+    m.impl("short_convolution", &short_convolution);
+    m.impl("short_convolution_backward", &short_convolution_backward);
 }
 
 }  // namespace fairseq_fastweights

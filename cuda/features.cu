@@ -2,11 +2,13 @@
 //
 //   y = r phi(x)   phi_i = x_i,  max(x_i, 0) + exp(min(x_i, 0)),  max(x_i, 0)  or, for block j of 1 ... nu,
 //                          z_i z_{i - j},  z = [max(x, 0), max(-x, 0)], indices modulo its size
+//                  or random features, exp(l_i - m) + exp(log_epsilon - m),  l = [s + x, s - x],
+//                          s = -(|c source|^2 + log(2 dim)) / 2,  m = 0 or the largest of all l and log_epsilon
 //   r = scale,  scale / (sum_i phi_i + eps)  or  scale / sqrt(sum_i phi_i^2 + eps)
 //
 // and backwards, where g is the gradient of y and n the divisor of r: d_phi = r g, less r (g . phi) / n after a sum, or less
-// r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}. A sum that
-// has underflowed divides nothing.
+// r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}. Nothing goes
+// back through m, which a normalisation takes out again. A sum that has underflowed divides nothing.
 //
 // Neighbouring lanes, as many as there are features but at most a warp, take a vector together. phi is computed once for the
 // sums and once for the result: from memory it would take longer to come.
@@ -32,11 +34,41 @@ __device__ __forceinline__ bool underflowed(float x) { return fabsf(x) < 1.17549
 __device__ __forceinline__ bool underflowed(double x) { return fabs(x) < 2.2250738585072014e-308; }
 
 // The vector of one row: what a lane needs to know of it.
-template <typename A>
+template <typename A, bool Random>
 struct Row {
     const Features& call;
-    int64_t x, y, dy, dx;  // where it begins
+    int64_t x, y, dy, dx, source, d_source;  // where it begins
+    A base = A(0), epsilon = A(0);           // of random features: s - m and exp(log_epsilon - m)
 
+    // What all lanes of a vector need to know of random features.
+    __device__ __forceinline__ void prepare(int lane, int lanes) {
+        if (!Random) return;
+        A squares = A(0), largest = A(0);
+        for (int i = lane; i < call.source_dim; i += lanes) {
+            const A value = load_element<A>(call.source.data, call.source.dtype, source + i);
+            squares += value * value;
+        }
+        for (int i = lane; i < call.dim; i += lanes) largest = larger(largest, input(i) < A(0) ? -input(i) : input(i));
+        for (int other = lanes / 2; other > 0; other /= 2) {
+            squares += __shfl_xor_sync(kAllLanes, squares, other);
+            largest = larger(largest, __shfl_xor_sync(kAllLanes, largest, other));
+        }
+        base = A(-0.5) * (A(call.source_scale * call.source_scale) * squares + A(log(2.0 * call.dim)));
+        const A log_epsilon = A(call.log_epsilon);
+        if (!call.stabilized) {
+            epsilon = exponential(log_epsilon);
+            return;
+        }
+        // The largest of all l is its s and |x|: their difference, and not that of two sums, is what remains of it.
+        const bool is_epsilon = base + largest < log_epsilon;
+        epsilon = is_epsilon ? A(1) : exponential(log_epsilon - (base + largest));
+        base = is_epsilon ? base - log_epsilon : -largest;
+    }
+    // NaN stays NaN.
+    static __device__ __forceinline__ A larger(A x, A y) { return y <= x ? x : y; }
+    __device__ __forceinline__ A exponential_of(int i) const {
+        return exponential(base + (i < call.dim ? input(i) : -input(i - call.dim)));
+    }
     __device__ __forceinline__ A input(int i) const { return load_element<A>(call.x.data, call.x.dtype, x + i); }
     __device__ __forceinline__ A gradient(int i) const { return load_element<A>(call.dy.data, call.dy.dtype, dy + i); }
     __device__ __forceinline__ A z(int i) const { return positive(i < call.dim ? input(i) : -input(i - call.dim)); }
@@ -45,6 +77,7 @@ struct Row {
             const int size = 2 * call.dim, block = i / size, at = i - block * size, other = at - block - 1;
             return z(at) * z(other < 0 ? other + size : other);
         }
+        if (Random) return exponential_of(i) + epsilon;
         const A value = input(i);
         if (call.map == kElu) return positive(value) + exponential(negative(value));
         return call.map == kRelu ? positive(value) : value;
@@ -70,9 +103,11 @@ struct Factor {
     }
 };
 
-template <typename A, bool Backward>
-__global__ void __launch_bounds__(kFeatureThreads, 4) map_features(const Features call, int lanes) {
-    const int lane = threadIdx.x % lanes, features = call.map == kDpfp ? 2 * call.dim * call.nu : call.dim;
+template <typename A, bool Backward, bool Random>
+__global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 : 4)
+    map_features(const Features call, int lanes) {
+    const int lane = threadIdx.x % lanes;
+    const int features = Random ? 2 * call.dim : call.map == kDpfp ? 2 * call.dim * call.nu : call.dim;
     const unsigned rows = unsigned(call.batch) * call.time * call.heads;  // below 2^31
     const unsigned number = blockIdx.x * (kFeatureThreads / lanes) + threadIdx.x / lanes;
     // Lanes without a row go along with the last one, as whole warps shuffle, and write nothing.
@@ -80,7 +115,9 @@ __global__ void __launch_bounds__(kFeatureThreads, 4) map_features(const Feature
     const unsigned row = inside ? number : rows - 1, step = row / call.heads;
     const unsigned head = row % call.heads, time = step % call.time, batch = step / call.time;
     const auto begin = [&](const Sequence& x) { return batch * x.batch + time * x.time + head * x.head; };
-    const Row<A> of{call, begin(call.x), begin(call.y), begin(call.dy), begin(call.dx)};
+    Row<A, Random> of{call,           begin(call.x),      begin(call.y),       begin(call.dy),
+                      begin(call.dx), begin(call.source), begin(call.d_source)};
+    of.prepare(lane, lanes);
 
     A total = A(0), shared = A(0);
     if (call.normalization != kNone) {
@@ -95,9 +132,9 @@ __global__ void __launch_bounds__(kFeatureThreads, 4) map_features(const Feature
         }
     }
     const Factor<A> factor(call, total, shared);
-    if (!inside) return;
+    if (!inside && !Random) return;
     if (!Backward) {
-        for (int i = lane; i < features; i += lanes)
+        for (int i = lane; inside && i < features; i += lanes)
             store_element(call.y.data, call.y.dtype, of.y + i, factor.r * of.phi(i));
         return;
     }
@@ -105,6 +142,21 @@ __global__ void __launch_bounds__(kFeatureThreads, 4) map_features(const Feature
         const A d = factor.r * of.gradient(i) - factor.less;
         return call.normalization == kLength ? d - factor.less_by_feature * of.phi(i) : d;
     };
+    if (Random) {
+        A log_scale = A(0);
+        for (int i = lane; i < call.dim; i += lanes) {
+            const A up = d_phi(i) * of.exponential_of(i), down = d_phi(i + call.dim) * of.exponential_of(i + call.dim);
+            if (inside) store_element(call.dx.data, call.dx.dtype, of.dx + i, up - down);
+            log_scale += up + down;
+        }
+        for (int other = lanes / 2; other > 0; other /= 2) log_scale += __shfl_xor_sync(kAllLanes, log_scale, other);
+        const A by = -A(call.source_scale * call.source_scale) * log_scale;
+        for (int i = lane; inside && i < call.source_dim; i += lanes) {
+            const A value = load_element<A>(call.source.data, call.source.dtype, of.source + i);
+            store_element(call.d_source.data, call.d_source.dtype, of.d_source + i, by * value);
+        }
+        return;
+    }
     for (int i = lane; i < call.dim; i += lanes) {
         const A x = of.input(i);
         A d = A(0);
@@ -135,8 +187,11 @@ cudaError_t launch_features(const Features& call, cudaStream_t stream) {
     while (lanes < kWarp && lanes < call.dim) lanes *= 2;
     const int64_t in_block = kFeatureThreads / lanes, blocks = (rows + in_block - 1) / in_block;
     const dim3 grid(static_cast<unsigned>(blocks)), block(kFeatureThreads);
-    if (call.x.dtype == kFloat64) return launch(map_features<double, Backward>, grid, block, 0, stream, call, lanes);
-    return launch(map_features<float, Backward>, grid, block, 0, stream, call, lanes);
+    const auto run = [&](auto wide, auto narrow) {
+        return launch(call.x.dtype == kFloat64 ? wide : narrow, grid, block, 0, stream, call, lanes);
+    };
+    if (call.map == kRandom) return run(map_features<double, Backward, true>, map_features<float, Backward, true>);
+    return run(map_features<double, Backward, false>, map_features<float, Backward, false>);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
 from fairseq_fastweights.ops.autocast import without_autocast
-from fairseq_fastweights.ops.features import map_features
+from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
@@ -94,24 +94,36 @@ class FeatureMap(nn.Module):
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
-            q, k = self._prepare(q, k, scales)
-            return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
+            return self._map(q, k, scales, normalize, dtype, backend)
 
-    @property
-    def alike(self) -> bool:
+    def _map(
+        self, q: Tensor, k: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        q, k = self._prepare(q, k)
+        return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
+
+    def are_alike(self, scales: Scales) -> bool:
         """Whether queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
         return type(self)._prepare is FeatureMap._prepare
 
     def map_alike(
-        self, x: Tensor, *, normalize: bool = False, dtype: torch.dtype | None = None, backend: str = "auto"
+        self,
+        x: Tensor,
+        *,
+        scales: Scales = "fixed",
+        normalize: bool = False,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
     ) -> Tensor:
-        """Return phi of every vector of x, (batch, time, heads, key_dim), as `forward` does; only if `alike`."""
+        """Return phi of every vector of x, (batch, time, heads, key_dim), as `forward` does; only if `are_alike`."""
         return self._finish(x, normalize, dtype, backend)
 
     def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
         """Applies the operation, with the normalisation."""
-        sums: dict[str, Any] = {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
-        return map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **sums)
+        return map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **self._sums(normalize))
+
+    def _sums(self, normalize: bool) -> dict[str, Any]:
+        return {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
 
     def _check_inputs(self, q: Tensor, k: Tensor) -> None:
         for name, x in (("q", q), ("k", k)):
@@ -119,7 +131,7 @@ class FeatureMap(nn.Module):
                 expected = f"(batch, time, heads, {self.key_dim})"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
-    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What the operation is applied to."""
         return q, k
 
@@ -188,7 +200,7 @@ class TanhMap(FeatureMap):
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
 
-    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return _at_least_float32(q).tanh(), _at_least_float32(k).tanh()
 
 
@@ -230,7 +242,7 @@ class ReluMap(FeatureMap):
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
 
-    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))
 
     def _project(self, x: Tensor) -> Tensor:
@@ -294,35 +306,53 @@ class FavorMap(FeatureMap):
             return orthogonal_features(self.num_features, self.key_dim, dtype=dtype, device=device)
         return orthogonal_features(self.key_dim, self.num_features, dtype=dtype, device=device).t().contiguous()
 
-    def _prepare(self, q: Tensor, k: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-        q, k = _at_least_float32(q), _at_least_float32(k)
-        features = self.draw(q.dtype, q.device) if self.training else self.features.to(q.dtype)
-        log_q, log_k = self._exponents(features, q), self._exponents(features, k)
+    def are_alike(self, scales: Scales) -> bool:
+        return scales in ("fixed", "all")
+
+    def map_alike(
+        self,
+        x: Tensor,
+        *,
+        scales: Scales = "fixed",
+        normalize: bool = False,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """As of `FeatureMap`, with one draw for all vectors."""
+        how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
+        with without_autocast(x):
+            return self._features_of(x, self._drawn(x), scales == "all", **how)
+
+    def _map(
+        self, q: Tensor, k: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
         # The exponents of long vectors lie far below 0: their features would vanish, or leave quotients of numbers
         # so small that gradients overflow.
-        of_query = None if scales == "fixed" else (-1,)
-        of_key = {"all": (-1,), "queries and source": (1, 3)}.get(scales) if k.shape[1] else None
-        return self._exponentials(log_q, of_query), self._exponentials(log_k, of_key)
+        how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
+        features = self._drawn(q)
+        phi_q = self._features_of(q, features, scales != "fixed", **how)
+        if scales != "queries and source" or not k.shape[1]:
+            return phi_q, self._features_of(k, features, scales == "all", **how)
+        # Keys of a whole source are divided by one number.
+        projected, k = self._project(k, features)
+        phi_k = divided_by_largest(random_exponents(projected, k, self.scale), self._log_epsilon, (1, 3))
+        return phi_q, map_features(phi_k, **how)
 
-    def _exponents(self, features: Tensor, x: Tensor) -> Tensor:
-        x = x * self.scale
-        projected = x @ features.t()
-        # One exponential of the sum: exp(R x) alone overflows where its product with
-        # exp(-|x|^2 / 2) does not.
-        log_scale = -0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.output_dim))
-        return torch.cat([log_scale + projected, log_scale - projected], dim=-1)
+    def _drawn(self, x: Tensor) -> Tensor:
+        """The rows of R, times the scale of x, as columns, in the precision in which x is mapped."""
+        precise = _at_least_float32(x[:0]).dtype
+        features = self.draw(precise, x.device) if self.training else self.features.to(precise)
+        return (features if self.scale == 1 else features * self.scale).t()
 
-    def _exponentials(self, log: Tensor, over: tuple[int, ...] | None) -> Tensor:
-        """The features of these logarithms, divided by the largest over the dimensions `over`, if there are any."""
-        if over is None:
-            features = log.exp()
-            return features if math.isinf(self._log_epsilon) else features + math.exp(self._log_epsilon)
-        # Whatever divides a factor out takes its gradient out too: hence detach().
-        largest = log.detach().amax(dim=over, keepdim=True)
-        if math.isinf(self._log_epsilon):
-            return (log - largest).exp()
-        largest = largest.clamp(min=self._log_epsilon)
-        return (log - largest).exp() + (self._log_epsilon - largest).exp()
+    def _project(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        x = _at_least_float32(x)
+        return x @ features, x
+
+    def _features_of(self, x: Tensor, features: Tensor, stabilized: bool, **how: Any) -> Tensor:
+        projected, x = self._project(x, features)
+        return random_features(
+            projected, x, scale=self.scale, log_epsilon=self._log_epsilon, stabilized=stabilized, **how
+        )
 
 
 class DpfpMap(FeatureMap):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from fairseq_fastweights.ops.gating import gate
 
 _NORMS = ("layer_norm", "layernorm", "_ln", "layernorm_embedding")
 
@@ -20,7 +21,8 @@ class GatedLinear(nn.Module):
         self.linear = nn.Linear(dim, inner_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.gate(x)) * self.linear(x)
+        logits = self.gate(x)
+        return gate(logits, "silu", y=self.linear(x), dtype=logits.dtype)
 
 
 def use_swiglu(layer: Any) -> None:

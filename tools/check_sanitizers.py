@@ -25,13 +25,21 @@ NOT_RUN = 77
 FILES = (
     *("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py"),
     *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py", "tests/ops/test_features.py"),
+    *("tests/ops/test_gating.py", "tests/mixers/test_short_convolution.py"),
 )
 # Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
 PATHS = (
     *("papers_sizes", "fill_chunks", "empty_batches", "states_are_kept"),
     *("dtype", "regime", "magnitude", "gates_and_write_strengths", "not_finite"),
     *("strides", "windows", "where_they_lie", "threads", "step", "instruction_set", "documents_are", "heads_that"),
-    *("kernel_is_the_definition", "layouts", "stays_in_its_vector", "underflowed", "operators_refuse"),
+    *(
+        "kernel_is_the_definition",
+        "are_their_definition",
+        "layouts",
+        "stays_in_its_vector",
+        "underflowed",
+        "operators_refuse",
+    ),
 )
 ELSEWHERE = ("compile", "per_step", "4096_steps", "chunkwise")
 # All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not, fails

@@ -192,6 +192,13 @@ CPU = (
     Fault("cpu/features.h", "-f.r * shared * f.inverse * f.inverse", "-f.r * shared * f.inverse"),
     without("cpu/features.h", "for (index_t i = -p_.nu; i < 0; ++i) dz[i + 2 * p_.dim] += dz[i];"),
     Fault("cpu/features.h", "at > 0 ? from : from * exponential(at)", "from * exponential(at)"),
+    Fault("cpu/features.h", "x[i] = up - down, total += up + down", "x[i] = up - down, total += up - down"),
+    # Gates, gated norms and short convolutions
+    Fault("cpu/elementary.h", "sigma.value * (u * sigma.rest + 1)", "sigma.value * (u + 1)"),
+    Fault("cpu/gating.h", "load(z + i) * shared - mean) * inverse", "load(z + i) * shared) * inverse"),
+    without("cpu/gating.h", "        for (index_t i = count * p_.channels(); i < ld_; ++i) row[i] = 0;\n"),
+    Fault("cpu/convolution.h", "while (j < R_ && (j > t", "while (j < R_ && (j >= t"),
+    Fault("cpu/convolution.h", "(x_ + (R_ + r - j) * ld_ + i)", "(x_ + (R_ + r) * ld_ + i)"),
 )
 
 CUDA = (
@@ -202,6 +209,12 @@ CUDA = (
     Fault("cuda/features.cu", "d = x > A(0) ? d : d * exponential(x)", "d = d * exponential(x)"),
     Fault("cuda/features.cu", "r * shared * inverse * inverse", "r * shared * inverse"),
     Fault("cuda/features.cu", "at + j < size ? at + j : at + j - size", "at + j < size ? at + j : at + j - size + 1"),
+    # Gates, gated norms and short convolutions
+    Fault("cuda/elementary.cuh", "sigma * (u * rest + A(1))", "sigma * (u + A(1))"),
+    Fault("cuda/gating.cu", "z(i) * with_z - total) * inverse", "z(i) * with_z) * inverse"),
+    Fault("cuda/gating.cu", "i < kThreads; i += across) total", "i < kThreads / 2; i += across) total"),
+    Fault("cuda/convolution.cu", "while (j < R && (j > t", "while (j < R && (j >= t"),
+    Fault("cuda/convolution.cu", "j = s < 0 ? int(-s) : 0", "j = s < 0 ? int(1 - s) : 0"),
     # Recurrent kernels
     Fault("cuda/recurrent/forward.cuh", "if constexpr (M == kScalar) old *= x.gate;", ""),
     Fault(

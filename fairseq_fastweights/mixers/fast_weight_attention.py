@@ -20,6 +20,7 @@ from fairseq_fastweights.mixers.update_rules import (
     known_to_lose_when_carried,
     lookup,
 )
+from fairseq_fastweights.ops import gating
 
 
 class FastWeightAttention(MemoryAttention):
@@ -205,8 +206,7 @@ class FastWeightAttention(MemoryAttention):
         return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
-        logits = logits.to(ops.state_dtype(logits.dtype))
-        value = F.logsigmoid(logits) if gate.log else logits.sigmoid()
+        value = gating.gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
         if gate.per == "head":
             return value.transpose(0, 1)
         return self._heads(value, self._gate_size(gate))

@@ -16,20 +16,10 @@ from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.ops.features import map_features
+from fairseq_fastweights.ops.gating import gate
 
 SMALLEST_RATE, LARGEST_RATE = 0.01, 16
 """The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
-
-
-class _Norm(nn.Module):
-    """w * y / rms(y), of the last dimension, in the dtype of y."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-    def forward(self, y: Tensor) -> Tensor:
-        return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps)
 
 
 class _ForgetGate(nn.Module):
@@ -42,9 +32,11 @@ class _ForgetGate(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1))
 
-    def forward(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        step = F.softplus(self.f_b_proj(self.f_a_proj(text)).to(precise) + self.dt_bias.to(precise))
-        return -self.A_log.to(precise).exp() * step.unflatten(-1, (self.A_log.numel(), -1))
+    def forward(self, low: Tensor, backend: str) -> Tensor:
+        """Of `low`, what `f_a_proj` made of the text."""
+        rates = self.A_log.flatten()
+        log_gate = gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
+        return log_gate.unflatten(-1, (len(rates), -1))
 
 
 class GatedDelta(Mixer):
@@ -101,6 +93,7 @@ class GatedDelta(Mixer):
     takes_attention = True
     takes_starts = True
     _smallest_rate: float = SMALLEST_RATE
+    _output_activation = "silu"
     _writes_once = True
 
     def __init__(
@@ -148,7 +141,7 @@ class GatedDelta(Mixer):
         # It holds the parameter; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
         self._make_gates(values)
-        self.o_norm = _Norm(self.value_dim, eps)
+        self.o_norm = nn.RMSNorm(self.value_dim, eps)  # it holds the parameter; `gate` does its work
         self.o_proj = nn.Linear(values, embed_dim, bias=bias)
         self.reset_special_parameters()
 
@@ -188,11 +181,11 @@ class GatedDelta(Mixer):
     ) -> tuple[Tensor, State]:
         """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
-        projected = project(text, [self.q_proj, self.k_proj, self.v_proj], together=3)[0]
+        modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
+        projected, logits, decay, read = project(text, modules, together=3)
         mixed, conv_state = short_convolution(
-            projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts
+            projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts, backend=self.backend
         )
-        precise = ops.state_dtype(mixed.dtype)
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, self.writes * keys, mixed.shape[-1] - (1 + self.writes) * keys], -1)
         # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
@@ -200,10 +193,9 @@ class GatedDelta(Mixer):
         q = unit(_heads(q, self.key_heads), scale=self.key_dim**-0.5)
         k = unit(_heads(k, self.writes * self.key_heads))
         v = _heads(v, self.writes * self.num_heads)
-        beta = self.b_proj(text).to(precise).sigmoid().transpose(0, 1)
-        if self.negative_eigenvalues:
-            beta = 2 * beta
-        log_gate = self._log_gate(text, precise).transpose(0, 1)
+        most = 2.0 if self.negative_eigenvalues else 1.0
+        beta = gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
+        log_gate = self._log_gate(decay).transpose(0, 1)
         if lengths is not None:  # what is neither decayed nor written leaves the state as it is
             end = beyond(len(text), lengths).t()
             beta = beta.masked_fill(end[..., None], 0)
@@ -219,8 +211,17 @@ class GatedDelta(Mixer):
             in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        out = self.o_norm(y.transpose(0, 1).to(precise)).flatten(2) * self._output_gate(text, precise)
-        return self.o_proj(out.to(mixed.dtype)), {"conv": conv_state, "memory": memory}
+        out = gate(
+            self._output_logits(read),
+            self._output_activation,
+            y=y.transpose(0, 1),
+            weight=self.o_norm.weight,
+            norm="rms",
+            eps=self.eps,
+            dtype=mixed.dtype,
+            backend=self.backend,
+        )
+        return self.o_proj(out), {"conv": conv_state, "memory": memory}
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
@@ -231,14 +232,18 @@ class GatedDelta(Mixer):
         """The settings that names and shapes of parameters do not show, as biases do."""
         return {name: value for name, value in super().settings().items() if name != "bias"}
 
-    def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        """log f, (time, batch, num_heads) or (time, batch, num_heads, key_dim)."""
-        step = F.softplus(self.a_proj(text).to(precise) + self.dt_bias.to(precise))
-        return -self.A_log.to(precise).exp() * step
+    @property
+    def _gate_projections(self) -> list[Any]:
+        """What the decays and the gate on what is read are made of, both from the text."""
+        return [self.a_proj, self.g_proj]
 
-    def _output_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        """The gate on what is read, (time, batch, num_heads * value_dim)."""
-        return F.silu(self.g_proj(text).to(precise))
+    def _log_gate(self, projected: Tensor) -> Tensor:
+        """log f, (time, batch, num_heads) or (time, batch, num_heads, key_dim)."""
+        return gate(projected, "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
+
+    def _output_logits(self, projected: Tensor) -> Tensor:
+        """Of the gate on what is read, (time, batch, num_heads * value_dim)."""
+        return projected
 
 
 class KimiDelta(GatedDelta):
@@ -271,6 +276,7 @@ class KimiDelta(GatedDelta):
     }
 
     _smallest_rate = 1
+    _output_activation = "sigmoid"
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, gate_bias: bool = False, **others: Any) -> None:
         self.gate_bias = gate_bias
@@ -285,11 +291,17 @@ class KimiDelta(GatedDelta):
     def _decays(self) -> Any:
         return self.forget_gate
 
-    def _log_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        return self.forget_gate(text, precise)
+    @property
+    def _gate_projections(self) -> list[Any]:
+        return [self.forget_gate.f_a_proj, self.g_a_proj]
 
-    def _output_gate(self, text: Tensor, precise: torch.dtype) -> Tensor:
-        return self.g_b_proj(self.g_a_proj(text)).to(precise).sigmoid()
+    def _log_gate(self, projected: Tensor) -> Tensor:
+        log_gate: Tensor = self.forget_gate(projected, self.backend)
+        return log_gate
+
+    def _output_logits(self, projected: Tensor) -> Tensor:
+        logits: Tensor = self.g_b_proj(projected)
+        return logits
 
 
 class DeltaProduct(GatedDelta):

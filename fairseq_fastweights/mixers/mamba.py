@@ -15,6 +15,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.ops.gating import gate
 
 FORGETS = 2.0**64
 """The size of a step that empties the state: exp(-FORGETS * rate) is 0."""
@@ -135,11 +136,12 @@ class Mamba(Mixer):
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
         u, conv_state = short_convolution(
-            x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths, starts
+            x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths, starts, backend=self.backend
         )
         dt, B, C = self.x_proj(u).split([self.dt_rank, self.state, self.state], dim=-1)
         precise = ops.state_dtype(u.dtype)
-        delta = F.softplus(F.linear(dt, self.dt_proj.weight).to(precise) + self.dt_proj.bias.to(precise))
+        steps = F.linear(dt, self.dt_proj.weight)
+        delta = gate(steps, "softplus", bias=self.dt_proj.bias, backend=self.backend)
         if lengths is not None:  # a step of no size leaves the state as it is
             delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
         scan = ops.selective_scan if starts is None else partial(_scan_of_documents, starts)
@@ -154,7 +156,7 @@ class Mamba(Mixer):
             in_place=overwrite and "scan" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        out = self.out_proj(y.transpose(0, 1) * F.silu(z))
+        out = self.out_proj(gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend))
         return out, {"conv": conv_state, "scan": scan_state}
 
 

@@ -111,7 +111,8 @@ class MemoryAttention(Mixer):
         self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=output_biased)
         self.q_norm, self.k_norm = projections.norm(key_dim), projections.norm(key_dim)
         # Whether queries and keys can be mapped in one tensor: as many heads, without norms between.
-        self._in_one = self.feature_map.alike and kv_heads == num_heads and isinstance(self.q_norm, nn.Identity)
+        alike = self.feature_map.are_alike(self._scales)
+        self._in_one = alike and kv_heads == num_heads and isinstance(self.q_norm, nn.Identity)
 
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
@@ -132,7 +133,8 @@ class MemoryAttention(Mixer):
             return *self._features(q, k, self._heads(v, self.head_dim)), logits
         both, v, *logits = project(x, modules, together=2)
         v = self._in_float32_range(self._heads(v, self.head_dim))
-        both = self.feature_map.map_alike(both.unflatten(-1, (-1, dim)).transpose(0, 1), **self._mapping(v))
+        heads = both.unflatten(-1, (-1, dim)).transpose(0, 1)
+        both = self.feature_map.map_alike(heads, scales=self._scales, **self._mapping(v))
         q, k = both.chunk(2, dim=2)
         return q, k, v, logits
 

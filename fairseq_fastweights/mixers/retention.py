@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
@@ -14,6 +13,7 @@ from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+from fairseq_fastweights.ops.gating import gate
 
 ROTARY_BASE = 10000.0
 """The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""
@@ -132,8 +132,9 @@ class Retention(MemoryAttention):
         )
         # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
         eps = GROUP_NORM_EPS * self.feature_map.output_dim
-        out = F.layer_norm(out, (self.head_dim,), eps=eps) * self._heads(F.silu(self.g_proj(x)), self.head_dim)
-        return self._project_out(out, x), {"state": memory, "position": read}
+        y, dtype = out.transpose(0, 1), out.dtype
+        out = gate(self.g_proj(x), "silu", y=y, norm="layer", eps=eps, dtype=dtype, backend=self.backend)
+        return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,21 @@
-"""The short causal convolution of each channel that several mixers have before their memory."""
+"""The short causal convolution of each channel that several mixers have before their memory, with its SiLU.
+
+The definition is PyTorch's own operators; a compiled kernel (`cpu/convolution.h`, `cuda/convolution.cu`) does all of
+them in one pass, and the backward pass in another.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.documents import within_documents
+from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops.choice import choose_backend
+from fairseq_fastweights.ops.native_operators import register_autograd
 
 
 def short_convolution(
@@ -17,6 +25,8 @@ def short_convolution(
     before: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """silu(sum_i w_i * x_{t-i} + b), and what the next call needs of these inputs.
 
@@ -27,11 +37,30 @@ def short_convolution(
         before: (batch, width - 1, channels), the inputs that the last call returned; None at the beginning of a text.
         lengths: (batch,), the lengths of rows, which padding follows; None for no padding.
         starts: (batch, time), true where a document begins, which sees nothing of what is before it; None for nowhere.
+        backend: one of `ops.BACKENDS`; "native" has second derivatives, those of the definition.
 
     Returns:
         (time, batch, channels) in the dtype of x, and the last inputs, (batch, width - 1, channels), in the dtype of
         states.
     """
+    if backend == "auto" and forward_ad._current_level >= 0:
+        backend = "reference"
+    if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
+        return _definition(x, weight, bias, before, lengths, starts)
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    before = before if before is None or before.stride(-1) == 1 else before.contiguous()
+    y, last = _short_convolution(x, weight, bias, before, lengths, starts)
+    return y, last
+
+
+def _definition(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     time, batch, channels = x.shape
     reach = weight.shape[1] - 1
     precise = ops.state_dtype(x.dtype)
@@ -56,3 +85,6 @@ def short_convolution(
         last = torch.where((torch.arange(reach, 0, -1, device=x.device)[:, None] <= own)[..., None], last, 0)
     # A copy also where it lies in one piece: a state must not keep alive what it was taken from.
     return F.silu(u).to(x.dtype), last.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+_short_convolution = register_autograd("short_convolution", 4, 6, _definition)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import libraries
+from fairseq_fastweights.ops import libraries, native_operators
 from fairseq_fastweights.ops.checks import BackendUnavailable, state_dtype
 from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
 from fairseq_fastweights.ops.native_operators import NAMESPACE as NAMESPACE
@@ -181,7 +181,7 @@ class Kernel:
         if v.shape[1] == 1 and not keeps:
             state = _state_of_its_own(k, v, initial_state)
             return self.step_(q, k, v, *gates, state=state, starts=starts), state
-        out, final_state, _ = torch.ops.fairseq_fastweights.rule_forward(
+        out, final_state, _ = native_operators.rule_forward(
             *self.given(q, k, v, gates, starts), _last_contiguous(initial_state), _interval(k, v) if keeps else 0
         )
         return out, final_state
@@ -263,7 +263,7 @@ def selective_scan(
         state = state.clone(memory_format=torch.contiguous_format)
         return selective_scan_step_(u, delta, A, B, C, D, state=state), state
     u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
-    out, final_state, _ = torch.ops.fairseq_fastweights.selective_scan_forward(
+    out, final_state, _ = native_operators.selective_scan_forward(
         u, delta, A, B, C, D, initial_state, SCAN_INTERVAL if keeps else 0
     )
     return out, final_state

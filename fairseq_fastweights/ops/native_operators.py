@@ -20,6 +20,11 @@ _RULE = (
 _SCAN = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D"
 _FEATURES = "int map, int nu, int normalization, float eps, float scale"
 """`map` and `normalization` are places in `features.MAPS` and `features.NORMALIZATIONS`."""
+_RANDOM = "float source_scale, float log_epsilon, bool stabilized, int normalization, float eps"
+_GATE = "Tensor x, Tensor? bias, Tensor? log_rate, Tensor? y, Tensor? weight"
+_ACTIVATION = "int activation, int norm, float eps, float scale"
+"""`activation` and `norm` are places in `gating.ACTIVATIONS` and `gating.NORMS`."""
+_CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? lengths, Tensor? starts"
 DPFP = 3
 """The place of "dpfp", the only map that changes a vector's size."""
 _SCHEMAS = (
@@ -36,6 +41,14 @@ _SCHEMAS = (
     f"selective_scan_step_({_SCAN}, Tensor(a!) state) -> Tensor out",
     f"map_features(Tensor x, {_FEATURES}, ScalarType dtype) -> Tensor",
     f"map_features_backward(Tensor d_out, Tensor x, {_FEATURES}) -> Tensor",
+    f"random_features(Tensor x, Tensor source, {_RANDOM}, ScalarType dtype) -> Tensor",
+    f"random_features_backward(Tensor d_out, Tensor x, Tensor source, {_RANDOM}) -> (Tensor dx, Tensor d_source)",
+    f"gate({_GATE}, {_ACTIVATION}, ScalarType dtype) -> Tensor",
+    f"gate_backward(Tensor d_out, {_GATE}, {_ACTIVATION})"
+    " -> (Tensor dx, Tensor d_bias, Tensor d_log_rate, Tensor dy, Tensor d_weight)",
+    f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
+    f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
+    " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
     "cpu_instruction_set() -> str",
     "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
     " -> int[]",
@@ -127,6 +140,37 @@ def _(d_out: Any, x: Any, *how: Any) -> Any:
     return torch.empty_like(x)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::random_features", lib=_library)
+def _(x: Any, source: Any, *how: Any) -> Any:
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=how[-1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::random_features_backward", lib=_library)
+def _(d_out: Any, x: Any, source: Any, *how: Any) -> Any:
+    return torch.empty_like(x), torch.empty_like(source)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gate", lib=_library)
+def _(x: Any, *others: Any) -> Any:
+    return x.new_empty(x.shape, dtype=others[-1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gate_backward", lib=_library)
+def _(d_out: Any, x: Any, bias: Any, log_rate: Any, y: Any, weight: Any, *how: Any) -> Any:
+    return tuple(_shape_of_gradient(of, x) for of in (x, bias, log_rate, y, weight))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::short_convolution", lib=_library)
+def _(x: Any, weight: Any, *others: Any) -> Any:
+    _, batch, channels = x.shape
+    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, channels, dtype=state_dtype(x.dtype))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::short_convolution_backward", lib=_library)
+def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *others: Any) -> Any:
+    return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
+
+
 def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
     *tensors, ctx.interval = inputs
     ctx.corrects, ctx.complement = tensors.pop(4), tensors.pop(6)
@@ -137,8 +181,13 @@ def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate_rule(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
     q, k, v, erase, beta, log_gate, f, z, starts, initial_state, states = ctx.saved_tensors
     given = (q, k, v, erase, ctx.corrects, beta, log_gate, ctx.complement, f, z, starts, initial_state)
-    gradients = torch.ops.fairseq_fastweights.rule_backward(
-        torch.zeros_like(v) if d_out is None else d_out, d_final_state, *given, states, ctx.interval
+    gradients = _backwards(
+        _rule_backward,
+        torch.zeros_like(v) if d_out is None else d_out,
+        d_final_state,
+        *given,
+        states,
+        ctx.interval,
     )
     # What is absent has an empty tensor for a gradient.
     of = (q, k, v, erase, beta, log_gate, f, z, initial_state)
@@ -156,7 +205,8 @@ def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate_scan(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
     u, delta, A, B, C, D, initial_state, states = ctx.saved_tensors
-    *gradients, dD, d_initial = torch.ops.fairseq_fastweights.selective_scan_backward(
+    *gradients, dD, d_initial = _backwards(
+        _scan_backward,
         torch.zeros_like(u) if d_out is None else d_out,
         d_final_state,
         u,
@@ -179,7 +229,7 @@ def _keep_features(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _differentiate_features(ctx: Any, d_out: Any) -> Any:
     [x] = ctx.saved_tensors
-    gradient = torch.ops.fairseq_fastweights.map_features_backward(d_out, x, *ctx.how)
+    gradient = _backwards(_features_backward, d_out, x, *ctx.how)
     return gradient, *[None] * (len(ctx.how) + 1)
 
 
@@ -191,38 +241,106 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError("a compiled operation cannot be differentiated twice; backend='reference' can")
 
 
-def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> None:
+def _below_autograd(operator: Any, *inputs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)
+
+
+def _backwards(operator: Any, *inputs: Any) -> Any:
+    """Calls an operator of a backward pass, without asking autograd unless that is differentiated too."""
+    return operator(*inputs) if torch.is_grad_enabled() else _below_autograd(operator, *inputs)
+
+
+def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
     """What `torch.library.register_autograd` does for an operator whose arguments have no names and no defaults.
 
     torch's reads the operator's schema at each call, which is half of the time that a small forward pass takes.
+
+    Returns:
+        a function that does what the operator does, but where nothing is traced comes to its kernel, or to autograd,
+        without torch's dispatcher, which would call autograd's part in Python and be called by that again.
     """
     operator = getattr(torch.ops.fairseq_fastweights, name).default
 
-    def run(keys: Any, inputs: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-
     class Differentiated(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
-            output = run(keys, inputs)
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = _below_autograd(operator, *inputs)
             keep(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return None, *differentiate(ctx, *gradients)
+            return differentiate(ctx, *gradients)
 
-    def call(keys: Any, *inputs: Any) -> Any:
+    def call(*inputs: Any, apply: Callable[..., Any] = Differentiated.apply) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Differentiated.apply(keys, *inputs)  # type: ignore[no-untyped-call]
-        return run(keys, inputs)
+            return apply(*inputs)
+        return _below_autograd(operator, *inputs)
 
-    _library.impl(name, call, "Autograd", with_keyset=True)
+    # Without what Function.apply looks for of functorch in every argument.
+    apply_directly = super(torch.autograd.Function, Differentiated).apply
+
+    def call_directly(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        return call(*inputs, apply=apply_directly)
+
+    _library.impl(name, call, "Autograd")
+    return call_directly
 
 
-_register_autograd("rule_forward", _differentiate_rule, _keep_rule)
-_register_autograd("selective_scan_forward", _differentiate_scan, _keep_scan)
-_register_autograd("map_features", _differentiate_features, _keep_features)
+def register_autograd(
+    name: str, differentiable: int, tensors: int, definition: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The derivatives of an operator that takes `tensors` tensors, of which the first `differentiable` have gradients.
+
+    Its backward operator takes the gradients of what it returns and the same arguments, but for a dtype. Where the
+    backward pass is to be differentiated too, it is that of `definition`, PyTorch's own operators on these arguments.
+
+    Returns:
+        a function that does what the operator does, in less time where nothing is traced.
+    """
+    backward = getattr(torch.ops.fairseq_fastweights, f"{name}_backward").default
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.how = inputs[tensors:]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *d_outs: Any) -> Any:
+        given = ctx.saved_tensors
+        how = [value for value in ctx.how if not isinstance(value, torch.dtype)]
+        rest = [None] * (tensors - differentiable + len(ctx.how))
+        if all(d_out is None for d_out in d_outs):
+            return *[None] * differentiable, *rest
+        if torch.is_grad_enabled():
+            return *_gradients_of(definition, given[:differentiable], (*given, *ctx.how), d_outs), *rest
+        first, *others = d_outs
+        first = torch.zeros_like(given[0]) if first is None else first
+        gradients = _below_autograd(backward, first, *others, *given, *how)
+        # What is absent has an empty tensor for a gradient.
+        return *(None if x is None else gradient for x, gradient in zip(given, gradients, strict=False)), *rest
+
+    _register_autograd(f"{name}_backward", _refuse_second_derivatives, _keep_nothing)
+    return _register_autograd(name, differentiate, keep)
+
+
+def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: Any) -> list[Tensor | None]:
+    outputs = definition(*inputs)
+    pairs = zip(outputs if isinstance(outputs, tuple) else (outputs,), d_outs, strict=True)
+    results, weights = zip(*((y, d_y) for y, d_y in pairs if d_y is not None), strict=True)
+    wanted = [x for x in of if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, weights, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in of]
+
+
+# Looked up once, by names that a call would take long to find.
+_rule_backward = torch.ops.fairseq_fastweights.rule_backward.default
+_scan_backward = torch.ops.fairseq_fastweights.selective_scan_backward.default
+_features_backward = torch.ops.fairseq_fastweights.map_features_backward.default
+rule_forward = _register_autograd("rule_forward", _differentiate_rule, _keep_rule)
+selective_scan_forward = _register_autograd("selective_scan_forward", _differentiate_scan, _keep_scan)
+map_features = _register_autograd("map_features", _differentiate_features, _keep_features)
 for _operator in ("rule_backward", "selective_scan_backward", "map_features_backward"):
     _register_autograd(_operator, _refuse_second_derivatives, _keep_nothing)

@@ -55,6 +55,28 @@ def test_layers_that_are_replayed_are_two_operators(model, our_fairseq, corpus: 
     assert len(update.waits) == 1, update.waits
 
 
+# What a layer of these adds: its mixer, two norms, a feed-forward network and what is around them.
+LAYERS = {
+    "--update-rule delta --feature-map dpfp --dpfp-nu 3": 52,
+    "--update-rule delta --feature-map favor --favor-features 4": 68,
+    "--mixers retention": 104,
+    "--mixers gated-delta": 59,
+    "--mixers kimi-delta": 65,
+    "--mixers mamba": 67,
+}
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
+def test_a_layer_starts_few_operators(mixer, our_fairseq, corpus: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, "--no-token-positional-embeddings", "--bf16", *mixer.split()]
+    counts = []
+    for layers in ("1", "3"):
+        with watched(after=1) as update:
+            train(corpus, tmp_path, *flags, "--max-update", "2", "--decoder-layers", layers)
+        counts.append(update.total)
+    assert counts[1] - counts[0] <= 2 * LAYERS[mixer], update.operators
+
+
 OTHERS = {
     "carried states": "--carry-over-state --no-token-positional-embeddings",
     "documents": "--sample-break-mode complete --no-token-positional-embeddings --separate-documents",

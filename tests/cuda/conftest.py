@@ -32,5 +32,6 @@ def emulator(cxx: str) -> Emulator:
 
 @pytest.fixture(scope="session")
 def small_emulator(cxx: str) -> Emulator:
-    """Of what compiles in seconds: the kernels of a step, feature maps and emulation/probes.cu."""
-    return Emulator(build((ROOT / "cuda" / "recurrent" / "step.cu", ROOT / "cuda" / "features.cu", SHIM / "probes.cu")))
+    """Of what compiles in seconds: the kernels of a step, feature maps, gates, convolutions and emulation/probes.cu."""
+    names = ("recurrent/step", "features", "gating", "convolution")
+    return Emulator(build((*(ROOT / "cuda" / f"{name}.cu" for name in names), SHIM / "probes.cu")))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.mixers.retention import Retention, log_decays, retention
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import native, native_operators
 from tests.mixers import contract
 from tests.mixers.contract import error
 
@@ -36,9 +36,8 @@ def test_retention_is_its_equation_exactly_as_far_as_types_reach():
 
 
 def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
-    kernels, taken = torch.ops.fairseq_fastweights, []
-    forward = kernels.rule_forward
-    monkeypatch.setattr(kernels, "rule_forward", lambda *args: taken.append(args[3:10]) or forward(*args))
+    taken, forward = [], native_operators.rule_forward
+    monkeypatch.setattr(native_operators, "rule_forward", lambda *args: taken.append(args[3:10]) or forward(*args))
     q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
     retention(q, k, v, log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
     (given,) = (native.Arguments(*arguments) for arguments in taken)

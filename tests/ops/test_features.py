@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.checks import BackendUnavailable
-from fairseq_fastweights.ops.features import MAPS, NORMALIZATIONS, map_features
+from fairseq_fastweights.ops.features import MAPS, NORMALIZATIONS, map_features, random_features
 from fairseq_fastweights.ops.native_operators import DPFP
 from tests.ops.rules import DEVICE
 
@@ -61,6 +61,60 @@ def test_kernel_is_the_definition(name, nu, normalization, dtype):
         assert norm_of_difference(found[0], wanted[0]) < min(TOLERANCE[dtype], 1e-6)
         # What a division takes out of a gradient cancels against the rest of it.
         assert norm_of_difference(found[1], wanted[1]) < 20 * TOLERANCE[dtype]
+
+
+def random_both_ways(projected, source, **how):
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (projected, source)]
+    out = random_features(*leaves, **how)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent(out))]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("log_epsilon", [-math.inf, math.log(1e-2), 3.0])
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_random_features_are_their_definition(stabilized, log_epsilon, dtype):
+    for normalization, (features, dim) in product(NORMALIZATIONS, ((1, 3), (5, 4), (16, 16), (37, 5))):
+        projected, source = vectors(features, dtype), vectors(dim, dtype)
+        # A sum divides out what the source is multiplied by, but for eps.
+        how = {"scale": 0.6, "log_epsilon": log_epsilon, "stabilized": stabilized, "eps": 0.1}
+        how["normalization"] = normalization
+        found = random_both_ways(projected, source, backend="native", **how)
+        wanted = random_both_ways(projected.double(), source.double(), backend="reference", **how)
+        assert norm_of_difference(found[0], wanted[0]) < min(TOLERANCE[dtype], 1e-6)
+        for one, other, of in zip(found[1:], wanted[1:], (projected, source), strict=True):
+            assert one.dtype == dtype and one.stride() == of.stride()
+            assert norm_of_difference(one, other) < 50 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_random_features_of_any_size(backend):
+    # Without the largest divided out they grow beyond every number, or vanish; with it they do neither.
+    for size, plain in ((100.0, math.inf), (-1000.0, 0.0)):
+        projected = torch.tensor([[[[size, 0.0]]]], device=DEVICE).abs() if size > 0 else torch.zeros(1, 1, 1, 2)
+        source = torch.zeros(1, 1, 1, 1, device=DEVICE) if size > 0 else torch.full((1, 1, 1, 1), 50.0, device=DEVICE)
+        out = random_features(projected.to(DEVICE), source, backend=backend)
+        assert float(out.amax()) == plain
+        out = random_features(projected.to(DEVICE), source, stabilized=True, normalization="sum", backend=backend)
+        torch.testing.assert_close(out.sum(), torch.tensor(1.0, device=DEVICE))
+    projected = torch.tensor([[[[math.nan]], [[1.0]]]], device=DEVICE)
+    for stabilized in (False, True):
+        out = random_features(projected, torch.zeros_like(projected), stabilized=stabilized, backend=backend)
+        assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+def test_operators_of_random_features():
+    x, source = (vectors(dim, torch.float64).detach()[:, :2] / 3 for dim in (3, 4))
+    how = (0.5, -2.0, True, 1, 1e-5)
+    operators = [getattr(torch.ops.fairseq_fastweights, f"random_features{end}") for end in ("", "_backward")]
+    torch.library.opcheck(operators[0], (x.requires_grad_(), source.requires_grad_(), *how, torch.bfloat16))
+    out = operators[0](x, source, *how, torch.float64).detach()
+    torch.library.opcheck(operators[1], (out, x.detach(), source.detach(), *how))
+    with pytest.raises(RuntimeError, match=r"source has shape \[2, 2, 3, 4\]; it must be \[2, 1, 3, 4\]"):
+        operators[0](x[:, :1], source, *how, torch.float64)
+    run = partial(random_features, scale=0.5, log_epsilon=-2.0, normalization="length", backend="native")
+    assert torch.autograd.gradcheck(run, (x, source)) and torch.autograd.gradgradcheck(run, (x, source))
+    with pytest.raises(ValueError, match=r"projected has shape .*; they must be \(batch, time, heads, features\)"):
+        random_features(x, source[:1])
 
 
 LAYOUTS = {

@@ -1,0 +1,58 @@
+// Functions of one number that gates and feature maps are made of, for vectors.
+#pragma once
+
+#include "vector.h"
+
+namespace fast_weights {
+namespace FAST_WEIGHTS_ISA {
+
+// exp(x) for x of any sign, infinite where that is; NaN stays NaN.
+template <class V> FAST_WEIGHTS_INLINE V exponential_of_any(V x) {
+    constexpr float e8 = 2980.957987041728f;  // exp(8)
+    return x > 80 ? exponential(x - 8) * e8 : exponential(x);
+}
+template <> FAST_WEIGHTS_INLINE vec<double> exponential_of_any(vec<double> x) { return exponential(x); }
+
+// log(1 + e) for e from 0 to 1, to about an ulp: 2 artanh(e / (2 + e)), whose series ends here.
+FAST_WEIGHTS_INLINE vec<float> log_one_plus(vec<float> e) {
+    const vec<float> z = e / (e + 2.f), u = z * z;
+    vec<float> p = u * (1.f / 15) + 1.f / 13;
+    p = p * u + 1.f / 11;
+    p = p * u + 1.f / 9;
+    p = p * u + 1.f / 7;
+    p = p * u + 1.f / 5;
+    p = p * u + 1.f / 3;
+    return 2.f * (z * (u * p) + z);
+}
+FAST_WEIGHTS_INLINE vec<double> log_one_plus(vec<double> e) {
+    for (int i = 0; i < Vector<double>::lanes; ++i) e[i] = __builtin_log1p(e[i]);
+    return e;
+}
+
+// sigma(u) = 1 / (1 + exp(-u)), 1 - sigma(u), both with all their digits, and log(1 + exp(-|u|)).
+template <class real> struct Logistic {
+    vec<real> e, value, rest;
+    FAST_WEIGHTS_INLINE explicit Logistic(vec<real> u) : e(exponential(u < 0 ? u : -u)) {
+        const vec<real> one = vec<real>{} + 1, inverse = one / (one + e);
+        value = (u < 0 ? e : one) * inverse, rest = (u < 0 ? one : e) * inverse;
+    }
+    FAST_WEIGHTS_INLINE vec<real> log() const { return log_one_plus(e); }
+};
+
+// An activation of u, and its derivative.
+template <Activation activation, class real> struct Activated {
+    vec<real> value, slope;
+    FAST_WEIGHTS_INLINE explicit Activated(vec<real> u) {
+        const Logistic<real> sigma(u);
+        const vec<real> zero{};
+        switch (activation) {
+            case Activation::sigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
+            case Activation::silu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
+            case Activation::log_sigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
+            case Activation::softplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
+        }
+    }
+};
+
+}  // namespace FAST_WEIGHTS_ISA
+}  // namespace fast_weights

@@ -1,0 +1,113 @@
+"""The short convolution with its SiLU: torch's convolution, and the kernel against the definition."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from fairseq_fastweights.mixers.short_convolution import short_convolution
+from fairseq_fastweights.ops import native
+from tests.ops.agreement import relative_error
+from tests.ops.rules import DEVICE
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
+"""Of norms, as of gates."""
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def test_it_is_torch_s_convolution():
+    x, weight, bias = drawn(9, 2, 5), drawn(5, 4, seed=1), drawn(5, seed=2)
+    wanted = F.silu(F.conv1d(x.permute(1, 2, 0), weight[:, None], bias, padding=3, groups=5)[..., :9]).permute(2, 0, 1)
+    for backend in ("native", "reference"):
+        y, last = short_convolution(x, weight, bias, None, None, backend=backend)
+        torch.testing.assert_close(y, wanted)
+        assert torch.equal(last, x[-3:].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernel_is_the_definition(padded, documents, dtype):
+    # One step; fewer than the convolution sees; more than are read at once; more channels than a task has; none.
+    sizes = ((1, 5, 1), (2, 5, 6), (40, 37, 3), (17, 130, 4), (0, 4, 4))
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    for (time, channels, width), given in product(sizes, (True, False)):
+        lengths = torch.tensor([time, time // 2], device=DEVICE) if padded else None
+        starts = torch.zeros(2, time, dtype=torch.bool, device=DEVICE)
+        if time:
+            starts[0, time // 3], starts[0, -1], starts[1, 0] = True, not padded, True
+        # A part of a projection.
+        inputs = [drawn(time, 2, channels + 2, dtype=dtype)[..., 1:-1], drawn(channels, width, dtype=dtype, seed=1)]
+        if given:
+            inputs += [drawn(channels, dtype=dtype, seed=2), drawn(2, width - 1, channels, dtype=precise, seed=3)]
+        results = []
+        for backend in ("native", "reference"):
+            leaves = [(x.double() if backend == "reference" else x).detach().requires_grad_() for x in inputs]
+            bias_and_before = leaves[2:] or (None, None)
+            how = lengths, starts if documents else None
+            outs = short_convolution(*leaves[:2], *bias_and_before, *how, backend=backend)
+            weights = [drawn(*x.shape, dtype=torch.float64, seed=5).to(x) for x in outs]
+            results.append([*(x.detach() for x in outs), *torch.autograd.grad(outs, leaves, weights)])
+        assert results[0][1].dtype == precise and results[0][1].is_contiguous()
+        for one, other in zip(*results, strict=True):
+            assert relative_error(one, other) < TOLERANCE[dtype], (time, channels, width, given)
+
+
+def test_operators_derivatives_and_compilation():
+    starts = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
+    starts[1, 1] = True
+    shapes = (3, 2, 2), (2, 3), (2,), (2, 2, 2)
+    tensors = [drawn(*shape, dtype=torch.float64, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    others = torch.tensor([3, 2], device=DEVICE), starts
+    forward, backward = (getattr(torch.ops.fairseq_fastweights, f"short_convolution{end}") for end in ("", "_backward"))
+    native.why_not(DEVICE.type, torch.float32)
+    torch.library.opcheck(forward, (*tensors, *others))
+    detached = [x.detach() for x in tensors]
+    torch.library.opcheck(backward, (detached[0], detached[3], *detached, *others))
+    run = lambda *x: short_convolution(*x, *others, backend="native")  # noqa: E731
+    assert torch.autograd.gradcheck(run, tensors)
+    assert torch.autograd.gradgradcheck(run, tensors)
+    compiled = torch.compile(lambda *x: run(*x)[0].sum(), backend="aot_eager", fullgraph=True)
+    for one, other in zip(
+        torch.autograd.grad(compiled(*tensors), tensors),
+        torch.autograd.grad(run(*tensors)[0].sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    # Only what the next call is given is asked for.
+    (found,) = torch.autograd.grad(run(*tensors)[1].sum(), tensors[0])
+    (wanted,) = torch.autograd.grad(short_convolution(*tensors, *others, backend="reference")[1].sum(), tensors[0])
+    assert torch.equal(found, wanted)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(detached[0], torch.ones_like(detached[0]))
+        y, _ = short_convolution(dual, *detached[1:], *others)
+        assert forward_ad.unpack_dual(y).tangent is not None
+
+
+WRONG_CALLS = [
+    ({"x": (2, 3)}, r"x has shape \[2, 3\]"),
+    ({"weight": (2, 4)}, r"weight has shape \[2, 4\]; it must be \[3, 4\]"),
+    ({"bias": (4,)}, r"bias has shape \[4\]; it must be \[3\]"),
+    ({"before": (2, 4, 3)}, r"before has shape \[2, 4, 3\]; it must be \[2, 3, 3\]"),
+    ({"lengths": (3,)}, r"lengths has shape \[3\]; it must be \[2\]"),
+    ({"starts": (5, 2)}, r"starts has shape \[5, 2\]; it must be \[2, 5\]"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_CALLS)
+def test_operators_refuse_what_they_would_read_beyond(changed, message):
+    native.why_not(DEVICE.type, torch.float32)
+    shapes = {"x": (5, 2, 3), "weight": (3, 4), "bias": (3,), "before": (2, 3, 3), "lengths": (2,), "starts": (2, 5)}
+    dtypes = {"lengths": torch.int64, "starts": torch.bool}
+    make = partial(torch.zeros, device=DEVICE)
+    tensors = [make(shape, dtype=dtypes.get(name)) for name, shape in (shapes | changed).items()]
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fairseq_fastweights.short_convolution(*tensors)
