@@ -75,8 +75,8 @@ class FairseqDropout(''',
             return F.dropout(""",
         ),
     ],
-    # wandb and TensorBoard were imported by every command, where they are installed: a second more, and the end of it
-    # if that fails, as of a release that does not fit what else is installed.
+    # wandb and TensorBoard were imported by every command where they are installed: a second more, and the end of it if
+    # that fails, as of a release that does not fit what else is installed.
     "recorders_when_asked_for": [
         (
             _PROGRESS,
