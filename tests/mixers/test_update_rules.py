@@ -79,7 +79,10 @@ def test_what_fails_when_states_are_carried_is_told():
         ("sum", "elu", "attention", "Table 4"),
         ("delta", "elu", "sum removal", "Table 4"),
         ("delta-mao", "elu", "sum attention", "Table 4"),
-        *((rule, "elu", "sum", f"{rule} never forgets.*; gated-delta and gated forget") for rule in ("sum", "delta", "delta-mao")),
+        *(
+            (rule, "elu", "sum", f"{rule} never forgets.*; gated-delta and gated forget")
+            for rule in ("sum", "delta", "delta-mao")
+        ),
         ("gated", "elu", "attention", None),  # its normaliser decays
         ("delta", "favor", "sum", "new features for every training batch"),
     ):
