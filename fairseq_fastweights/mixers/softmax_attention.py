@@ -106,13 +106,15 @@ class SoftmaxAttention(ReadsBySoftmax):
                 )
         # Of each key the number of its document in the row; what was there before belongs to number 0.
         documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
+        # A constant, as torch.compile would make a symbol of the comparison, which attention does not take.
+        causal = True if padding is None and documents is None and before == 0 and time > 1 else False  # noqa: SIM210
         out = F.scaled_dot_product_attention(
             q,
             shared(k, self.num_heads, 1),
             shared(v, self.num_heads, 1),
             attn_mask=_visible(time, before + time, padding, documents, x.device),
             dropout_p=self._dropout(),
-            is_causal=padding is None and documents is None and before == 0 and time > 1,
+            is_causal=causal,
         )
         out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.out_proj.in_features))
         if documents is not None:  # nobody will read what stands before the last
