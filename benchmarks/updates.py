@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
+import torch
 import training
 from harness import ROOT, records
 from harness.graphs_on_a_cpu import stand_in_graphs
@@ -37,6 +38,7 @@ def watch(data: Path, model: str, precision: str, way: str) -> Update:
     """What is known of an update of a model's training, in this process."""
     from fairseq_cli import train
 
+    torch.compiler.reset()  # of the models before
     options = Namespace(device="cpu", precision=precision, backend="auto", quick=False)
     flags = [*training.training_flags(model, SETTINGS, options), *SIZES.split(), *WAYS[way].split()]
     words = ["fairseq-train", str(data), *flags, "--user-dir", str(ROOT / "fairseq_fastweights")]

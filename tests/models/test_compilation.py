@@ -70,6 +70,9 @@ def test_a_graph_for_all_layers_of_a_kind(fairseq, text, compiler, mixers):
         found = gradients(model, tokens)
     assert len(made) == len(set(model.decoder.mixer_names)), "a graph for some layers alone"
     assert not counters["graph_break"]
+    for length in (8, 7):  # as at the end of an epoch: one graph more, for all lengths
+        gradients(model, text(3, length))
+    assert len(made) == 2 * len(set(model.decoder.mixer_names)) and not counters["graph_break"]
     assert_agree(found, gradients(without_compilation(model), tokens))
 
 
