@@ -205,7 +205,9 @@ CUDA = (
     # Feature maps
     Fault("cuda/features.cu", "other = at - block - 1", "other = at - block"),
     Fault("cuda/features.cu", "other < 0 ? other + size : other", "other < 0 ? 0 : other"),
-    Fault("cuda/features.cu", "other = lanes / 2; other > 0", "other = lanes / 2; other > 1"),
+    Fault(
+        "cuda/features.cu", "other > 0; other /= 2) {\n            total", "other > 1; other /= 2) {\n            total"
+    ),
     Fault("cuda/features.cu", "d = x > A(0) ? d : d * exponential(x)", "d = d * exponential(x)"),
     Fault("cuda/features.cu", "r * shared * inverse * inverse", "r * shared * inverse"),
     Fault("cuda/features.cu", "at + j < size ? at + j : at + j - size", "at + j < size ? at + j : at + j - size + 1"),
