@@ -1,10 +1,10 @@
 """Whole trainings against what users would take instead: words per second, memory, how busy the GPU is, operators.
 
-`fairseq-train` with this plugin, as it is, with --compile, and as fairseq was before ("stock": Adam goes parameter by
-parameter; what else was changed in fairseq has no switch); the same sizes as a compiled Transformer in plain PyTorch
-(`harness/plain_training.py` says what the loops share), and as DeltaNet by flash-linear-attention in the same loop, if
-that is installed. Each training is a process of its own. All get ready side by side, compilation included, and then
-they take turns.
+`fairseq-train` with this plugin, as it is, with --compile, with --cuda-graphs too, and as fairseq was before ("stock":
+Adam goes parameter by parameter; what else was changed in fairseq has no switch); the same sizes as a compiled
+Transformer in plain PyTorch (`harness/plain_training.py` says what the loops share), and as DeltaNet by
+flash-linear-attention in the same loop, if that is installed. Each training is a process of its own. All get ready side
+by side, compilation included, and then they take turns.
 
     python benchmarks/training.py --device cuda --precision bf16 [--parts lm-small] [--budget 340] [--out results.json]
 """
@@ -23,7 +23,7 @@ from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget
 from harness.training_data import write_text
 from harness.training_turns import measure
-from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, PLUGIN, Training
+from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, PLUGIN, REPLAYED, Training
 
 MODELS = ("softmax", "delta", "decay", "gated", "sum")
 """Of which benchmarks/updates.py counts the operators."""
@@ -76,6 +76,8 @@ def main() -> None:
     options.parts = options.parts or [name for name in PARTS if (name in ON_CPU) == on_cpu]
     if options.precision == "fp16":
         options.implementations = [name for name in options.implementations if name not in (PLAIN, FLA)]
+    if on_cpu:  # which has no graphs
+        options.implementations = [name for name in options.implementations if name != REPLAYED]
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     budget = Budget(options.budget)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from harness import ROOT, pages
 from harness.contestants import BACKENDS
 from harness.pages import Record, Row, count, markdown, median, significant
-from harness.trainings import COMPILED, PLAIN, PLUGIN, SOFTMAX, STOCK
+from harness.trainings import COMPILED, PLAIN, PLUGIN, REPLAYED, SOFTMAX, STOCK
 
 
 class Failure(str):
@@ -31,7 +31,7 @@ class Failure(str):
 # A number that a target speaks of, or the reason why there is none; None, where it does not speak of it.
 Number = float | str | None
 
-OURS = (PLUGIN, COMPILED)
+OURS = (PLUGIN, COMPILED, REPLAYED)
 GOALS = json.loads((ROOT / "benchmarks" / "targets.json").read_text())
 
 
@@ -171,7 +171,7 @@ def _trained(rows: Sequence[Row], own: Row, model: str, *implementations: str) -
 
 
 def _of_the_faster(show: Callable[[Row], Number]) -> Callable[[Sequence[Row], Row], Number]:
-    """A number of a training with this plugin, with or without compilation, whichever is faster."""
+    """A number of a training with this plugin, compiled, replayed or as it is, whichever is faster."""
 
     def number(rows: Sequence[Row], own: Row) -> Number:
         found = _trained(rows, own, own["model"], *OURS)

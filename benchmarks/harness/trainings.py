@@ -7,8 +7,9 @@ from pathlib import Path
 from harness.training_data import SOURCE, TARGET, write_pairs, write_text
 
 SOFTMAX = "softmax"
-PLUGIN, COMPILED, STOCK, PLAIN, FLA = "plugin", "plugin, compiled", "stock", "plain PyTorch", "plain PyTorch, fla"
-IMPLEMENTATIONS = (PLUGIN, COMPILED, STOCK, PLAIN, FLA)
+PLUGIN, COMPILED, REPLAYED = "plugin", "plugin, compiled", "plugin, compiled and replayed"
+STOCK, PLAIN, FLA = "stock", "plain PyTorch", "plain PyTorch, fla"
+IMPLEMENTATIONS = (PLUGIN, COMPILED, REPLAYED, STOCK, PLAIN, FLA)
 
 # What makes a model of an architecture of language models. FAVOR+ and DPFP write by the delta rule, as in Table 5 of
 # Schlag et al. (2021).
@@ -82,7 +83,8 @@ class Part:
             sizes = f"--tokens-per-sample {length} --batch-size {batch} --required-batch-size-multiple 1"
             sizes += " --task fast_weight_language_modeling"
         fast = "" if model == SOFTMAX else f"--fast-weight-backend {backend}"
-        how = {COMPILED: "--compile", STOCK: "--use-old-adam"}.get(implementation, "")
+        ways = {COMPILED: "--compile", REPLAYED: "--compile --cuda-graphs", STOCK: "--use-old-adam"}
+        how = ways.get(implementation, "")
         return f"{self.flags} {models[model]} {fast} {sizes} {how} {self.quick if quick else ''}".split()
 
 
@@ -98,11 +100,14 @@ PARTS = {
         length=256,
         types=267_735,
         contestants=[
-            *_each("softmax delta", PLUGIN, COMPILED, STOCK),
+            *_each("softmax delta", PLUGIN, COMPILED, REPLAYED, STOCK),
             *_PEERS,
-            *_each("sum dpfp-1", PLUGIN, COMPILED),
+            *_each("sum dpfp-1", PLUGIN, REPLAYED),
         ],
-        others=_each("decay gated dpfp-2 dpfp-3 favor gated-delta mamba", PLUGIN, COMPILED),
+        others=[
+            *_each("decay gated dpfp-2 dpfp-3 gated-delta mamba", PLUGIN, REPLAYED),
+            *_each("favor", PLUGIN, COMPILED),  # which draws, and cannot be replayed
+        ],
         memory=12,
     ),
     "lm-small-long": Part(
@@ -110,7 +115,7 @@ PARTS = {
         batch=6,
         length=4096,
         types=267_735,
-        contestants=[*_each("delta", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN), *_PEERS],
+        contestants=[*_each("delta", PLUGIN, REPLAYED), *_each(SOFTMAX, PLUGIN), *_PEERS],
         memory=12,
     ),
     "lm-medium": Part(
@@ -118,7 +123,7 @@ PARTS = {
         batch=56,
         length=384,
         types=267_735,
-        contestants=[*_each("delta", PLUGIN, COMPILED, STOCK), *_each(SOFTMAX, COMPILED), *_PEERS],
+        contestants=[*_each("delta", PLUGIN, REPLAYED, STOCK), *_each(SOFTMAX, REPLAYED), *_PEERS],
         memory=14,
     ),
     "baevski": Part(
@@ -126,7 +131,7 @@ PARTS = {
         batch=26,
         length=512,
         types=267_735,
-        contestants=[*_each("decay-32", PLUGIN, COMPILED), *_each(SOFTMAX, COMPILED, PLAIN)],
+        contestants=[*_each("decay-32", PLUGIN, REPLAYED), *_each(SOFTMAX, REPLAYED, PLAIN)],
         others=[*_each("decay-32", STOCK), *_each(SOFTMAX, PLUGIN)],
         memory=24,
     ),
