@@ -22,12 +22,7 @@ from native_build import NVCC_FLAGS, ROOT, Compilation, jobs
 from native_toolchain import Nvcc, Unavailable, generate_code_flags
 
 ARCHITECTURES = (80, 90)
-SMALL_SPILLS = {
-    "diagonal_forward<__half, true, true, 2>": 32,
-    "delta_forward<": 64,
-    "delta_backward<": 64,
-    "walk<__half, 64, true>": 80,
-}
+SMALL_SPILLS = {"diagonal_forward<__half, true, true, 2>": 32, "delta_forward<": 64, "delta_backward<": 64}
 """Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule, which solve a
 chunk's system in registers, were measured as they are; what it costs the first is unmeasured."""
 
