@@ -47,7 +47,8 @@ class Way(NamedTuple):
         if self.plan is None:
             return "recurrent"
         text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}, segments {segments}"
-        return text.format(**self.plan).removesuffix(", segments 1")
+        how = ", side by side" if self.plan["walk"] else ""
+        return text.format(**self.plan).removesuffix(", segments 1") + how
 
 
 class Call(NamedTuple):
@@ -82,7 +83,9 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
     plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]
     if (ordinary := ways[2].plan) is not None:
-        plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
+        kept = ("walk", "columns", "stages") if ordinary["walk"] else CHOICES
+        plans += [{**{name: ordinary[name] for name in kept}, "segments": segments} for segments in SEGMENTS]
+    plans += [{"walk": 1, "columns": columns, "stages": stages} for columns in (16, 32, 64) for stages in (1, 2)]
     # What cannot be had falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
     ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
@@ -115,13 +118,18 @@ def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int,
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all."""
+    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all.
+
+    Without walks: the costs that the file is for are not of them.
+    """
     names = ("dtype", "shape", "rule", "pass", "interval")
     new = path.with_name(f".{path.name}.new")
     with new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*names, *NUMBERS, "ms"])
         for row in rows:
+            if (row["plan"] or {}).get("walk"):
+                continue
             plan = [(row["plan"] or {}).get(number, "") for number in NUMBERS]
             writer.writerow([*(row[name] for name in names), *plan, f"{median(row) * 1e3:.4g}"])
     new.replace(path)

@@ -145,6 +145,7 @@ struct Convolution {
 struct ChunkedPlan {
     int32_t chunk, columns, blocks, stages, threads, segments;
     int32_t at_once;  // blocks that a multiprocessor has room for, 4 at most
+    int32_t walk;     // 1: what chunks do not need of one another is done side by side, and the rest is of states alone
     int64_t shared;   // bytes of a block's memory
     double cycles;    // that it takes, about
 };

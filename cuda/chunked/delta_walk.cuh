@@ -19,7 +19,7 @@ struct WalkCosts {
     double tile;           // of the last stage: of a multiprocessor for a chunk, and for each 64 keys and 64 values
 };
 constexpr WalkCosts kForwardCosts{3000, 1500, 16, 3500}, kBackwardCosts{4500, 2600, 34, 12000};
-constexpr double kPartForwards = 1, kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
+constexpr double kPartForwards = 1.5, kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
 constexpr double kFreeWarps = 8;     // of a multiprocessor, that do not slow one another down
 constexpr double kClearMargin = 1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
@@ -150,7 +150,7 @@ inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int l
     if (plan.slice == 0) return ChunkedPlan{};
     const int columns = plan.strips * 16, at_once = static_cast<int>((static_cast<size_t>(limit) + 1024) / (plan.shared + 1024));
     return {kSide, columns, (sizes.value_dim + columns - 1) / columns, plan.stages, plan.strips * plan.parts * kWarp,
-            plan.segments_of(plan.slice), std::min(at_once, 4), static_cast<int64_t>(plan.shared), plan.cycles};
+            plan.segments_of(plan.slice), std::min(at_once, 4), 1, static_cast<int64_t>(plan.shared), plan.cycles};
 }
 
 // ---- Launches ----------------------------------------------------------------------------------------------------

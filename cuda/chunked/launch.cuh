@@ -96,6 +96,7 @@ ChunkedPlan describe(const Sizes& sizes, int32_t dtype, int limit) {
                            plan.threads,
                            of.segments.count,
                            plan.blocks_at_once(limit),
+                           0,
                            static_cast<int64_t>(plan.shared),
                            of.cycles};
     });

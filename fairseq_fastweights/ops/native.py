@@ -112,7 +112,8 @@ def cuda_plan(
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
         whose inputs there is room for (backwards 1); "threads" of a block; "segments" of the time side by side, as
         suits the current device, whatever `capability` is; "at_once": blocks that a multiprocessor has room for, 4 at
-        most; "shared": bytes of a block's memory.
+        most; "shared": bytes of a block's memory; "walk": 1 where chunks are worked on side by side but for their
+        states, 0 where all of a chunk follows the one before.
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
@@ -124,7 +125,7 @@ def cuda_plan(
     numbers = torch.ops.fairseq_fastweights.cuda_plan(
         operation, sizes, dtype, gated, separate_decays, 10 * major + minor
     )
-    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared")
+    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared", "walk")
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 

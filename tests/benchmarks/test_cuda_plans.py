@@ -22,7 +22,7 @@ def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) ->
         return None
     plan = {name: int(asked.get(name, default)) for name, default in zip(NUMBERS, (64, 32, 1, 128, 4), strict=True)}
     possible = plan["chunk"] >= 32 and plan["columns"] <= 32 and plan["stages"] == 1 and plan["threads"] == 128
-    return {**plan, "blocks": 1, "at_once": 2, "shared": 1000} if possible else None
+    return {**plan, "blocks": 1, "at_once": 2, "shared": 1000, "walk": int(asked.get("walk", 0))} if possible else None
 
 
 @pytest.mark.parametrize(("kind", "results"), [("forward", 2), ("backward", 4)])
@@ -40,6 +40,7 @@ def test_each_way_to_do_a_pass_is_found_once_and_asked_for(kind: str, results: i
     tiles = {(chunk, columns, 4) for chunk in (32, 64) for columns in (16, 32)}
     assert set(plans) == tiles | {(64, 32, segments) for segments in cuda_plans.SEGMENTS}
     assert len({str(way) for way in ways}) == len(ways) == len(plans) + 1
+    assert [way.plan["columns"] for way in ways if "side by side" in str(way) and way.plan is not None] == [16, 32]
     assert not {ALGORITHM, PLAN} & set(os.environ)
     monkeypatch.setattr(os, "environ", ways[-1].environment)
     assert kernels("", ()) == ways[-1].plan
@@ -61,6 +62,7 @@ def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_p
     ways = [line[5:12] for line in lines if line[:5] == ["float32", "mt-big", "gated_delta", "forward", "64"]]
     assert ["64", "32", "1", "1", "128", "4", "2"] in ways and [""] * 7 in ways and len(ways) * 2 == len(lines) > 10
     assert all(float(line[-1]) > 0 for line in lines)
+    assert len({*map(tuple, ways)}) == len(ways), "walks are left out"
 
     def wrong(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
         out, state = ops.gated_delta_rule(*inputs, **options)

@@ -67,6 +67,14 @@ def test_a_launch_beyond_the_device_is_refused(probes):
     assert probes.run_probe(pointer(numbers), pointer(numbers), 2048, 0) == 9
 
 
+def test_movmatrix_transposes(probes):
+    """A lane has two neighbours of a row, of four lanes to a row of 8."""
+    square = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    transposed = np.zeros((8, 8), dtype=np.uint16)
+    assert probes.run_transpose(pointer(transposed), pointer(square)) == 0
+    assert np.array_equal(transposed, square.T)
+
+
 @pytest.mark.parametrize(("kind", "depth", "digits"), [(0, 16, 11), (1, 16, 8), (2, 8, 11)])
 def test_tensor_core_products(probes, kind, depth, digits):
     """float16, bfloat16 and tf32, on operands of so few binary digits that every product and sum is exact."""

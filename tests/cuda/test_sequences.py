@@ -104,31 +104,14 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
 # Of chunks side by side: parts of keys and values in the last stage, keys that several warps share, several blocks of a
 # head, one buffer and two, slices of time, segments of slices.
 WALKS = [
-    *[
-        ((1, 1, 1, 64), ""),
-        ((70, 20, 72, 64), "columns=32"),
-        ((130, 16, 9, 128), "slice=1"),
-        ((200, 9, 17, 64), "segments=2"),
-    ],
-    *[
-        ((150, 33, 40, 64), "columns=16 stages=1"),
-        ((65, 130, 20, 64), ""),
-        ((300, 5, 6, 64), "slice=3 segments=2"),
-    ],
+    *[((1, 1, 1, 64), ""), ((70, 20, 72, 64), "columns=32"), ((130, 16, 9, 128), "slice=1")],
+    *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=16 stages=1"), ((65, 130, 20, 64), "")],
+    *[((300, 5, 6, 64), "slice=3 segments=2"), ((129, 68, 8, 64), "segments=3")],
 ]
 MORE_WALKS = [
-    *[
-        ((63, 64, 64, 64), ""),
-        ((64, 40, 130, 0), ""),
-        ((400, 16, 16, 128), "slice=4 segments=2"),
-        ((90, 260, 20, 64), ""),
-    ],
-    *[
-        ((40, 512, 40, 64), ""),
-        ((40, 24, 512, 64), ""),
-        ((700, 8, 24, 256), "stages=2 segments=3"),
-        ((129, 300, 80, 64), ""),
-    ],
+    *[((63, 64, 64, 64), ""), ((64, 40, 130, 0), ""), ((400, 16, 16, 128), "slice=4 segments=2")],
+    *[((90, 260, 20, 64), ""), ((40, 512, 40, 64), ""), ((40, 24, 512, 64), "")],
+    *[((700, 8, 24, 256), "stages=2 segments=3"), ((129, 300, 80, 64), "")],
 ]
 
 

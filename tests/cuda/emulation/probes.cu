@@ -95,7 +95,15 @@ __global__ void multiply(float* d, const float* a, const float* b, const float* 
     for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + 2 * member + i % 2] = sums[i];
 }
 
+__global__ void transpose(unsigned* out, const unsigned* in) {
+    out[threadIdx.x] = emulation::movmatrix(in[threadIdx.x]);
+}
+
 }  // namespace
+
+extern "C" int run_transpose(unsigned* out, const unsigned* in) {
+    return launch(transpose, dim3(1), dim3(32), 0, nullptr, out, in);
+}
 
 extern "C" int run_probe(float* out, const float* in, int threads, int which) {
     return launch(probe, dim3(1), dim3(threads), threads * sizeof(float), nullptr, out, in, which);
