@@ -107,8 +107,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
 
     plan.keys = 16;
     while (plan.keys < kMostKeys<T> && plan.keys < sizes.key_dim) plan.keys *= 2;
-    plan.parts = 1;
-    while (plan.keys * plan.parts < sizes.key_dim) plan.parts *= 2;
+    plan.parts = (sizes.key_dim + plan.keys - 1) / plan.keys;
     if (plan.parts > kMostWarps) return best;
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
