@@ -95,7 +95,9 @@ __global__ void multiply(float* d, const float* a, const float* b, const float* 
     for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + 2 * member + i % 2] = sums[i];
 }
 
-__global__ void transpose(unsigned* out, const unsigned* in) { out[threadIdx.x] = emulation::movmatrix(in[threadIdx.x]); }
+__global__ void transpose(unsigned* out, const unsigned* in) {
+    out[threadIdx.x] = emulation::movmatrix(in[threadIdx.x]);
+}
 
 }  // namespace
 
