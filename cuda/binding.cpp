@@ -641,8 +641,8 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, a
     const int32_t type = dtype_of(dtype, "v");
     if (fastweights_choose(number, &given, type, gated, separate_decays, device) == kRecurrent) return {};
     const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, separate_decays, device);
-    return {made.chunk, made.columns, made.blocks, made.stages, made.threads, made.segments, made.at_once,
-            made.shared, made.walk};
+    return {made.chunk,    made.columns, made.blocks, made.stages, made.threads,
+            made.segments, made.at_once, made.shared, made.walk};
 }
 
 }  // namespace

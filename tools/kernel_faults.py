@@ -324,7 +324,7 @@ CUDA = (
     Fault("cuda/chunked/walk.cu", "for (int p = 0; p < parts; ++p)", "for (int p = 1; p < parts; ++p)"),
     Fault("cuda/chunked/walk.cu", "n % interval == 0)", "n % interval == 1)"),
     Fault("cuda/chunked/walk.cu", "? w.first : w.others;", "? w.first : w.first;"),
-    Fault("cuda/chunked/walk.cu", "if (i > 0) __syncthreads();", ""),
+    Fault("cuda/chunked/walk.cu", "if (w.stages == 2) fetch(nth(0));", ""),
     Fault("cuda/chunked/walk.cu", "        copies_wait<0>();\n        __syncthreads();", "        copies_wait<0>();"),
     Fault("cuda/chunked/walk.cu", "read.scale(steps + kReadBeta);", "read.scale(steps + kBeta);"),
     Fault("cuda/chunked/walk.cu", "            found.scale(steps + kToEnd);\n", ""),

@@ -288,7 +288,8 @@ struct DeltaBackwardPass {
 };
 
 ChunkedPlan plan_in_one_chain(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit) : describe<DeltaBackwardPass<false>>(sizes, dtype, limit);
+    return gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit)
+                 : describe<DeltaBackwardPass<false>>(sizes, dtype, limit);
 }
 
 // Whether a call is better off with its chunks side by side (delta_walk_backward.cu).

@@ -146,7 +146,8 @@ struct DeltaForwardPass {
 };
 
 ChunkedPlan plan_in_one_chain(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit) : describe<DeltaForwardPass<false>>(sizes, dtype, limit);
+    return gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit)
+                 : describe<DeltaForwardPass<false>>(sizes, dtype, limit);
 }
 
 // Whether a call is better off with its chunks side by side (delta_walk_forward.cu).

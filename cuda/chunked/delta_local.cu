@@ -73,8 +73,8 @@ __device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matr
 
 template <typename T, bool Gated, bool Backward>
 __global__ void __launch_bounds__(kTileThreads)
-    delta_local(const Sizes sizes, const Sequence q, const Sequence k, const Sequence strengths, const Sequence log_gate,
-                const Slice<Factor<T>> slice) {
+    delta_local(const Sizes sizes, const Sequence q, const Sequence k, const Sequence strengths,
+                const Sequence log_gate, const Slice<Factor<T>> slice) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int widest = slice.key_rows < kWidest ? slice.key_rows : kWidest;
@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kTileThreads)
         const int keys = min(kWidest, slice.key_rows - key);
         if (key > 0) __syncthreads();
         copy_rows(shared.k, Head<T>(k, batch, head, key, sizes.key_dim), kSide, keys, start, time);
-        if constexpr (Backward) copy_rows(shared.q, Head<T>(q, batch, head, key, sizes.key_dim), kSide, keys, start, time);
+        if constexpr (Backward)
+            copy_rows(shared.q, Head<T>(q, batch, head, key, sizes.key_dim), kSide, keys, start, time);
         copies_commit();
         copies_wait<0>();
         __syncthreads();
@@ -137,8 +138,10 @@ cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& 
     const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
     const auto with = [&](auto gated, auto back) {
         constexpr bool kGated = decltype(gated)::value, kBackward = decltype(back)::value;
-        const size_t bytes = LocalLayout<T, kGated>(Carver(nullptr), kBackward, std::min(kWidest, slice.key_rows)).bytes;
-        return launch(delta_local<T, kGated, kBackward>, grid, block, bytes, stream, sizes, q, k, strengths, log_gate, slice);
+        const size_t bytes =
+            LocalLayout<T, kGated>(Carver(nullptr), kBackward, std::min(kWidest, slice.key_rows)).bytes;
+        return launch(delta_local<T, kGated, kBackward>, grid, block, bytes, stream, sizes, q, k, strengths, log_gate,
+                      slice);
     };
     const std::true_type yes{};
     const std::false_type no{};
@@ -146,10 +149,10 @@ cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& 
     return backward ? with(no, yes) : with(no, no);
 }
 
-template cudaError_t launch_local<float>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
-                                         const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__half>(const Sizes&, const Sequence&, const Sequence&, const Sequence&, const Sequence&, bool,
-                                          const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<float>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
+                                         const Sequence&, bool, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__half>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
+                                          const Sequence&, bool, const Slice<float>&, cudaStream_t);
 template cudaError_t launch_local<__nv_bfloat16>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
                                                  const Sequence&, bool, const Slice<__nv_bfloat16>&, cudaStream_t);
 

@@ -19,9 +19,11 @@ struct WalkCosts {
     double tile;           // of the last stage: of a multiprocessor for a chunk, and for each 64 keys and 64 values
 };
 constexpr WalkCosts kForwardCosts{3000, 1500, 16, 3500}, kBackwardCosts{4500, 2600, 34, 12000};
-constexpr double kPartForwards = 1.5, kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
-constexpr double kFreeWarps = 8;     // of a multiprocessor, that do not slow one another down
-constexpr double kClearMargin = 1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
+constexpr double kPartForwards = 1.5,
+                 kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
+constexpr double kFreeWarps = 8;         // of a multiprocessor, that do not slow one another down
+constexpr double kClearMargin =
+    1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
 struct WalkPlan {
     int keys, parts, strips, stages;  // keys of a warp; warps that share a strip; strips of a block
@@ -34,7 +36,8 @@ struct WalkPlan {
 };
 
 // Cycles of a launch of so many walks' blocks, of so many chunks each.
-inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const WalkCosts& costs, int64_t blocks, int chunks) {
+inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const WalkCosts& costs, int64_t blocks,
+                              int chunks) {
     const int warps = plan.strips * plan.parts;
     const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
                                  kMostWarps / warps);  // a thread may take 255 registers
@@ -49,7 +52,8 @@ inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const 
 template <typename F>
 size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan, bool backward) {
     const size_t heads = plan.heads, segments = plan.segments_of(plan.slice);
-    const size_t state = sizeof(float) * sizes.key_dim * sizes.value_dim, passed = sizeof(float) * sizes.key_dim * sizes.key_dim;
+    const size_t state = sizeof(float) * sizes.key_dim * sizes.value_dim,
+                 passed = sizeof(float) * sizes.key_dim * sizes.key_dim;
     size_t bytes = 0;
     lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, backward, nullptr, bytes);
     if (segments > 1) bytes += up_to_256(heads * segments * (state + passed));
@@ -77,7 +81,8 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device, bool 
 }
 
 // What a slice takes. `length`: chunks between states that are kept.
-inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward, int length) {
+inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward,
+                              int length) {
     const WalkCosts& costs = backward ? kBackwardCosts : kForwardCosts;
     const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
     const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
@@ -107,8 +112,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
 
     plan.keys = 16;
     while (plan.keys < kMostKeys<T> && plan.keys < sizes.key_dim) plan.keys *= 2;
-    plan.parts = 1;
-    while (plan.keys * plan.parts < sizes.key_dim) plan.parts *= 2;
+    plan.parts = (sizes.key_dim + plan.keys - 1) / plan.keys;
     if (plan.parts > kMostWarps) return best;
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
@@ -122,7 +126,8 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
 
     const auto weigh = [&](int segments) {
         plan.segment = (plan.slice + segments - 1) / segments;
-        plan.cycles = slices * kClearMargin * cycles_of_slice(plan, sizes, device, backward, interval_of(sizes, kSide) / kSide);
+        plan.cycles =
+            slices * kClearMargin * cycles_of_slice(plan, sizes, device, backward, interval_of(sizes, kSide) / kSide);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
         best = plan;
         best.bytes = walk_bytes<Factor<T>>(sizes, plan, backward);
@@ -133,7 +138,8 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
         for (plan.stages = 2; plan.stages >= 1; --plan.stages) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
             plan.shared =
-                WalkLayout<T>(Carver(nullptr), backward, plan.stages, plan.keys * plan.parts, plan.strips, plan.parts).bytes;
+                WalkLayout<T>(Carver(nullptr), backward, plan.stages, plan.keys * plan.parts, plan.strips, plan.parts)
+                    .bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
             if (device.asked.segments > 0)
                 weigh(std::min(device.asked.segments, plan.slice));
@@ -148,9 +154,18 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
 // What a plan says to those who ask.
 inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int limit) {
     if (plan.slice == 0) return ChunkedPlan{};
-    const int columns = plan.strips * 16, at_once = static_cast<int>((static_cast<size_t>(limit) + 1024) / (plan.shared + 1024));
-    return {kSide, columns, (sizes.value_dim + columns - 1) / columns, plan.stages, plan.strips * plan.parts * kWarp,
-            plan.segments_of(plan.slice), std::min(at_once, 4), 1, static_cast<int64_t>(plan.shared), plan.cycles};
+    const int columns = plan.strips * 16,
+              at_once = static_cast<int>((static_cast<size_t>(limit) + 1024) / (plan.shared + 1024));
+    return {kSide,
+            columns,
+            (sizes.value_dim + columns - 1) / columns,
+            plan.stages,
+            plan.strips * plan.parts * kWarp,
+            plan.segments_of(plan.slice),
+            std::min(at_once, 4),
+            1,
+            static_cast<int64_t>(plan.shared),
+            plan.cycles};
 }
 
 // ---- Launches ----------------------------------------------------------------------------------------------------
@@ -186,8 +201,9 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, bool backward
     w.count = plan.segments_of(w.slice.chunks);
     w.first = {first, 1, 0};
     if (w.count > 1) {
-        Segments segments{w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim,
-                          w.sizes.key_dim * w.sizes.key_dim, nullptr, nullptr};
+        Segments segments{
+            w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim, w.sizes.key_dim * w.sizes.key_dim,
+            nullptr, nullptr};
         segments.place(room);
         const WalkStates all{segments.states, 1, w.slice.heads};
         Walks<Factor<T>> probe = w;
@@ -213,9 +229,9 @@ cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, bool backwa
         for (int i = 0; i < slices; ++i) {
             const int begin = (backward ? slices - 1 - i : i) * plan.slice;
             size_t bytes = 0;
-            const Slice<F> slice = lay_out<F>(sizes, head, std::min(plan.heads, heads - head), begin,
-                                              std::min(plan.slice, chunks - begin), backward,
-                                              static_cast<unsigned char*>(workspace), bytes);
+            const Slice<F> slice =
+                lay_out<F>(sizes, head, std::min(plan.heads, heads - head), begin, std::min(plan.slice, chunks - begin),
+                           backward, static_cast<unsigned char*>(workspace), bytes);
             const cudaError_t error = f(slice, bytes);
             if (error != cudaSuccess) return error;
         }

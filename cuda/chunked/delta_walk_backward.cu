@@ -30,8 +30,8 @@ struct GradientLayout {
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)), d_out(carver.matrix<T>(kSide, values)),
           update(carver.matrix<Factor<T>>(values, kSide)), d_right(carver.matrix<Factor<T>>(values, kSide)),
           state(carver.matrix<Factor<T>>(values, keys)), d_state(carver.matrix<Factor<T>>(values, keys)),
-          d_scores(carver.matrix<Factor<T>>(kSide, kSide)), d_system(carver.matrix<Factor<T>>(kSide, kSide)), steps(carver),
-          gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
+          d_scores(carver.matrix<Factor<T>>(kSide, kSide)), d_system(carver.matrix<Factor<T>>(kSide, kSide)),
+          steps(carver), gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
         d_beta = carver.take<float>(2 * kSide);
         bytes = carver.used;
     }
@@ -49,7 +49,9 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     const Place at(slice, p.sizes);
     const int thread = threadIdx.x, batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
-    const auto value_head = [&](const Sequence& x, int value) { return Head<T>(x, batch, head, value, p.sizes.value_dim); };
+    const auto value_head = [&](const Sequence& x, int value) {
+        return Head<T>(x, batch, head, value, p.sizes.value_dim);
+    };
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
@@ -68,7 +70,9 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     }
     steps.find(p.beta, p.log_gate, batch, head, start, time);
     // The same lane each time adds to a step's sum of a tile across.
-    const auto add_to = [&](float* sums, const Tile& tile, int t, float sum) { sums[tile.column / kTileColumns * kSide + t] += sum; };
+    const auto add_to = [&](float* sums, const Tile& tile, int t, float sum) {
+        sums[tile.column / kTileColumns * kSide + t] += sum;
+    };
 
     Tile products = own_tile(kSide), scores = products;
     for (int key = 0; key < slice.key_rows; key += key_part) {
@@ -113,7 +117,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             steps.keep_pairs(scores, true);
             scores.each_with(d_scores, [](int, int, float& value, float& other) { value *= other; });
             products.each_with(d_system, [](int, int, float& value, float& other) { value *= other; });
-            scores.each_with(products, [&](int t, int s, float& value, float& other) { gradient.inside(t, s) = value + other; });
+            scores.each_with(products,
+                             [&](int t, int s, float& value, float& other) { gradient.inside(t, s) = value + other; });
         }
         steps.keep_pairs(d_scores, true);
         write_tile(d_scores, shared.d_scores);
@@ -139,7 +144,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             if (!all_values) copy_values(value, values);
             const int from = value * slice.key_rows + key;
             copy_found(shared.state, slice.state_of(slice.states, at.local, at.n) + from, slice.key_rows, values, keys);
-            copy_found(shared.d_state, slice.state_of(slice.d_states, at.local, at.n) + from, slice.key_rows, values, keys);
+            copy_found(shared.d_state, slice.state_of(slice.d_states, at.local, at.n) + from, slice.key_rows, values,
+                       keys);
             arrive();
             if constexpr (Gated)
                 for (Walk i(keys); i.row < values; i.next())
@@ -212,10 +218,11 @@ cudaError_t run_pass(const RuleBackward& p, cudaStream_t stream) {
         float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
         w.ends = {slice.begin > 0 ? between : nth_state(p.d_initial_state, p.sizes, head), 1, 0};
         const bool last = (slice.begin + slice.chunks) * kSide >= p.sizes.time;
-        error = launch_walk<T>(plan, w, true, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes, stream);
+        error = launch_walk<T>(plan, w, true, last ? nth_state(p.d_final_state, p.sizes, head) : between,
+                               workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        return launch(delta_gradients<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
-                      plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        return launch(delta_gradients<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
+                      dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
     });
 }
 

@@ -92,15 +92,16 @@ cudaError_t run_pass(const RuleForward& p, cudaStream_t stream) {
         cudaError_t error = launch_local<T>(p.sizes, p.q, p.k, p.beta, p.log_gate, false, slice, stream);
         if (error != cudaSuccess) return error;
         Walks<F> w = walks_of(p, plan, slice);
-        float* const last = nth_state(p.final_state, p.sizes, slice.first_head);  // also what the next slice starts from
+        float* const last =
+            nth_state(p.final_state, p.sizes, slice.first_head);  // also what the next slice starts from
         w.ends = {last, 1, 0};
         const int kept = kept_states(p.sizes);
         w.kept = kept > 0 ? nth_state(p.states, p.sizes, static_cast<int64_t>(slice.first_head) * kept) : nullptr;
         float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
         error = launch_walk<T>(plan, w, false, first, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        return launch(delta_outputs<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
-                      plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        return launch(delta_outputs<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
+                      dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
     });
 }
 

@@ -18,15 +18,19 @@ constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
-    int key_rows, columns;     // padded to multiples of 16
+    int key_rows, columns;                 // padded to multiples of 16
     float *inverse, *steps;
     F *scores, *states, *updates, *d_states, *d_right;
 
     __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
         return static_cast<int64_t>(head) * chunks + (n - begin);
     }
-    __device__ __forceinline__ F* state_of(F* all, int head, int n) const { return all + index(head, n) * columns * key_rows; }
-    __device__ __forceinline__ F* rows_of(F* all, int head, int n) const { return all + index(head, n) * columns * kSide; }
+    __device__ __forceinline__ F* state_of(F* all, int head, int n) const {
+        return all + index(head, n) * columns * key_rows;
+    }
+    __device__ __forceinline__ F* rows_of(F* all, int head, int n) const {
+        return all + index(head, n) * columns * kSide;
+    }
 };
 
 inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }

@@ -97,8 +97,8 @@ struct Strip {
                     const int step = start + 8 * n + group;
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const unsigned pair = transpose_matrix(
-                            narrow_pair<T>(value[n][2 * half], value[n][2 * half + 1]).bits());
+                        const unsigned pair =
+                            transpose_matrix(narrow_pair<T>(value[n][2 * half], value[n][2 * half + 1]).bits());
                         T* const place = to.data + step * to.stride + 8 * half + 2 * member;
                         if (step < time) *reinterpret_cast<Pair<T>*>(place) = Pair<T>::of_bits(pair);
                     }

@@ -39,8 +39,8 @@ struct ChunkSteps {
         : gates(carver, Gated ? kSide : 0), beta(carver.take<float>(kSide)) {}
 
     // Ends with a barrier.
-    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, int batch, int head, int start,
-                                         int time) const {
+    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
+                                         int start, int time) const {
         const int thread = threadIdx.x;
         if (thread < kSide) beta[thread] = load_step(strengths, batch, head, start, kSide, time);
         if constexpr (Gated) {
@@ -67,7 +67,8 @@ struct Place {
     template <typename F>
     __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
         : local(blockIdx.x / slice.chunks), n(slice.begin + blockIdx.x % slice.chunks),
-          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
+          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
+          start(n * kSide) {}
 };
 
 }  // namespace fairseq_fastweights

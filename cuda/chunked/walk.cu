@@ -38,7 +38,8 @@ __device__ __forceinline__ void load_state(Strip<N>& state, const float* from, i
     });
 }
 template <int N>
-__device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column, int columns) {
+__device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
+                                            int columns) {
     state.each([&](int place, int j, float& x) {
         const int key = first_key + place;
         if (key < keys && column + j < columns) to[static_cast<int64_t>(key) * columns + column + j] = x;
@@ -49,7 +50,9 @@ __device__ __forceinline__ void store_state(Strip<N>& state, float* to, int firs
 __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchange, int strip, int strips, int part,
                                              int parts) {
     const int lane = warp_lane();
-    const auto place = [&](int p, int n) -> float4& { return exchange[((p * strips + strip) * (kSide / 8) + n) * kWarp + lane]; };
+    const auto place = [&](int p, int n) -> float4& {
+        return exchange[((p * strips + strip) * (kSide / 8) + n) * kWarp + lane];
+    };
 #pragma unroll
     for (int n = 0; n < kSide / 8; ++n)
         place(part, n) = make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
@@ -74,10 +77,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const WalkLayout<T> shared(Carver(memory), Backward, w.stages, Keys * parts, w.strips, parts);
     const int strip = warp % w.strips, part = warp / w.strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
-    const int batch = (slice.first_head + head_index) / w.sizes.heads, head = (slice.first_head + head_index) % w.sizes.heads;
+    const int batch = (slice.first_head + head_index) / w.sizes.heads,
+              head = (slice.first_head + head_index) % w.sizes.heads;
     const int of_values = w.blocks_of(w.sizes.value_dim);
     const bool transformation = block >= of_values;  // of a probe
-    const int first = (transformation ? block - of_values : block) * w.strips * kTileRows, column = first + strip * kTileRows;
+    const int first = (transformation ? block - of_values : block) * w.strips * kTileRows,
+              column = first + strip * kTileRows;
     const int keys = w.sizes.key_dim, columns = transformation ? keys : w.sizes.value_dim, time = w.sizes.time;
     // Nobody asks what the slice's last segment makes of zeros, or backwards its first.
     const int number = blockIdx.y + (Backward && w.probe ? 1 : 0);
@@ -87,7 +92,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const int stage = n & (w.stages - 1), start = n * kSide;
         copy_rows(shared.keys[stage], Head<T>(w.keys, batch, head, 0, keys), kSide, Keys * parts, start, time);
         if constexpr (Backward) {
-            copy_rows(shared.queries[stage], Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start, time);
+            copy_rows(shared.queries[stage], Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start,
+                      time);
             copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide);
         }
         copy_rows(shared.values[stage], Head<T>(w.values, batch, head, first, transformation ? 0 : columns), kSide,
@@ -105,7 +111,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     } else if (!w.probe) {
         const WalkStates& from = number == (Backward ? w.count - 1 : 0) ? w.first : w.others;
         if (from.data != nullptr)
-            load_state(state, from.data + from.index(head_index, number) * keys * columns, first_key, keys, column, columns);
+            load_state(state, from.data + from.index(head_index, number) * keys * columns, first_key, keys, column,
+                       columns);
     }
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int chunks = end - begin;
@@ -126,13 +133,16 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const float* const steps = shared.steps[stage].data;
         const bool records = w.record && column < slice.columns;
         if (records) {
-            F* const to = slice.state_of(Backward ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
+            F* const to =
+                slice.state_of(Backward ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
             state.store(to + first_key, slice.key_rows, slice.key_rows - first_key);
         }
         if constexpr (!Backward) {
             const int interval = w.sizes.interval / kSide;
             if (w.kept != nullptr && n > 0 && n % interval == 0)
-                store_state(state, w.kept + (static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1) * state_floats,
+                store_state(state,
+                            w.kept + (static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1) *
+                                         state_floats,
                             first_key, keys, column, columns);
         }
         Strip<kSteps> read;
@@ -157,7 +167,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             multiply_kept<kPasses, false, Part::kLower>(found, given, shared.inverse[stage]);
         }
         if (records && part == 0)
-            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide, kSide);
+            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide,
+                        kSide);
         const float whole = steps[kWholeGate];
         state.each([&](int, int, float& x) { x *= whole; });
         if constexpr (Backward) {
@@ -181,19 +192,23 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const bool ends = w.probe || number == (Backward ? 0 : w.count - 1);
     if (!ends || w.ends.data == nullptr) return;
     if (transformation)
-        store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys, first_key, keys,
-                    column, keys);
+        store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys,
+                    first_key, keys, column, keys);
     else
-        store_state(state, w.ends.data + w.ends.index(head_index, number) * state_floats, first_key, keys, column, columns);
+        store_state(state, w.ends.data + w.ends.index(head_index, number) * state_floats, first_key, keys, column,
+                    columns);
 }
 
 template <typename T, bool Backward>
 cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
     const auto with = [&](auto keys) {
         const int identity = w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
-        const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity), w.count - w.probe);
-        const size_t shared = WalkLayout<T>(Carver(nullptr), Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts).bytes;
-        return launch(walk<T, decltype(keys)::value, Backward>, grid, dim3(w.strips * w.parts * kWarp), shared, stream, w);
+        const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
+                        w.count - w.probe);
+        const size_t shared =
+            WalkLayout<T>(Carver(nullptr), Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts).bytes;
+        return launch(walk<T, decltype(keys)::value, Backward>, grid, dim3(w.strips * w.parts * kWarp), shared, stream,
+                      w);
     };
     switch (w.keys_of_warp) {
         case 16: return with(std::integral_constant<int, 16>());

@@ -17,17 +17,18 @@ struct WalkStates {
 template <typename F>
 struct Walks {
     Slice<F> slice;
-    Sequence keys, values;     // of values, backwards the gradients of outputs
+    Sequence keys, values;       // of values, backwards the gradients of outputs
     Sequence queries, d_values;  // backwards
     Sizes sizes;
-    WalkStates first, others, ends;  // where the slice's first walk (backwards its last) starts, and the others; where they end
-    float* kept;         // where the forward pass keeps states; null: nowhere
-    float* passed;       // of a probe: what walks make of the identity
-    int length, count;   // chunks of a walk; walks of the slice
+    WalkStates first, others,
+        ends;           // where the slice's first walk (backwards its last) starts, and the others; where they end
+    float* kept;        // where the forward pass keeps states; null: nowhere
+    float* passed;      // of a probe: what walks make of the identity
+    int length, count;  // chunks of a walk; walks of the slice
     int keys_of_warp, parts, strips, stages;  // as in WalkPlan
-    int probe;    // 1: only what walks make of zeros, and of the identity
-    int record;   // 1: leaves the chunks' states and updates
-    int gated;    // 1: there are gates
+    int probe;                                // 1: only what walks make of zeros, and of the identity
+    int record;                               // 1: leaves the chunks' states and updates
+    int gated;                                // 1: there are gates
 
     __host__ __device__ __forceinline__ int blocks_of(int columns) const {
         return (columns + kTileRows * strips - 1) / (kTileRows * strips);
@@ -55,7 +56,7 @@ struct WalkLayout {
     }
 };
 
-constexpr int kMostWarps = 8;   // of a walk's block
+constexpr int kMostWarps = 8;  // of a walk's block
 // Keys of a warp: of factors that are multiplied in tf32 more would not stay in registers.
 template <typename T>
 constexpr int kMostKeys = kRounded<T> ? 128 : 64;

@@ -105,7 +105,7 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
 # head, one buffer and two, slices of time, segments of slices.
 WALKS = [
     *[((1, 1, 1, 64), ""), ((70, 20, 72, 64), "columns=32"), ((130, 16, 9, 128), "slice=1")],
-    *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=16 stages=1"), ((65, 130, 20, 64), "")],
+    *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=32 stages=1"), ((65, 130, 20, 64), "stages=1")],
     *[((300, 5, 6, 64), "slice=3 segments=2"), ((129, 68, 8, 64), "segments=3")],
 ]
 MORE_WALKS = [
@@ -116,7 +116,8 @@ MORE_WALKS = [
 
 
 def walks(cases, dtypes):
-    return [x for x in product(WALKED, cases, dtypes) if x[2] == BF16 or x[1][0][1] < 512]  # backwards they do not fit
+    """Backwards a walk of more than 256 keys does not fit in float32: chunks follow one another."""
+    return [x for x in product(WALKED, cases, dtypes) if x[2] == BF16 or x[1][0][1] <= 256]
 
 
 @pytest.mark.parametrize(

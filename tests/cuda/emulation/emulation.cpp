@@ -539,7 +539,8 @@ uint32_t movmatrix(uint32_t pair) {
     const int row = lane() / 4, column = 2 * (lane() % 4);  // of the transpose
     uint16_t elements[2];
     for (int i = 0; i < 2; ++i)
-        std::memcpy(&elements[i], slots[(column + i) * 4 + row / 2].bytes + row % 2 * sizeof(uint16_t), sizeof(uint16_t));
+        std::memcpy(&elements[i], slots[(column + i) * 4 + row / 2].bytes + row % 2 * sizeof(uint16_t),
+                    sizeof(uint16_t));
     uint32_t transposed;
     std::memcpy(&transposed, elements, sizeof transposed);
     return transposed;
