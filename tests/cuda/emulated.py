@@ -32,6 +32,7 @@ TOLERANCE = {
     "chunked": {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
 }
 TOLERANCE["walked"] = TOLERANCE["chunked"]
+WALKS = {"chunked": "walk=-1", "walked": "walk=1"}  # as they are asked for
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
@@ -60,7 +61,8 @@ class EmulationError(RuntimeError):
 class Emulator:
     """The compiled kernels; sizes are those of struct Sizes.
 
-    `algorithm` is "recurrent" or "chunked" throughout, or "walked" for chunks side by side, a way of the latter.
+    `algorithm` is "recurrent" or "chunked" throughout; where it runs, the latter is for one chunk after another, and
+    "walked" for chunks side by side.
     """
 
     def __init__(self, library: Path) -> None:
@@ -174,11 +176,13 @@ class Emulator:
             elif kind is StepState:
                 value = StepState(tensor.data_ptr(), *tensor.stride()[:3])
             setattr(params, name, value)
-        if algorithm == "walked":
+        if algorithm in WALKS:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FASTWEIGHTS_CUDA_PLAN", f"{os.environ.get('FASTWEIGHTS_CUDA_PLAN', '')} walk=1")
+                patch.setenv(
+                    "FASTWEIGHTS_CUDA_PLAN", f"{os.environ.get('FASTWEIGHTS_CUDA_PLAN', '')} {WALKS[algorithm]}"
+                )
                 self._call(f"{operation}_chunked", params)
-            assert self.workspaces[operation] > 0, "chunks followed one another"
+            assert algorithm == "chunked" or self.workspaces[operation] > 0, "chunks followed one another"
         else:
             self._call(operation + (f"_{algorithm}" if algorithm else ""), params)
 
