@@ -22,14 +22,13 @@ from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
 from fairseq_fastweights.models.fast_weight_options import parse_layers
 from fairseq_fastweights.models.host_copies import contains
+from fairseq_fastweights.models.layer_forms import OutputNormDecoderLayer, ParallelDecoderLayer
 from fairseq_fastweights.models.mixer_layers import (
     MixerBuilder,
     MixerDecoderLayer,
-    ParallelDecoderLayer,
     project,
     wrap_layer,
 )
-from fairseq_fastweights.models.output_norm_layer import OutputNormDecoderLayer
 from fairseq_fastweights.models.segment_state import SegmentState
 
 logger = logging.getLogger(__name__)

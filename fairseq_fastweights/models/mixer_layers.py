@@ -218,41 +218,6 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         return self.run(TransformerDecoderLayerBase.forward, arguments, options, starts)
 
 
-class ParallelDecoderLayer(MixerDecoderLayer):
-    """x + mixer(norm_1(x)) + feed_forward(norm_2(x)), with the parameters of fairseq's pre-norm layer (GPT-NeoX).
-
-    Raises:
-        ValueError: for options that this form of a layer cannot have.
-    """
-
-    def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
-        if not cfg.decoder.normalize_before:
-            raise ValueError("parallel_residual is set; it needs decoder_normalize_before, which is not")
-        for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
-            if getattr(cfg, name, False):
-                raise ValueError(f"{name} is set; with parallel_residual it must not be")
-        super().__init__(cfg, build_mixer, no_encoder_attn=True)
-
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None, None]:
-        """Computes the layer."""
-        starts = options.pop("starts", None)
-        computed: tuple[Tensor, None, None] = self.run(self._compute, arguments, options, starts)
-        return computed
-
-    @staticmethod
-    def _compute(
-        own: Any,
-        x: Tensor,
-        *,
-        incremental_state: dict[Any, Any] | None = None,
-        self_attn_padding_mask: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None, None]:
-        mixed, _ = own.self_attn(own.self_attn_layer_norm(x), None, None, self_attn_padding_mask, incremental_state)
-        hidden = own.activation_dropout_module(own.activation_fn(own.fc1(own.final_layer_norm(x))))
-        return x + own.dropout_module(mixed) + own.dropout_module(own.fc2(hidden)), None, None
-
-
 def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
     """Wraps a layer for activation checkpointing and sharding if the options ask for them, as fairseq does."""
     if cfg.checkpoint_activations:

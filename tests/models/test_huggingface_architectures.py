@@ -12,7 +12,7 @@ from fairseq.data import Dictionary
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
-from fairseq_fastweights.models.mixer_layers import ParallelDecoderLayer
+from fairseq_fastweights.models.layer_forms import ParallelDecoderLayer
 
 # Layers, width, heads, and the parameters of the published models.
 GPT2 = {"small": (12, 768, 12, 124_439_808), "medium": (24, 1024, 16, 354_823_168)}

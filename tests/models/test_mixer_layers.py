@@ -10,7 +10,7 @@ from fairseq.models.transformer import TransformerConfig
 
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
-from fairseq_fastweights.models.mixer_layers import ParallelDecoderLayer
+from fairseq_fastweights.models.layer_forms import ParallelDecoderLayer
 
 BUILDERS = {"softmax": lambda width: SoftmaxAttention(width, 2, rotary_dim=4), "mamba": Mamba}
 X = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(1))
