@@ -145,9 +145,7 @@ class MemoryAttention(Mixer):
         return q, k, v
 
     def _mapping(self, v: Tensor) -> dict[str, Any]:
-        # The compiler puts the definition into the kernels before and after it, which are fewer then.
-        backend = "reference" if self.backend == "auto" and torch.compiler.is_compiling() else self.backend
-        return {"normalize": "sum" in self.normalization, "dtype": v.dtype, "backend": backend}
+        return {"normalize": "sum" in self.normalization, "dtype": v.dtype, "backend": self.backend}
 
     def _in_float32_range(self, v: Tensor) -> Tensor:
         return v.float() if v.dtype == torch.float16 and self.needs_float32_range else v

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import libraries, native
 from fairseq_fastweights.ops.checks import BackendUnavailable
@@ -42,6 +43,17 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
             f"backend='native' was asked for: {why_not_native}; or use backend={other!r} (which 'auto' takes then)"
         )
     return backend
+
+
+def choose_elementwise(backend: str, x: torch.Tensor) -> str:
+    """What computes an operation of single numbers, or of single vectors, of x: "reference" or "native".
+
+    "auto" takes the reference where it has what kernels lack, forward-mode derivatives, and under torch.compile, which
+    puts it into the kernels before and after it. For the errors see `choose_backend`.
+    """
+    if backend == "auto" and (forward_ad._current_level >= 0 or torch.compiler.is_compiling()):
+        return "reference"
+    return choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False)
 
 
 @torch.compiler.assume_constant_result

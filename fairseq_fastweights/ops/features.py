@@ -13,11 +13,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import native, native_operators
+from fairseq_fastweights.ops import native_operators
 from fairseq_fastweights.ops.checks import check_tensor, state_dtype
-from fairseq_fastweights.ops.choice import choose_backend
+from fairseq_fastweights.ops.choice import choose_elementwise
 from fairseq_fastweights.ops.native_operators import register_autograd
 
 Normalization = Literal["none", "sum", "length"]
@@ -100,10 +99,7 @@ def map_features(
     if feature_map == "dpfp" and not 1 <= nu < 2 * x.shape[-1]:
         raise ValueError(f"nu is {nu}; it must be from 1 to {2 * x.shape[-1] - 1} for vectors of {x.shape[-1]}")
     dtype = state_dtype(x.dtype) if dtype is None else dtype
-    why_not = native.why_not(x.device.type, x.dtype)
-    if backend == "auto" and forward_ad._current_level >= 0:
-        backend = "reference"
-    if choose_backend(backend, 1, why_not, in_chunks=False) != "native":
+    if choose_elementwise(backend, x) != "native":
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     numbers = list(MAPS).index(feature_map), nu, NORMALIZATIONS.index(normalization)
@@ -176,9 +172,7 @@ def random_features(
         raise ValueError(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}")
     dtype = state_dtype(projected.dtype) if dtype is None else dtype
     how = scale, log_epsilon, stabilized, NORMALIZATIONS.index(normalization), eps, dtype
-    if backend == "auto" and forward_ad._current_level >= 0:
-        backend = "reference"
-    if choose_backend(backend, 1, native.why_not(source.device.type, source.dtype), in_chunks=False) != "native":
+    if choose_elementwise(backend, source) != "native":
         return _definition_of_random(projected, source, *how)
     projected, source = (x if x.stride(-1) == 1 else x.contiguous() for x in (projected, source))
     mapped: Tensor = _random_features(projected, source, *how)

@@ -11,11 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.checks import check_shape, check_tensor, state_dtype
-from fairseq_fastweights.ops.choice import choose_backend
+from fairseq_fastweights.ops.choice import choose_elementwise
 from fairseq_fastweights.ops.native_operators import register_autograd
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -81,13 +79,11 @@ def gate(
     _check(x, activation, bias, log_rate, y, weight, norm)
     dtype = state_dtype(x.dtype) if dtype is None else dtype
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    if backend == "auto" and forward_ad._current_level >= 0:
-        backend = "reference"
     if backend == "auto" and norm == "none" and log_rate is None and x.dtype == dtype == state_dtype(dtype):
         # A plain activation is one operator of PyTorch's; on a CPU one or two more take less time than to call ours.
         plain = bias is None and y is None and scale == 1
         backend = "reference" if plain or (x.is_cpu and x.numel() < WORTH_A_KERNEL) else backend
-    if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
+    if choose_elementwise(backend, x) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     shape, of_y = x.shape, 0 if norm == "none" else 1
     x, y = _in_steps(x, 3), None if y is None else _in_steps(y, 3 + of_y)

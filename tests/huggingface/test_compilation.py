@@ -9,7 +9,7 @@ import torch
 
 from fairseq_fastweights.huggingface import GenerationStep
 from fairseq_fastweights.mixers.registry import MIXERS
-from tests.huggingface.test_generation import build, draw
+from tests.huggingface.test_generation import ROUNDING, build, draw
 
 # All in one model, a layer each: a graph for each mixer would take a minute.
 BOUNDED = [name for name in MIXERS if name not in ("softmax", "linformer")]
@@ -29,7 +29,7 @@ def test_a_step_is_one_graph():
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     expected, out = model(tokens[:, :5]), model(tokens[:, :5])
     for time in range(5, 8):
-        assert torch.equal(out.logits, expected.logits)
+        assert (out.logits - expected.logits).abs().max() <= ROUNDING
         token = tokens[:, time : time + 1]
         expected, out = (
             call(token, past_key_values=x.past_key_values) for call, x in ((model, expected), (compiled, out))
@@ -45,4 +45,4 @@ def test_an_exported_step_serves_all_steps():
     for time in range(5, 8):
         token = tokens[:, time : time + 1]
         logits, read, states = step(token, read, states)
-        assert torch.equal(logits, model(token, past_key_values=cache).logits[:, -1])
+        assert (logits - model(token, past_key_values=cache).logits[:, -1]).abs().max() <= ROUNDING
