@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from harness import records
-from harness.memory import keep_freed_memory
 from harness.program import finish, make_parser, parse
 from harness.timing import Clock, first_calls, time_in_turns
 from torch import Tensor
@@ -28,6 +27,7 @@ from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.freed_memory import keep_freed_memory
 from fairseq_fastweights.integrations.transformers import install
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.registry import build_mixer

@@ -17,8 +17,9 @@ import itertools
 from harness import figures
 from harness.cases import QUICK_SHAPES, RULES, SHAPES, Shape
 from harness.comparison import Case, measure_all
-from harness.memory import keep_freed_memory
 from harness.program import COMMON, finish, make_parser, parse
+
+from fairseq_fastweights.freed_memory import keep_freed_memory
 
 # Slower calls are not worth waiting for, in seconds; of other lengths they are.
 LONGEST_CALL, LONGEST_CALL_OF_LENGTHS = 3.0, 5.0

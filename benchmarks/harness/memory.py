@@ -1,6 +1,5 @@
-"""How much memory a call takes, and memory that calls free, kept by the process for the calls after them."""
+"""How much memory a call takes."""
 
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,14 +48,3 @@ def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int
 def held(state: Any) -> int:
     """Bytes of the tensors in nested dictionaries and lists."""
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc, where it is there, to give nothing back to the system.
-
-    By default it gives large blocks back, and the system hands pages out again one by one, filled with zeros, which can
-    take a call that returns tens of megabytes as much time as it takes itself.
-    """
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD in malloc.h
-        library.mallopt(-4, 0)  # M_MMAP_MAX

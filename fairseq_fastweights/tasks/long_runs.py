@@ -1,6 +1,7 @@
 """Wraps functions of fairseq-train for long runs of every task, when --user-dir is imported.
 
-Signals end a run with a checkpoint, a damaged last checkpoint is replaced, and one run at a time uses a --save-dir.
+Signals end a run with a checkpoint, a damaged last checkpoint is replaced, and one run at a time uses a --save-dir. The
+memory of large tensors on a CPU is kept for the next ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 
+from fairseq_fastweights.freed_memory import keep_freed_memory
 from fairseq_fastweights.tasks.changed_data import CHANGED, FileError, LastUpdate
 from fairseq_fastweights.tasks.interruptions import Interruption
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
@@ -55,6 +57,8 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(cfg: Any, trainer: Any, **others: Any) -> Any:
         """fairseq's; where the last checkpoint is damaged, of the newest that is whole."""
         _look_after_signals()
+        if trainer.device.type == "cpu":
+            keep_freed_memory()
         if cfg.restore_file == "checkpoint_last.pt" and not cfg.no_save:
             if trainer.is_data_parallel_master:
                 replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)

@@ -14,7 +14,7 @@ from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from faults import differences, trained
 
-from fairseq_fastweights.tasks import save_dir
+from fairseq_fastweights.tasks import long_runs, save_dir
 from fairseq_fastweights.tasks.interruptions import Interruption
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, train
 from tests.tasks.conftest import forked, slow
@@ -263,3 +263,10 @@ def test_a_damaged_checkpoint_is_replaced_by_the_newest_that_is_whole(corpus, tm
     assert f"training continues from checkpoint_1_{4 if how == 'bit' else 2}.pt; checkpoint_last.pt.damaged" in log
     assert (tmp_path / "checkpoint_last.pt.damaged").read_bytes() == damaged
     assert not differences(trained(whole), trained(tmp_path))
+
+
+def test_a_training_on_a_cpu_keeps_the_memory_of_large_tensors(corpus, tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(long_runs, "keep_freed_memory", lambda: kept.append(True))
+    train(corpus, tmp_path, *FLAGS, "--max-update", "1", "--no-save")
+    assert kept
