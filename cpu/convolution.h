@@ -102,11 +102,12 @@ private:
     // Inputs t ... t + rows, of which those below 0 were given.
     void read(real* rows_of, index_t t, index_t rows) const {
         const index_t given = t < 0 ? minimum(rows, -t) : 0;
-        if (p_.before.data) {
+        if (given > 0 && p_.before.data) {
             load_rows(rows_of, p_.before, offset(p_.before, t + R_), p_.before.time, given, count_, 0);
         } else {
             fill(rows_of, real(0), given * ld_);
         }
+        if (rows == given) return;  // a text of no steps has no memory to point into
         load_rows(rows_of + given * ld_, p_.x, offset(p_.x, t + given), p_.x.time, rows - given, count_, 0);
     }
 

@@ -51,7 +51,7 @@ LISTED = {
     "tools/native_build.py: importlib.util.spec_from_file_location": OF_ITS_OWN,
     "tools/native_toolchain.py: runpy.run_path": "the version in the torch that is installed",
     "benchmarks/build_causal_product.py: torch.utils.cpp_extension.load": "a peer's kernel, from its hashed source",
-    "benchmarks/harness/memory.py: ctypes.CDLL": "the C library that Python itself uses",
+    "fairseq_fastweights/freed_memory.py: ctypes.CDLL": "the C library that Python itself uses",
     "fairseq/distributed/utils.py: pickle.loads, torch.load": BETWEEN_PROCESSES,
     "fairseq/models/__init__.py: import_module": "modules in a folder that is code",
     "fairseq/tasks/__init__.py: import_module": "modules in a folder that is code",
