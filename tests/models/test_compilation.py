@@ -91,7 +91,9 @@ def test_carried_states_documents_and_padding(fairseq, text, compiler, flags):
         results[compiled] = [gradients(model, text(3, 9), **batch) for batch in (*batches, *batches)]
         results[compiled].append(gradients(model, padded))
         # With states or without, documents, padding; with checkpoints also without gradients. Not for each layer.
-        assert 4 <= len(made) <= 14 if compiled else not made
+        # What was compiled before in the process decides which sizes are general at once: without that some come twice.
+        most = 24 if flags else 14
+        assert 4 <= len(made) <= most if compiled else not made, len(made)
         model.decoder._carried = {True: {}, False: {}}
     assert not counters["graph_break"]
     for found, wanted in zip(*results.values(), strict=True):
