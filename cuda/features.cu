@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
         const A d = factor.r * of.gradient(i) - factor.less;
         return call.normalization == kLength ? d - factor.less_by_feature * of.phi(i) : d;
     };
-    if (Random) {
+    if constexpr (Random) {
         A log_scale = A(0);
         for (int i = lane; i < call.dim; i += lanes) {
             const A up = d_phi(i) * of.exponential_of(i), down = d_phi(i + call.dim) * of.exponential_of(i + call.dim);
@@ -155,25 +155,26 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
             const A value = load_element<A>(call.source.data, call.source.dtype, of.source + i);
             store_element(call.d_source.data, call.d_source.dtype, of.d_source + i, by * value);
         }
-        return;
-    }
-    for (int i = lane; i < call.dim; i += lanes) {
-        const A x = of.input(i);
-        A d = A(0);
-        if (call.map == kDpfp) {
-            const int size = 2 * call.dim, at = x < A(0) ? i + call.dim : i;
-            for (int j = 1; j <= call.nu; ++j) {
-                const int before = at - j < 0 ? at - j + size : at - j, after = at + j < size ? at + j : at + j - size;
-                const int block = (j - 1) * size;
-                d += d_phi(block + at) * of.z(before) + d_phi(block + after) * of.z(after);
+    } else {
+        for (int i = lane; i < call.dim; i += lanes) {
+            const A x = of.input(i);
+            A d = A(0);
+            if (call.map == kDpfp) {
+                const int size = 2 * call.dim, at = x < A(0) ? i + call.dim : i;
+                for (int j = 1; j <= call.nu; ++j) {
+                    const int before = at - j < 0 ? at - j + size : at - j,
+                              after = at + j < size ? at + j : at + j - size;
+                    const int block = (j - 1) * size;
+                    d += d_phi(block + at) * of.z(before) + d_phi(block + after) * of.z(after);
+                }
+                d = x > A(0) ? d : x < A(0) ? -d : A(0);
+            } else {
+                d = d_phi(i);
+                if (call.map == kElu) d = x > A(0) ? d : d * exponential(x);
+                if (call.map == kRelu) d = x <= A(0) ? A(0) : d;
             }
-            d = x > A(0) ? d : x < A(0) ? -d : A(0);
-        } else {
-            d = d_phi(i);
-            if (call.map == kElu) d = x > A(0) ? d : d * exponential(x);
-            if (call.map == kRelu) d = x <= A(0) ? A(0) : d;
+            store_element(call.dx.data, call.dx.dtype, of.dx + i, d);
         }
-        store_element(call.dx.data, call.dx.dtype, of.dx + i, d);
     }
 }
 
