@@ -2,6 +2,8 @@
 
 import os
 import pty
+import select
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +37,23 @@ def full() -> tuple[int, Callable[[], object]]:
 
 
 def hung_up() -> tuple[int, Callable[[], object]]:
+    """A terminal that is read until it is closed: it holds only a few thousand characters."""
     controller, terminal = pty.openpty()
-    return terminal, lambda: os.close(controller)
+    closing = threading.Event()
+
+    def read() -> None:
+        while not closing.is_set():
+            if select.select([controller], [], [], 0.01)[0]:
+                os.read(controller, 4096)
+
+    def close() -> None:
+        closing.set()
+        reader.join()  # or its reading would keep the terminal open
+        os.close(controller)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    return terminal, close
 
 
 LOGS: dict[str, Callable[[], tuple[int, Callable[[], object]]]] = {
