@@ -25,8 +25,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By their names, in the order of the kernels' numbers for them."""
 NORMS = ("none", "rms", "layer")
 """In the order of the kernels' numbers for them."""
-WORTH_A_KERNEL = 2**20
-"""On a CPU, numbers that take longer to read and write several times than a kernel takes to be called."""
+NEVER = 2**63
+FASTER_FROM = {
+    "activation": (NEVER, 2**20),
+    "bias": (2**16, 2**15),
+    "factor": (NEVER, 2**15),
+    "rate": (0, 0),
+    "rms": (0, 0),
+    "layer": (2**16, 0),
+}
+"""From how many numbers on a kernel is faster on a CPU than the definition, forwards and backwards together: in float32
+and float64, and in 16 bits, which PyTorch's operators first convert. Measured with one thread."""
 _NUMBERS = {name: number for names in (ACTIVATIONS, NORMS) for number, name in enumerate(names)}
 
 
@@ -79,16 +88,31 @@ def gate(
     _check(x, activation, bias, log_rate, y, weight, norm)
     dtype = state_dtype(x.dtype) if dtype is None else dtype
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    if backend == "auto" and norm == "none" and log_rate is None and x.dtype == dtype == state_dtype(dtype):
-        # A plain activation is one operator of PyTorch's; on a CPU one or two more take less time than to call ours.
-        plain = bias is None and y is None and scale == 1
-        backend = "reference" if plain or (x.is_cpu and x.numel() < WORTH_A_KERNEL) else backend
+    if backend == "auto" and not _worth_a_kernel(x, bias, log_rate, y, norm, scale, dtype):
+        backend = "reference"
     if choose_elementwise(backend, x) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     shape, of_y = x.shape, 0 if norm == "none" else 1
     x, y = _in_steps(x, 3), None if y is None else _in_steps(y, 3 + of_y)
     out: Tensor = _gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     return out if out.shape == shape else out.view(shape)
+
+
+def _worth_a_kernel(
+    x: Tensor,
+    bias: Tensor | None,
+    log_rate: Tensor | None,
+    y: Tensor | None,
+    norm: str,
+    scale: float,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether a kernel is faster than PyTorch's operators, as far as that is known."""
+    given = {"rate": log_rate is not None, "factor": y is not None, "bias": bias is not None, "activation": True}
+    form = norm if norm != "none" else next(form for form in given if given[form])
+    if form == "activation" and scale == 1 and x.dtype == dtype == state_dtype(dtype):
+        return False  # It is one operator there, too.
+    return not x.is_cpu or x.numel() >= FASTER_FROM[form][x.dtype != state_dtype(x.dtype)]
 
 
 def _in_steps(x: Tensor, dims: int) -> Tensor:

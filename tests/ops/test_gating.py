@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import gating, native
 from fairseq_fastweights.ops.checks import BackendUnavailable
 from fairseq_fastweights.ops.gating import ACTIVATIONS, NORMS, gate
 from tests.ops.agreement import relative_error
@@ -224,3 +224,29 @@ def test_no_kernel_for_a_device():
     assert gate(x, "softplus", log_rate=x[0, :2]).shape == (2, 4)
     with pytest.raises(BackendUnavailable, match="devices of type meta"):
         gate(x, "softplus", backend="native")
+
+
+FORMS = {
+    "activation": (),
+    "bias": ("bias",),
+    "factor": ("y",),
+    "rate": ("bias", "log_rate"),
+    "rms": ("y", "weight"),
+    "layer": ("y",),
+}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="what a CPU is called for")
+@pytest.mark.parametrize("form", FORMS)
+def test_few_numbers_take_the_operators_that_are_faster(form, monkeypatch):
+    norm = form if form in NORMS else "none"
+    called = []
+    monkeypatch.setattr(gating, "_gate", lambda x, *others: called.append(x.numel()) or x)
+    for dtype, first in zip((torch.float32, torch.bfloat16), gating.FASTER_FROM[form], strict=True):
+        sizes = [4] if first in (0, gating.NEVER) else [first - 4, first]
+        called.clear()
+        for size in sizes:
+            x = torch.zeros(size // 4, 4, dtype=dtype)
+            known = {"y": x if norm == "none" else x.view(-1, 2, 2), "weight": x.new_ones(2)}
+            gate(x, "silu", **{name: known.get(name, x.new_zeros(4)) for name in FORMS[form]}, norm=norm)
+        assert called == [size for size in sizes if size >= first]
