@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
 
 def cycles(costs: Sequence[float], plan: Plan) -> float:
-    """What `cycles_of` in cuda/chunked/segments.cuh says of a plan."""
+    """The cycles of a plan, as `cycles_of` in cuda/chunked/segments.cuh counts them."""
     of_chunk, row, product, waiting, waiting_of_step, of_first = costs
     shape = SHAPES[plan.shape]
     heads, keys = shape.batch * shape.heads, math.ceil(shape.key_dim / 16) * 16
@@ -107,7 +107,7 @@ def read(path: Path) -> dict[tuple[str, str, str], list[Plan]]:
 
 
 def fit(plans: Sequence[Plan]) -> list[float]:
-    """Of fits in which slow plans, and what is far off, count more or less, the one whose choices lose the least."""
+    """The fit whose choices lose the least, among fits that weigh slow plans, and large errors, more or less."""
     fits = (fit_logarithms(plans, power, scale) for power in (1, 2, 3) for scale in (0.15, 0.05))
     return min(fits, key=lambda costs: float(np.mean(losses(costs, plans))))
 

@@ -64,7 +64,7 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 
 def plans(path: Path) -> str:
-    """Of the calls in bfloat16 in a file of benchmarks/cuda_plans.py, the fastest ways."""
+    """The fastest ways of the calls in bfloat16 in a file of benchmarks/cuda_plans.py."""
     calls: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):

@@ -38,7 +38,7 @@ def prepare(folder: Path, settings: dict[str, int]) -> Path:
 
 
 def training_flags(model: str, settings: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """What `fairseq-train` is told, beside the data, to train the paper's small language model with these settings."""
+    """The options of `fairseq-train`, beside the data, for the paper's small language model with these settings."""
     flags = PARTS["lm-small"].flags_of(model, PLUGIN, options.backend, options.quick)
     return [
         *("--user-dir", "fairseq_fastweights", *flags, *(["--cpu"] if options.device == "cpu" else [])),

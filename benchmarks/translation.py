@@ -60,7 +60,7 @@ def build_generator(model: Any, dictionary: Dictionary, beam: int, length: int) 
 
 @dataclass
 class Hypotheses:
-    """What the generator holds between two tokens, for an ensemble of one model.
+    """The tensors that the generator holds between two tokens, for an ensemble of one model.
 
     `tokens` are (rows, tokens so far and the symbol before them), those of a sentence `beam` rows one by one; `scores`,
     the sums of their logarithmic probabilities; `order` says which of the rows before each continues.
@@ -83,7 +83,7 @@ class Hypotheses:
 
 
 def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
-    """What it holds after `length` tokens, of random values, in so many hypotheses of one source, encoded once."""
+    """Its tensors after `length` tokens, of random values, in so many hypotheses of one source, encoded once."""
     ensemble, device = generator.model, source.device
     tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
     scores = -torch.rand(rows, length, device=device).cumsum(dim=1)
@@ -100,7 +100,7 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
 
 
 def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
-    """What the generator does for the next token, but for small work that is the same for all models."""
+    """The generator's work for the next token, but for small work that is the same for all models."""
     ensemble, beam = generator.model, generator.beam_size
     rows, step = hypotheses.scores.shape
     with torch.no_grad():

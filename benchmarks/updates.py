@@ -35,7 +35,7 @@ SETTINGS = {"types": 300, "batch": 2, "length": 16, "updates": 8, "log interval"
 
 
 def watch(data: Path, model: str, precision: str, way: str) -> Update:
-    """What is known of an update of a model's training, in this process."""
+    """Counts of an update of a model's training, in this process."""
     from fairseq_cli import train
 
     torch.compiler.reset()  # of the models before

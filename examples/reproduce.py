@@ -140,7 +140,7 @@ def _run_rows(arguments: list[str]) -> int:
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """What comes before the first `--`, between that and a second one, and after it."""
+    """The words before the first `--`, between that and a second one, and after it."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == "--" and len(parts) < 3:

@@ -1,4 +1,4 @@
-"""What is measured: shapes, and the inputs of every rule at a shape."""
+"""The measured cases: shapes, and the inputs of every rule at a shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def operation_of(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of q, k, v and the rule's gates."""
+    """The shapes of q, k, v and the rule's gates."""
     operation: Callable[..., tuple[Tensor, Tensor]] = getattr(ops, f"{OTHERWISE_NAMED.get(rule, rule)}_rule")
     return operation
 
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def steps(self) -> bool:
-        """Whether this is generation: one token, read from and written to a state, without gradients."""
+        """True for generation: one token, read from and written to a state, without gradients."""
         return self.time == 1
 
 
@@ -75,7 +75,7 @@ QUICK_SHAPES = (Shape("quick", 2, 2, 48, 8, 16, 1), Shape("quick-step", 2, 2, 1,
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all contestants compute from, in the layout (batch, time, heads, dim), contiguous.
+    """The inputs of all contestants, in the layout (batch, time, heads, dim), contiguous.
 
     Attributes:
         q, k: (batch, time, heads, key_dim). k is normalised to length 1, as the delta rule needs it.

@@ -1,4 +1,4 @@
-"""What takes part in a comparison: this project's rules and other implementations, each in the layout that suits it."""
+"""The contestants of a comparison: this project's rules and other implementations, each in the layout that suits it."""
 
 import importlib
 import os

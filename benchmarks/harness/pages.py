@@ -16,7 +16,7 @@ PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTI
 
 
 def render(record: Record) -> str:
-    """What a record says, as the page shows it."""
+    """A record as Markdown, as the page shows it."""
     return "\n".join(part for part in _PARTS[record["program"]](record) if part)
 
 

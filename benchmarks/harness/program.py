@@ -1,4 +1,4 @@
-"""What the programs share: the options of their command lines, and what becomes of a record."""
+"""The options of the programs' command lines, and how a program ends with a record."""
 
 import math
 import sys

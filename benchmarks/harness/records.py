@@ -72,5 +72,5 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def is_current(record: dict[str, Any]) -> bool:
-    """Whether a record was measured in the way in which its program measures now."""
+    """True if a record was measured in the way in which its program measures now."""
     return record.get("method", 1) == METHODS.get(record["program"], 1)

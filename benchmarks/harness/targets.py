@@ -1,4 +1,4 @@
-"""What the project set out to reach, held against results: met, missed and by how much, or unmeasured and why.
+"""The project's targets beside its results: met, missed and by how much, or unmeasured and why.
 
 The targets are those of benchmarks/targets.json, a list of what is asked of a program on a device:
 
@@ -109,7 +109,7 @@ def _span(record: Record) -> dict[str, int]:
 
 
 def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) -> list[tuple[str, Number]]:
-    """Of each case a number, or why there is none."""
+    """For each case a number, or why there is none."""
     rows, span = record["rows"], _span(record)
 
     def find(case: Row, changes: Row) -> Row | str:
@@ -145,7 +145,7 @@ def _why_not(row: Row) -> str | None:
 
 
 def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
-    """Of a peer that has several functions one is enough; who has none that ran may have been the best."""
+    """The time of the fastest peer over this row's; a reason if some peer has no function that ran."""
     case = {key: own[key] for key in ("shape", "dtype", "pass")}
     peers: dict[str, list[float | str]] = {}
     for row in rows:

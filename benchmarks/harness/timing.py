@@ -104,7 +104,7 @@ class Budget:
         return self._end - self._now()
 
     def share(self, parts: int) -> float:
-        """What each of so many parts to come may take."""
+        """The seconds that each of so many parts to come may take."""
         return self.left / max(parts, 1)
 
 
@@ -167,6 +167,6 @@ def time_tokens(
 
 
 def summarize(times: Sequence[float]) -> dict[str, float]:
-    """Of some measurements, one at least: "rounds", "min", "lower" and "upper" quartile, "median"."""
+    """Statistics of some measurements, one at least: "rounds", "min", "lower" and "upper" quartile, "median"."""
     lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return {"rounds": len(times), "min": min(times), "lower": lower, "median": middle, "upper": upper}

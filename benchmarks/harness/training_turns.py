@@ -53,7 +53,7 @@ class Trainee:
         theirs.close()
 
     def answer(self, seconds: float) -> Row | None:
-        """What it answers within so many seconds, None if it does not. Raises `Lost`."""
+        """Its answer within so many seconds, None if there is none. Raises `Lost`."""
         try:
             if not self.connection.poll(seconds):
                 return None
@@ -188,7 +188,7 @@ def _lost(reason: Lost) -> Row:
 
 
 def _row(turns: Sequence[Row], profiled: Row) -> Row:
-    """What is known of a training: its speed, its memory, and what an update starts.
+    """Measurements of a training: its speed, its memory, and what an update starts.
 
     How long the GPU is busy is the time in which it does something in the update that was profiled, over the time of
     one that was not, as a profiler lets the CPU take longer.

@@ -1,4 +1,4 @@
-"""What benchmarks/training.py trains: parts, which are sizes of models, and who trains what in each of them."""
+"""The trainings of benchmarks/training.py: parts, which are sizes of models, and who trains what in each of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Part:
         return write_text(folder, types, (2 * 16 if quick else self.batch * self.length) * updates)
 
     def flags_of(self, model: str, implementation: str, backend: str, quick: bool) -> list[str]:
-        """What fairseq-train is told of model and batch."""
+        """The options of fairseq-train for model and batch."""
         models = TRANSLATORS if self.translates else MODELS
         batch, length = (2, 16) if quick else (self.batch, self.length)
         if self.translates:

@@ -1,4 +1,4 @@
-"""What an update of fairseq-train starts, operator by operator, and where it would wait for a GPU; found on a CPU."""
+"""Operators that an update of fairseq-train starts, and where it would wait for a GPU; found on a CPU."""
 
 import traceback
 from collections import Counter, defaultdict
@@ -40,7 +40,7 @@ _COMPILED = "_cpp_fused_"
 
 @dataclass
 class Update:
-    """What is known of an update.
+    """Counts of an update.
 
     Attributes:
         operators: for each part, how often every operator was started. One that PyTorch calls within another counts

@@ -1,1 +1,1 @@
-"""What the demos share."""
+"""Modules that the demos share."""

@@ -1,4 +1,4 @@
-"""What a demo is told on the command line, and how it ends."""
+"""A demo's command line: its options, and how the demo ends."""
 
 from __future__ import annotations
 

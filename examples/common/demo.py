@@ -1,4 +1,4 @@
-"""What the demos that train with fairseq have in common."""
+"""Steps that are common to the demos which train with fairseq."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fairseq-train` writes about its work, read back."""
+"""Reads the logs that `fairseq-train` writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*)$", re.MULTILINE)
 
 @dataclass
 class Training:
-    """What the log of `fairseq-train --log-format json` says.
+    """The contents of a log of `fairseq-train --log-format json`.
 
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
     that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
@@ -74,7 +74,7 @@ def parse_training(log: str) -> Training:
 
 
 def read_training(log: str) -> dict[str, Any]:
-    """What a demo keeps of a training.
+    """The results of a training that a demo keeps.
 
     Returns "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
     "best_valid_ppl". Raises ValueError if the log has none of these.
@@ -106,7 +106,7 @@ def describe_training(log_end: str, updates: int) -> str:
 
 
 def find_in(log: str, what: str, pattern: str) -> list[Any]:
-    """What a pattern finds in a log; ValueError, which says `what` is missing, if that is nothing."""
+    """The part of a log that a pattern matches; ValueError, which says `what` is missing, if nothing matches."""
     found = re.findall(pattern, log, re.MULTILINE)
     if not found:
         raise ValueError(f"its log has no {what} in it")

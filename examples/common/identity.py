@@ -1,4 +1,4 @@
-"""What a score is of: one that was found before must not pass for that of another model, other data or options."""
+"""Identifies a score, so that an old one never passes for that of another model, other data or other options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KERNELS = ("FASTWEIGHTS_NATIVE", "FASTWEIGHTS_CPU_ISA", "FASTWEIGHTS_CUDA_ALGOR
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Of the names, sizes and contents of files."""
+    """A digest of the names, sizes and contents of files."""
     digest = hashlib.sha256()
     for path in sorted(files):
         with path.open("rb") as file:
@@ -30,7 +30,7 @@ def split_files(data: Path, split: str) -> list[Path]:
 
 
 def identity(command: str, checkpoint: Path, data: Iterable[Path]) -> dict[str, str]:
-    """What an evaluation is of, part by part; `command` names no folder, as the contents of files count instead."""
+    """The parts that identify an evaluation; `command` names no folder, as the contents of files count instead."""
     kernels = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_KERNELS))
     return {
         "options": command,
@@ -41,7 +41,7 @@ def identity(command: str, checkpoint: Path, data: Iterable[Path]) -> dict[str, 
 
 
 def difference(noted: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
-    """What a score that was noted is of otherwise, in words; "" if nothing."""
+    """How a noted score's identity differs from this one, in words; "" if it does not."""
     if noted is None:
         return "does not say what it is of"
     different = [name for name in now if noted.get(name) != now[name]]
@@ -54,7 +54,7 @@ def first_line(now: Mapping[str, str]) -> bytes:
 
 
 def noted_in(log: Path) -> dict[str, str] | None:
-    """What the first line of a log says; None if it says nothing."""
+    """The identity in the first line of a log; None if there is none."""
     with log.open("rb") as file:
         start, _, rest = file.readline().partition(b" ")
     try:

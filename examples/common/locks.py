@@ -40,7 +40,7 @@ class Holder:
 
     @property
     def beats(self) -> bool:
-        """Whether it has been heard of lately; its file's times may be known a minute late."""
+        """True if it has been heard of lately; its file's times may be known a minute late."""
         return self.silent < 4 * BEAT
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _living(file: Path, now: float) -> Holder | None:
 
 
 def _is_locked(file: Path) -> bool | None:
-    """Whether a process of this machine has locked it; None if the file system cannot tell."""
+    """True if a process of this machine has locked it; None if the file system cannot tell."""
     try:
         with file.open("rb") as opened:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)

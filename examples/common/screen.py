@@ -1,4 +1,4 @@
-"""What a program shows while its commands run."""
+"""Shows the progress of a program while its commands run."""
 
 from __future__ import annotations
 

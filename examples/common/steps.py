@@ -106,7 +106,7 @@ class Step:
         return _folded(f"  {variables}{shlex.quote(self.command[0])}", self.groups)
 
     def difference(self, other: Step) -> str:
-        """What the command has that another of the same program has not, and the other way round."""
+        """The options that this command adds to another of the same program, and those that it leaves out."""
         here, there = self.groups, other.groups
         text = _folded(f"  as for {other.title}, but with", [group for group in here if group not in there])
         options = [group[0] for group in here]
@@ -191,7 +191,7 @@ class Process:
             os.killpg(self.popen.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether it has; then it is also known how much memory it took."""
+        """True if it has; then it is also known how much memory it took."""
         if self.popen.returncode is None:
             process, status, usage = os.wait4(self.popen.pid, os.WNOHANG)
             if process:
@@ -220,7 +220,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step gets when it begins.
+    """The resources that a step gets when it begins.
 
     `environment`: variables of its own. `keep_open`: file descriptors that it inherits. `told`: what of that people
     should know.
@@ -296,15 +296,15 @@ class Runner(Screen):
                     process.stop(self.patience)
 
     def begin(self, step: Step) -> Turn | None:
-        """What a step gets for which there is a slot; None if it cannot begin yet."""
+        """The resources of a step that can begin now; None if it cannot begin yet."""
         return Turn()
 
     def fail(self, step: Step, error: StepError) -> None:
-        """What comes of a step that failed: the error ends all."""
+        """Ends all steps with the error of one that failed."""
         raise error
 
     def remaining(self, waiting: list[Step], running: Sequence[Process]) -> list[Step]:
-        """Those of the steps that wait which are still to be run."""
+        """The waiting steps that are still to be run."""
         return waiting
 
     def _start(self, step: Step, turn: Turn, running: list[Process]) -> None:
@@ -380,7 +380,7 @@ def read_end(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; empty if it is not there or no JSON object."""
+    """The JSON object in a file; empty if the file is missing or holds no object."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

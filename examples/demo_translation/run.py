@@ -201,7 +201,7 @@ def text_of(step: Step, split: str, language: str) -> Path:
 
 
 def generated_in(folder: Path) -> Path:
-    """What `fairseq-generate --results-path` writes."""
+    """The output of `fairseq-generate --results-path`."""
     return folder / "generate-test.txt"
 
 

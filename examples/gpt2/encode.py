@@ -173,12 +173,12 @@ def _open_text(path: Path) -> Iterator[Iterator[str]]:
 
 
 def tokenizer_files(source: Path) -> tuple[str, ...]:
-    """Those of the tokenizer that a converted model's folder has."""
+    """The tokenizer's files in a converted model's folder."""
     return OTHER_TOKENIZER if (source / OTHER_TOKENIZER[-1]).exists() else TOKENIZER
 
 
 def load_tokenizer(source: Path) -> Callable[[str], str]:
-    """What turns a text into the numbers of its subwords, joined by spaces."""
+    """A function that turns a text into the numbers of its subwords, joined by spaces."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE

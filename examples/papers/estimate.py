@@ -45,7 +45,7 @@ FILES = 3
 
 @dataclass(frozen=True)
 class Size:
-    """What a training takes, whatever the GPU.
+    """The work of a training, whatever the GPU.
 
     Attributes:
         words: that an update predicts. `updates`: how many there are.
@@ -67,11 +67,11 @@ class Size:
 
     @property
     def operations(self) -> float:
-        """Of an update."""
+        """The floating-point operations of an update."""
         return 6.0 * self.products * self.words
 
     def gigabytes(self, precision: str, batches: int) -> float:
-        """Of a GPU: weights, gradients, Adam's averages, copies in float32 of weights in 16 bits, and what is kept."""
+        """Memory of a GPU: weights (and their copies in float32), gradients, Adam's averages, kept numbers."""
         of_parameters, of_numbers = (16, 4) if precision == "fp32" else (20, 2)
         return (self.parameters * of_parameters + self.words / batches * self.kept * of_numbers) / 1e9
 
@@ -127,7 +127,7 @@ def size_of(table: Table, row: Row) -> Size:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a row: hours on one GPU, at least and at most, GB of its memory and of the disk, and batches of an update."""
+    """Hours of a row on one GPU, at least and at most, GB of its memory and of the disk, batches of an update."""
 
     least: float
     most: float
@@ -138,7 +138,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured: an update's seconds, those in which the GPU was busy, its terabytes per second, the model."""
+    """Measurements: an update's seconds, those in which the GPU was busy, its terabytes per second, the model."""
 
     seconds: float
     busy: float
@@ -169,7 +169,7 @@ def estimate(size: Size, gpu: dict[str, Any], precision: str, speeds: Sequence[S
 
 
 def measured(tables: dict[str, Table]) -> list[Speed]:
-    """What speeds.json has."""
+    """The contents of speeds.json."""
     found = []
     for entry in RECORD["measured"]:
         table, row = entry["row"]
@@ -181,7 +181,7 @@ def measured(tables: dict[str, Table]) -> list[Speed]:
 
 
 def stated(table: str, row: str) -> str:
-    """What the paper says of the time of its own training."""
+    """The paper's statement about the time of its own training."""
     return next(text for pattern, text in RECORD["papers"][table] if re.search(pattern, row))
 
 

@@ -61,11 +61,11 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
-        """What tells it from others."""
+        """The key that tells it from others."""
         return self.table, self.name, self.seed, tuple(self.commands)
 
     def is_in(self, entry: Entry, data: str) -> bool:
-        """Whether the ledger's entry is of this run, on data of this digest."""
+        """True if the ledger's entry is of this run, on data of this digest."""
         return entry.key == self.key and entry.data == data and entry.inputs in ("", self.inputs)
 
     @property
@@ -74,7 +74,7 @@ class Run:
         return _updates(self.training.words)
 
     def entry(self, told: dict[str, Any]) -> Entry:
-        """What the ledger says of it, once all of it is done; `told` is what `circumstances` was before."""
+        """The ledger's entry, once all of it is done; `told` is what `circumstances` was before."""
         train, *evaluations = (step.finished_result() for step in self.steps)
         curve = train["train"]
         every = max(1, -(-len(curve) // _POINTS))
@@ -213,7 +213,7 @@ def _run(
 
 
 def _device() -> str:
-    """What rows that are scaled down to a CPU run on. Raises RowError if it is none."""
+    """The device for rows that are scaled down to a CPU: DEVICE, "cpu" or "gpu". Raises RowError for another."""
     device = os.environ.get("DEVICE") or "cpu"
     if device not in ("cpu", "gpu"):
         raise RowError(f"DEVICE is {device}; it must be cpu or gpu")
@@ -225,7 +225,7 @@ def _without_cpu(call: Call) -> Call:
 
 
 def _machine_options(options: Sequence[str]) -> list[str]:
-    """Those of a training's options that say with what a program runs, not what it computes."""
+    """The options of a training that say with what a program runs, not what it computes."""
     found = [["--cpu"] for word in options if word == "--cpu"][:1]
     for at, word in enumerate(options):
         if word.split("=")[0] == "--num-workers":
@@ -234,7 +234,7 @@ def _machine_options(options: Sequence[str]) -> list[str]:
 
 
 def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
-    """What a training that has ended left, of which others may begin from now on."""
+    """The results of a training that has ended; others may begin from its checkpoint from now on."""
     training = parse_training(log)
     if training.parameters is None or not training.finished:
         raise ValueError("its log has no model in it, or not its end")

@@ -1,4 +1,4 @@
-"""What runs of rows left behind: a file of JSON lines, one line for each row and seed that was trained and scored."""
+"""The ledger: a file of JSON lines, one line for each row and seed that was trained and scored."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
-        """What tells it from others."""
+        """The key that tells it from others."""
         return self.table, self.row, self.seed, tuple(self.commands)
 
     @property
@@ -134,7 +134,7 @@ def _words(call: Call, names: dict[str, str]) -> Iterator[str]:
 
 
 def circumstances(data: Path) -> dict[str, Any]:
-    """What an entry says of the code, the machine and the data."""
+    """The code, the machine and the data, as an entry states them."""
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD")
         + "-dirty" * bool(_git("diff", "--name-only", "HEAD", *_NO_LEDGER)),
@@ -147,12 +147,12 @@ def circumstances(data: Path) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Of the files that compute, as they are committed."""
+    """A digest of the files that compute, as they are committed."""
     return "-".join(_git("rev-parse", "--short=12", f"HEAD:{folder}") for folder in _COMPUTES).strip("-")
 
 
 def data_digest(data: Path) -> str:
-    """Of a folder's dictionaries and binarised training text."""
+    """A digest of a folder's dictionaries and binarised training text."""
     digest = hashlib.sha256()
     for path in sorted([*data.glob("dict*.txt"), *data.glob("train*.bin")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -160,7 +160,7 @@ def data_digest(data: Path) -> str:
 
 
 def inputs_digest(data: Path, source: Path | None, *splits: str) -> str:
-    """Of splits of a folder's text, and of the checkpoint that a training starts from."""
+    """A digest of splits of a folder's text, and of the checkpoint that a training starts from."""
     files = {path for split in splits for path in split_files(data, split)}
     return digest_of(files | ({source} if source is not None and source.is_file() else set()))
 
@@ -205,7 +205,7 @@ def _model_name() -> str:
 
 
 def _git(*words: str) -> str:
-    """What git says of this repository; nothing where it says nothing."""
+    """The output of a git command about this repository; "" if git fails."""
     try:
         found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:

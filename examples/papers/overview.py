@@ -1,4 +1,4 @@
-"""What docs/papers.md is made of: each table and figure of the papers, its rows, and what was verified of them."""
+"""The source of docs/papers.md: each table and figure of the papers, its rows, and what was verified of them."""
 
 from __future__ import annotations
 

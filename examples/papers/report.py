@@ -38,19 +38,19 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean, by Student's t. `values`: of each seed."""
+    """The mean's interval, by Student's t. `values`: of each seed."""
     if len(values) < 2:
         return Interval(values[0], inf)
     return Interval(mean(values), _T[min(len(values), max(_T))] * stdev(values) / sqrt(len(values)))
 
 
 def current(entries: Iterable[Entry]) -> list[Entry]:
-    """Those whose commands are still the row's."""
+    """The entries whose commands are still the row's."""
     return [entry for entry in entries if not is_stale(entry)]
 
 
 def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
-    """Whether the row is gone, or is trained or scored by other commands by now; whether on a CPU does not count."""
+    """True if the row is gone, or its commands have changed since; the flag for a CPU does not count."""
     table = tables.get(entry.table)
     if table is None or entry.row not in table.rows:
         return True
@@ -64,7 +64,7 @@ def _anywhere(commands: Sequence[str]) -> list[str]:
 
 
 def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = False) -> str:
-    """What a ledger has of a table: a row for each of its rows, the verdicts on its claims, and links to `pictures`.
+    """A table of a ledger's results: a row for each of its rows, the verdicts on its claims, and links to `pictures`.
 
     Raises RowError if its runs are of different data.
     """
@@ -99,7 +99,7 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
 
 
 def has_curves(entries: Iterable[Entry]) -> bool:
-    """Whether there is one that was validated more than once."""
+    """True if there is one that was validated more than once."""
     return any(len(entry.valid) > 1 for entry in entries)
 
 
@@ -112,7 +112,7 @@ def _cell(values: Sequence[float], measure: str = "") -> str:
 
 
 def difference(claim: Claim, entries: Sequence[Entry]) -> Interval | None:
-    """What a claim is about: a score, less another; None if one was not run."""
+    """The quantity of a claim: a score, less another; None if one was not run."""
     sides = []
     for side in (claim.of, claim.minus):
         if side is None:
@@ -127,7 +127,7 @@ def difference(claim: Claim, entries: Sequence[Entry]) -> Interval | None:
 
 
 def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
-    """What was measured of a claim, and whether it holds: "yes" and "no" if the whole interval says so."""
+    """The measured quantity of a claim, and its verdict: "yes" and "no" if the whole interval says so."""
     found = difference(claim, entries)
     if found is None:
         return "", "not run"

@@ -91,7 +91,7 @@ class RowRunner(Runner):
             self._held.popitem()[1].release()
 
     def _hold(self, folder: Path) -> bool:
-        """Whether this process has the folder, or gets it now."""
+        """True if this process has the folder, or gets it now."""
         if folder in self._held:
             return True
         if time.monotonic() - self._others.get(folder, (-inf,))[0] < ASKED:
@@ -115,7 +115,7 @@ class RowRunner(Runner):
                     process.ask_to_stop()
 
     def _leaves(self, left: Sequence[Step]) -> bool:
-        """Whether all that is left is others', who are known to live."""
+        """True if all that is left is others', who are known to live."""
         folders = dict.fromkeys(self._folders[step] for step in left)
         holders = {folder: self._others[folder][1] for folder in folders if folder in self._others}
         if not folders or len(holders) < len(folders) or not all(holder.beats for holder in holders.values()):

@@ -1,4 +1,4 @@
-"""What a table of a paper is, and how a row of one is trained and scored."""
+"""Tables of papers, and how a row of one is trained and scored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONVERTED = "model.pt"
 
 
 class RowError(ValueError):
-    """What is wrong with a call; the message is for the person at the terminal."""
+    """An error in a call; the message is for the person at the terminal."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Recipe(Protocol):
         """All that scores a trained model; raises as `training` does."""
 
     def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
-        """What an evaluation that has ended found, by name; `log` is its output. Raises ValueError if it has none."""
+        """The results of an evaluation by name, read from its output `log`. Raises ValueError if it has none."""
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
         """Checks what is in the folders. Raises RowError if something is missing."""
@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, or one would expect, of rows that are scaled down.
+    """A statement of a paper, or an expectation, about rows that are scaled down.
 
     `text`: for people. `of`: a row and the name of one of its scores, which, less that of `minus` if that is given, is
     at least `at_least` and at most `at_most`, where these are given.
@@ -148,7 +148,7 @@ def training(places: Places, task: str, row: str, options: list[str], gpus: int,
 
 @cache
 def plugin() -> Path:
-    """What --user-dir names: the sources, or an installed copy of them if that has compiled kernels and they do not."""
+    """The folder for --user-dir: the sources, or the installed package if only that has compiled kernels."""
     spec = find_spec(PACKAGE.name)
     installed = Path(spec.origin).parent if spec is not None and spec.origin is not None else PACKAGE
     needed = not any(PACKAGE.glob(_KERNELS)) and any(installed.glob(_KERNELS))
@@ -174,7 +174,7 @@ def require(place: str, folder: Path, name: str) -> None:
 
 
 def program(name: str) -> str:
-    """Where a program is: beside this Python, or on the PATH. Raises RowError if it is not installed."""
+    """The path of a program: beside this Python, or on the PATH. Raises RowError if it is not installed."""
     beside = Path(sys.executable).parent / name
     found = shown(beside) if beside.exists() else shutil.which(name)
     if found is None:

@@ -40,7 +40,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _entering(state: Tensor, passed: Callable[[int, Tensor], Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """What enters this process's segment, of what enters the first one, and what each segment makes of a state.
+    """The state that enters this process's segment: all segments before it are applied to the first state.
 
     All segments are gone through in all processes, and some for nothing: who exchanged something must have a gradient
     of it, of zeros if need be, since in the backward pass all wait for it.

@@ -29,7 +29,7 @@ REPEATS = 5
 
 
 def make_inputs(rule: str, sizes: argparse.Namespace, dtype: torch.dtype) -> Inputs:
-    """What a rule takes, the same in every process; gates leave something of each segment's state."""
+    """A rule's inputs, the same in every process; gates leave something of each segment's state."""
     draw = torch.Generator().manual_seed(1)
     shape = (sizes.batch, sizes.time, sizes.heads)
 
@@ -111,7 +111,7 @@ def worker(rank: int, sizes: argparse.Namespace, meeting: str, dtype: torch.dtyp
 
 
 def run(sizes: argparse.Namespace, dtype: torch.dtype = torch.float32) -> list[tuple[Any, ...]]:
-    """Of each rule and process: their names, the largest difference, bytes sent, and three times in milliseconds."""
+    """Rows for each rule and process: names, the largest difference, bytes sent, and three times in milliseconds."""
     with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.list()
         torch.multiprocessing.spawn(worker, (sizes, f"{folder}/meeting", dtype, results), nprocs=sizes.processes)

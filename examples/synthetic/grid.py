@@ -86,7 +86,7 @@ class _Worker:
             self.input.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """What it has written since; raises StepError if it has ended."""
+        """The results that it has written since; raises StepError if it has ended."""
         text = os.read(self.output.fileno(), 2**16)
         if not text:
             self.errors.seek(0)

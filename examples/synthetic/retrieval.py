@@ -27,7 +27,7 @@ class Sequences:
     size: int
 
     def latest(self) -> Tensor:
-        """Where each key was written last: (batch, size), -1 for a key that was not written."""
+        """The place where each key was written last: (batch, size), -1 for a key that was not written."""
         batch, length = self.keys.shape
         positions = torch.arange(length, device=self.keys.device).expand(batch, length)
         never = torch.full((batch, self.size), -1, device=self.keys.device)

@@ -42,7 +42,7 @@ TO_DO = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides what the data look like, besides the text."""
+    """The settings that decide what the data look like, besides the text."""
 
     source: str
     target: str
@@ -112,7 +112,7 @@ def _number(name: str, text: str, kind: type, least: float) -> Any:
 
 
 def is_finished(out: Path, origin: dict[str, Any]) -> bool:
-    """Whether `out` was made from just this. Raises TextError if `out` holds anything else."""
+    """True if `out` was made from just this. Raises TextError if `out` holds anything else."""
     record = out / RECORD
     if record.exists():
         made_from = json.loads(record.read_text(encoding="utf-8"))["made from"]

@@ -118,7 +118,7 @@ def tokenize_and_split(lines: Iterable[str], language: str) -> list[str]:
 
 
 def split_compounds(line: str) -> str:
-    """What fairseq's compound_split_bleu.sh makes of a line: `s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g`."""
+    """Splits a line's compounds as fairseq's compound_split_bleu.sh: `s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g`."""
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 

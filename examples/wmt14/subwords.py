@@ -75,7 +75,7 @@ KINDS = ("sentencepiece", "bpe")
 
 
 def learn_subwords(kind: str, lines: Iterable[str], vocabulary: int) -> bytes:
-    """What `load_subwords` takes, learned from prepared lines."""
+    """The model that `load_subwords` takes, learned from prepared lines."""
     return (SentencePieces if kind == "sentencepiece" else MosesBpe).learn(lines, vocabulary)
 
 

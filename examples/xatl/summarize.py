@@ -50,7 +50,7 @@ class Scored:
 
 @dataclass
 class ScoredRun:
-    """What the files of one model say.
+    """The results in the files of one model.
 
     `name`: of its folder. `problems`: what is wrong with the files, for a person. `checkpoints`: in the order of their
     updates. `best`: what a table shows; None if there is nothing.
@@ -127,7 +127,7 @@ def read_result(result: dict[str, Any]) -> Scored:
 
 
 def format_tables(runs: list[ScoredRun]) -> str:
-    """Those of the paper's tables of which there is a model, with their names, and then all other models."""
+    """The paper's tables of which there is a model, with their names, and then all other models."""
     by_name = {run.name: run for run in runs if run.best is not None}
     texts, told = [], set()
     for key, table in TABLES.items():
