@@ -91,7 +91,7 @@ def binarise(folder: Path, *flags: str) -> Path:
 
 
 def import_plugin() -> None:
-    """What --user-dir does, also where a test has imported a part of the plugin before.
+    """Does what --user-dir does, also where a test has imported a part of the plugin before.
 
     fairseq as released takes a package that is there for one whose tasks and models are registered.
     """

@@ -56,7 +56,7 @@ def nested(levels: int) -> Any:
 
 
 def missing_numbers() -> bytes:
-    """Of the format of before torch 1.6, whose list of the storages that follow is emptied."""
+    """A file in the format of before torch 1.6, whose list of the storages that follow is emptied."""
     content = saved({"model": {"w": torch.zeros(4)}}, zipped=False)
     start = content.rindex(b"\x80\x02]q\x00")
     return content[:start].replace(b"K\x04", b"J" + struct.pack("<i", 10**8)) + b"\x80\x02]."

@@ -1,4 +1,4 @@
-"""What a command's user can mend ends it in one line; what nobody expected keeps its traceback."""
+"""Errors that a command's user can mend end it in one line; unexpected ones keep their traceback."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ STATE = {
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two checkpoints hold the same."""
+    """True if two checkpoints hold the same."""
     if isinstance(a, dict):
         return isinstance(b, dict) and list(a) == list(b) and all(equal(a[name], b[name]) for name in a)
     if isinstance(a, torch.Tensor):

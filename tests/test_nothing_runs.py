@@ -1,4 +1,4 @@
-"""What could run what is in a file, or write where a file says, is not called; what is, stands in a list with a reason.
+"""Calls that could run what is in a file, or write where a file says, are not made, or stand in a list with a reason.
 
 Searched are this project's Python files and those of fairseq as it is installed.
 """
@@ -88,7 +88,7 @@ def is_literal(node: ast.expr | None, *values: object) -> bool:
 
 
 def names_a_package(node: ast.expr) -> bool:
-    """Whether the name of a module begins with that of a package that is written there."""
+    """True if the name of a module begins with that of a package that is written there."""
     while isinstance(node, ast.BinOp):
         node = node.left
     if isinstance(node, ast.JoinedStr):
@@ -97,7 +97,7 @@ def names_a_package(node: ast.expr) -> bool:
 
 
 def danger(call: ast.Call, name: str) -> str | None:
-    """What is wrong with a call of the function `name`, in a word or two; None if nothing is."""
+    """The danger of a call of the function `name`, in a word or two; None if there is none."""
     given = {word.arg: word.value for word in call.keywords}
     method = name.rpartition(".")[2]
     if name in RUNS:
@@ -175,7 +175,7 @@ def test_the_search_finds(text, found):
 
 
 def search(folders):
-    """What is found in folders, file by file, as `LISTED` has it."""
+    """The calls found in folders, file by file, as `LISTED` has them."""
     found = []
     for name in folders:
         for path in sorted(FOLDERS[name].rglob("*.py")):

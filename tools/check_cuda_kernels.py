@@ -28,7 +28,7 @@ chunk's system in registers, were measured as they are; what it costs the first 
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel, compiled for one architecture: its registers, and bytes that it spills."""
+    """A kernel, compiled for one architecture, as ptxas reports it: its registers, and bytes that it spills."""
 
     name: str
     architecture: str
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the registers that it spills."""
+        """The fault in the registers that it spills, if there is one."""
         allowed = next((spilled for start, spilled in SMALL_SPILLS.items() if self.name.startswith(start)), 0)
         if self.stored + self.loaded <= allowed or re.search("[gG]eneric|double", self.name):
             return None

@@ -48,7 +48,7 @@ ASAN_OPTIONS = "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_
 
 
 def runtime_libraries(compiler: HostCompiler) -> list[Path]:
-    """What must be loaded before Python, since Python itself was not compiled with sanitizers.
+    """The library that must be loaded before Python, since Python itself was not compiled with sanitizers.
 
     Raises `Unavailable` where the compiler came without them.
     """

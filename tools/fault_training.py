@@ -105,7 +105,7 @@ class Training:
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Where two checkpoints, or parts of them, are not the same bits."""
+    """The places where two checkpoints, or parts of them, are not the same bits."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [found for key in one for found in differences(one[key], other[key], f"{name}.{key}")]
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -116,7 +116,7 @@ def differences(one: Any, other: Any, name: str = "") -> list[str]:
 
 
 def trained(save_dir: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
-    """What a checkpoint, the last one unless `name` is another's, says of how training goes on, without times."""
+    """The parts of a checkpoint, the last one or `name`, that decide how training goes on, without times."""
     state = torch.load(save_dir / name, weights_only=True)
     extra = state["extra_state"]
     names = ("train_iterator", "ema", "ema_fp32_params", "best", "early_stopping")
@@ -129,7 +129,7 @@ def trained(save_dir: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
 
 
 def outcome(training: Training) -> dict[str, Any]:
-    """What a training that has ended leaves: its last checkpoint, and the best one if it has validated."""
+    """The results of a training that has ended: its last checkpoint, and the best one if it has validated."""
     names = [path.name for path in training.save_dir.glob("checkpoint_best.pt")]
     return {name: trained(training.save_dir, name) for name in ("checkpoint_last.pt", *names)}
 

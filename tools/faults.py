@@ -291,7 +291,7 @@ def bit_flipped(training: Training, draw: random.Random) -> int:
 
 
 class Fault(NamedTuple):
-    """What happens, and to a training of how many processes, with which options."""
+    """A fault: its act, the number of processes of the training that it happens to, and their options."""
 
     happen: Callable[[Training, random.Random], int]
     processes: int = 1

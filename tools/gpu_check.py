@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 def stages(device: str) -> list[Stage]:
-    """What is done, in this order. The limits end what hangs; each is several times what it should take."""
+    """The stages, in this order. The limits end what hangs; each is several times what it should take."""
     python = sys.executable
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []

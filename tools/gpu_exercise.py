@@ -1,4 +1,4 @@
-"""What compiled kernels must show on a GPU besides the tests: small programs, each for a process of its own.
+"""Programs that check compiled kernels on a GPU besides the tests: small ones, each for a process of its own.
 
     python tools/gpu_exercise.py memory|determinism|graph [--device cpu] [--share 1/4]
 
@@ -94,7 +94,7 @@ def memory(device: str, share: slice) -> list[str]:
 
 
 def determinism(device: str, share: slice) -> list[str]:
-    """Whether two runs give the same bits, over memory that held other things."""
+    """True if two runs give the same bits, over memory that held other things."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
     for title, rule, inputs, state in taken(share, calls(DTYPES[:3], shapes, device)):
@@ -110,7 +110,7 @@ def determinism(device: str, share: slice) -> list[str]:
 
 
 def graph(device: str, share: slice) -> list[str]:
-    """Whether steps that were captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
+    """True if steps captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
     differing = []
     for title, rule, inputs, state in taken(share, calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device)):
         expected_state = state.clone()

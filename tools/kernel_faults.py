@@ -456,7 +456,7 @@ class CpuKernels:
 
 
 def outcome(fault: Fault, copy: Path, kernels: CpuKernels | None) -> str:
-    """What notices the fault: "fast" tests, "slow" ones, or nothing ("survived")."""
+    """The tests that notice the fault: "fast" ones, "slow" ones, or none ("survived")."""
     shutil.rmtree(copy, ignore_errors=True)
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
     shutil.copytree(ROOT, copy, ignore=ignored)

@@ -82,7 +82,7 @@ class Mutant:
 
 
 def never_false(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where types stand, `assert` and `strict=`: they say what is known, so a change there is none."""
+    """The places of types, `assert` and `strict=`: they say what is known, so a change there is none."""
     nodes = list(ast.walk(ast.parse(source)))
     parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
     parts += [x for x in nodes if isinstance(x, ast.Assert) or (isinstance(x, ast.keyword) and x.arg == "strict")]
@@ -138,14 +138,14 @@ def sample(root: Path, size: int, seed: int) -> list[Mutant]:
 
 @dataclass
 class Suite:
-    """What is known of the tests: which run a line, how long they take, which are slow."""
+    """Facts about the tests: which run a line, how long they take, which are slow."""
 
     by_line: dict[str, dict[int, set[str]]]
     seconds: dict[str, float]
     slow: set[str]
 
     def of(self, mutant: Mutant, seconds: float, whole_files: bool) -> list[tuple[str, list[str]]]:
-        """What to try: the fast tests of the mutant's own folder, the other fast ones, the slow ones, each for a time.
+        """Attempts on a mutant: the fast tests of its own folder, the other fast ones, the slow ones, each for a time.
 
         What takes less than `INSTANT` comes first: most rows of tables of bad input do, and each may be the only one to
         notice. Then of each function the quickest case, so that a large table leaves time for the other functions.
@@ -224,7 +224,7 @@ class Bench:
         self.sound: dict[str, bool] = {}
 
     def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
-        """Whether one of the tests fails, or does not end, with the mutant and passes without it."""
+        """True if one of the tests fails, or does not end, with the mutant and passes without it."""
         tests = [test for test in tests if self.sound.get(test, True)]
         while tests:
             self.write(path, fault)
@@ -253,7 +253,7 @@ class Bench:
             compiled.unlink(missing_ok=True)
 
     def passes(self, tests: list[str], limit: float) -> bool:
-        """Whether these tests pass in time, in a fork that imports the package as it is in the copy."""
+        """True if these tests pass in time, in a fork that imports the package as it is in the copy."""
         listed = self.folder / "tests.args"
         listed.write_text("\n".join(tests))
         child = os.fork()
@@ -284,7 +284,7 @@ class Bench:
         return False
 
     def outcome(self, mutant: Mutant, tries: list[tuple[str, list[str]]], limit: float) -> str:
-        """What notices the mutant: "fast" tests, "slow" ones, or nothing ("survived", "not run")."""
+        """The tests that notice the mutant: "fast" ones, "slow" ones, or none ("survived", "not run")."""
         path = self.folder / mutant.path
         original = path.read_text()
         for kind, tests in tries:

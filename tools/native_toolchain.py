@@ -1,4 +1,4 @@
-"""What the kernels are compiled with and for: the torch that is installed, a C++ compiler, nvcc.
+"""Finds the tools that the kernels are compiled with and for: the installed torch, a C++ compiler, nvcc.
 
 What is missing raises `Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds, also where
 there is nothing to do, needs setuptools, and does not keep to the architectures that the nvcc at hand knows.
@@ -148,11 +148,11 @@ class Nvcc:
 
     @property
     def more_flags(self) -> str:
-        """What nvcc adds to its command line of its own accord."""
+        """The options that nvcc adds to its command line of its own accord."""
         return " ".join(filter(None, (os.environ.get(f"NVCC_{place}_FLAGS") for place in ("PREPEND", "APPEND"))))
 
     def architectures(self, torch: Torch, listed: str) -> list[str]:
-        """What to compile for: those that are listed, as in TORCH_CUDA_ARCH_LIST, or else the GPUs that are there.
+        """The architectures to compile for: those listed, as in TORCH_CUDA_ARCH_LIST, or else those of the GPUs here.
 
         Returns names like "sm_80" for machine code and "compute_90" for PTX.
         """
@@ -186,7 +186,7 @@ def generate_code_flags(architectures: list[str]) -> list[str]:
 
 
 def is_x86() -> bool:
-    """Whether what is compiled here runs on x86-64, of which some have AVX2 and AVX-512."""
+    """True if kernels compiled here run on x86-64, of which some have AVX2 and AVX-512."""
     return platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32
 
 
@@ -197,7 +197,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def output(command: list[str]) -> str:
-    """What a command prints, on either stream; nothing if it cannot be run or fails."""
+    """The output of a command on either stream; nothing if it cannot be run or fails."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     except OSError:

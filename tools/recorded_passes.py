@@ -42,7 +42,7 @@ CHECKS = {
 
 
 def digest(root: Path, check: Check) -> str:
-    """Of the files' names and contents. Raises `ValueError` if there are none of a pattern."""
+    """A digest of the files' names and contents. Raises `ValueError` if there are none of a pattern."""
     matching = {pattern: set(root.glob(pattern)) for pattern in check.files}
     if gone := [pattern for pattern, paths in matching.items() if not paths]:
         raise ValueError(f"no file is called {gone[0]} any more: change its check in tools/recorded_passes.py")
@@ -66,7 +66,7 @@ def recorded(root: Path) -> dict[str, str]:
 
 
 def is_recorded(name: str, root: Path = ROOT) -> bool:
-    """Whether a check passed with the files as they are; raises as `digest` and `recorded` do."""
+    """True if a check passed with the files as they are; raises as `digest` and `recorded` do."""
     return recorded(root).get(name) == digest(root, CHECKS[name])
 
 

@@ -37,7 +37,7 @@ def check(contestant: Contestant, length: str) -> None:
 
 
 def contestants_on(device: str, name: str, *rules: str) -> list[Contestant]:
-    """Those whose names begin so."""
+    """The contestants whose names begin so."""
     return [one for one in contestants.all_contestants(rules, device) if one.name.startswith(name)]
 
 

@@ -1,4 +1,4 @@
-"""What a generated token is measured from is what generation itself would have left."""
+"""The state that a generated token is measured from is the one that generation itself would have left."""
 
 from functools import cache, partial
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What a case must move and compute, counted by hand; what a call takes at a time; records, whole or not at all."""
+"""A case's bytes and operations, counted by hand; the time of a call; records, whole or not at all."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""What training.py measures is a training that fairseq-train makes, beside one in plain PyTorch of the same model."""
+"""The training that training.py measures is fairseq-train's, beside one in plain PyTorch of the same model."""
 
 import sys
 from pathlib import Path

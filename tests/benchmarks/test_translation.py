@@ -1,4 +1,4 @@
-"""What a translated token is measured from, and what is measured, is what fairseq's generator has and does."""
+"""The measured translated token starts from the state, and does the work, of fairseq's generator."""
 
 from collections.abc import Callable
 from copy import deepcopy

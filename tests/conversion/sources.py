@@ -99,7 +99,7 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path, source: nn.Module) -> tuple[nn.Module, Any, Tensor]:
-    """What fairseq makes of a converted folder: the model, its dictionary, and its numbers of the source's types."""
+    """A converted folder as fairseq loads it: the model, its dictionary, and its numbers of the source's types."""
     import_plugin()
     path, overrides = str(folder / "model.pt"), {"data": str(folder)}
     (made,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides=overrides)

@@ -1,4 +1,4 @@
-"""What cannot be converted is refused in one message that names it, and leaves nothing behind."""
+"""A source that cannot be converted is refused in one message that names it, and leaves nothing behind."""
 
 import argparse
 import re

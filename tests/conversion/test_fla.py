@@ -66,7 +66,7 @@ def make(folder: Path, kind: str, settings: dict[str, Any]) -> tuple[dict[str, A
 
 
 def logits(config: dict[str, Any], weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """What the model makes of texts, (batch, time): a step of each memory at a time."""
+    """The model's outputs for texts, (batch, time): a step of each memory at a time."""
     x = weights["model.embeddings.weight"][tokens]
     for i in range(2):
         own = {

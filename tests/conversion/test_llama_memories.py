@@ -106,7 +106,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def words(data: Path, converted: Path, *flags: str) -> list[str]:
-    """Those of a call of fairseq-train, which starts from a converted model."""
+    """The options of a call of fairseq-train, which starts from a converted model."""
     shape = (converted / "options.txt").read_text().split()
     settings = "--optimizer adam --tokens-per-sample 16 --batch-size 4 --max-update 4 --disable-validation".split()
     return [str(data), *TASK, *shape, *QUIET, *settings, "--lr", "0.003", "--transfer-from", str(converted), *flags]

@@ -32,7 +32,7 @@ TEXTS = [
 
 
 def random_texts() -> list[str]:
-    """Of all characters that Python 3.10 knows; tables of Unicode differ in newer ones."""
+    """All characters that Python 3.10 knows; tables of Unicode differ in newer ones."""
     draw = random.Random(0)
     known = [chr(c) for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
     known = [c for c in known if unicodedata.ucd_3_2_0.category(c) != "Cn"] + list("  \n'stth")

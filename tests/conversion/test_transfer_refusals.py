@@ -1,4 +1,4 @@
-"""What cannot be transferred is refused by name, before anything is copied."""
+"""A transfer that is impossible is refused by name, before anything is copied."""
 
 import shutil
 from pathlib import Path

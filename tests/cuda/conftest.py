@@ -32,6 +32,6 @@ def emulator(cxx: str) -> Emulator:
 
 @pytest.fixture(scope="session")
 def small_emulator(cxx: str) -> Emulator:
-    """Of what compiles in seconds: the kernels of a step, feature maps, gates, convolutions and emulation/probes.cu."""
+    """Kernels that compile in seconds: those of a step, feature maps, gates, convolutions and emulation/probes.cu."""
     names = ("recurrent/step", "features", "gating", "convolution")
     return Emulator(build((*(ROOT / "cuda" / f"{name}.cu" for name in names), SHIM / "probes.cu")))

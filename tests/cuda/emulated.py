@@ -91,7 +91,7 @@ class Emulator:
             self.library.emulation_device(90, 227 * 1024)
 
     def supports(self, operation, sizes, dtype, capability=90, separate_decays=False) -> bool:
-        """Whether the chunked kernels take the sizes."""
+        """True if the chunked kernels take the sizes."""
         return bool(self._ask("chunked_supports", operation, sizes, dtype, separate_decays, capability))
 
     def plan(self, operation, sizes, dtype, gated=False, separate_decays=False, capability=90) -> ctypes.Structure:
@@ -218,7 +218,7 @@ def weights_for(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def expected(rule: Rule, inputs: Inputs) -> Inputs:
-    """What `Emulator.run` is to give, in float64."""
+    """The results that `Emulator.run` should give, in float64."""
     return definition(rule, inputs, weights_for(inputs))
 
 

@@ -28,7 +28,7 @@ CHOICES = [
 
 
 def sizes_and_gates(row):
-    """Of a row of the file, its operation, sizes and dtype, and what else `plan` and `choose` ask for."""
+    """The operation, sizes and dtype of a row of the file, and what else `plan` and `choose` ask for."""
     shape = SHAPES[row["shape"]]
     operation = f"{'delta' if 'delta' in row['rule'] else 'diagonal'}_{row['pass']}"
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, int(row["interval"]))

@@ -36,7 +36,7 @@ def agree(found, wanted, dtype):
 
 
 def definition(run, inputs, weights):
-    """What `run` returns and its gradients, in float64."""
+    """The outputs and gradients of `run`, in float64."""
     wide = {name: x.double().requires_grad_() for name, x in inputs.items()}
     outs = run(**wide)
     gradients = torch.autograd.grad(outs, tuple(wide.values()), [x.double() for x in weights])

@@ -1,4 +1,4 @@
-"""What training takes of a GPU's memory beyond inputs, outputs and gradients, counted from what launches ask for."""
+"""A GPU's memory that training takes beyond inputs, outputs and gradients, counted from what launches ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the data sets hand to a model: every token predicted once, and in which context."""
+"""Batches of the data sets: every token is predicted once, and in which context."""
 
 import itertools
 
@@ -117,7 +117,7 @@ def test_streams_cover_the_corpus_once_and_each_row_goes_on_where_it_was(tokens,
 
 
 def read_before(data: SlidingWindows) -> dict[int, list[int]]:
-    """Of each token that windows score, once, what is read before it."""
+    """For each token that windows score, once, what is read before it."""
     read: dict[int, list[int]] = {}
     batches = data.batches(max_windows=4)
     assert sorted(itertools.chain(*batches)) == list(range(len(data))) and max(map(len, batches)) <= 4

@@ -1,4 +1,4 @@
-"""Where streams are taken up after an interruption, with which states."""
+"""Streams after an interruption: where they are taken up, with which states."""
 
 import itertools
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def iterate(carrier: Mock | None, rows=2, shards=1, shard=0, length=4, tokens=40
 
 
 def states_of(rows: int, first: int = 0) -> list[dict[str, Tensor]]:
-    """Of one layer; each row's states are its number."""
+    """States of one layer; each row's are its number."""
     return [{"state": torch.arange(first, first + rows).float()[:, None]}]
 
 

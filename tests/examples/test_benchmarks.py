@@ -17,7 +17,7 @@ ACCURACIES = dict(zip(TASKS, (0.5, 0.25, 0.5, 0.5, 0.25, 0.4), strict=True))
 
 
 def result(updates: int | None, shift: float = 0.0, **config: Any) -> str:
-    """What lm_eval writes; of two accuracies the one that a table does not show is 0.9."""
+    """The output of lm_eval; of two accuracies the one that a table does not show is 0.9."""
     scores: dict[str, dict[str, float]] = {}
     for task, accuracy in ACCURACIES.items():
         normalised = task in ("hellaswag", "arc_challenge")

@@ -1,4 +1,4 @@
-"""What the demos share: steps that are done once, processes that end together, and what is read from logs."""
+"""Parts that the demos share: steps that are done once, processes that end together, and what is read from logs."""
 
 import ctypes
 import io

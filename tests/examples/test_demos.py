@@ -152,7 +152,7 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
 def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, capsys) -> None:
-    """What `make demo-translation` does in a third of the updates, without the softmax Transformer beside it."""
+    """Runs `make demo-translation` with a third of the updates, without the softmax Transformer beside it."""
     out = tmp_path / "out"
     arguments = ["--out", str(out), "--models", "linear-transformer", "--updates", "450"]
     assert translation.main(arguments) == 0

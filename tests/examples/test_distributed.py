@@ -78,7 +78,7 @@ def test_a_node_that_is_killed_and_started_again_takes_part_again(our_fairseq, c
             return subprocess.Popen(command, stdout=file, stderr=file, env=env)
 
     def updates() -> list[tuple[int, str]]:
-        """What the training's first process has logged: of each update its number and loss."""
+        """The log of the training's first process: each update's number and loss."""
         found = re.findall(r'"loss": "([^"]+)".*"num_updates": "(\d+)"', "".join(log.read_text() for log in logs))
         return [(int(number), loss) for loss, number in found]
 

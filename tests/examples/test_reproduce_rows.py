@@ -122,7 +122,7 @@ PROGRAMS = {"fairseq-train": "training", "fairseq-eval-lm": "eval_lm"}
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_run_by_commands_that_fairseq_knows(name: str, reproduce, tmp_path) -> None:
-    """Of data that is laid out as prepare.sh leaves it. Nothing is written."""
+    """Options for data that is laid out as prepare.sh leaves it. Nothing is written."""
     from fairseq import options
 
     import_plugin()

@@ -1,4 +1,4 @@
-"""What Schlag et al. (2021) say of their synthetic experiments, held against the committed results.
+"""Claims of Schlag et al. (2021) about their synthetic experiments, held against the committed results.
 
 Sec. 6.1 and Appendix D. A claim that does not come out is not here but in docs/synthetic.md, with the curves.
 """
@@ -92,7 +92,7 @@ def test_the_page_has_the_tables_of_the_results() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "size"), [(0, 300), (600, 20)])
 def test_favor_weighs_wrong_values_and_does_not_find_what_exact_attention_of_its_keys_would(steps: int, size: int):
-    """Of both, after `steps` of training: the weight of the right value, and the sum of all weights' squares."""
+    """Both after `steps` of training: the weight of the right value, and the sum of all weights' squares."""
     point = training.Point(1, "favor-64", size)
     torch.manual_seed(point.seed)
     retriever = models.Retriever(models.MODELS[1][point.model], size)

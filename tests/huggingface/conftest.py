@@ -19,7 +19,7 @@ LOGITS = 1e-5
 
 
 def said(config: FastWeightConfig) -> dict[str, Any]:
-    """What a configuration says of the model, and not of where it was and in which type."""
+    """The settings of a configuration that describe the model, not where it was and in which type."""
     return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
 
 
@@ -34,7 +34,7 @@ def save(fairseq: Fairseq) -> Any:
 
     @cache
     def configuration(kind: str) -> dict[str, Any]:
-        """What fairseq-train makes of no options, which takes it a second."""
+        """The options of fairseq-train where none are given, which takes it a second."""
         cfg = convert_namespace_to_omegaconf(fairseq.tiny(kind))
         return OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
 

@@ -127,7 +127,7 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
 
 
 def greedy(fairseq: Any, model: Any, prompt: torch.Tensor) -> list[int]:
-    """What fairseq's generator makes of a prompt, which begins with </s>, in at most nine words more."""
+    """The continuation of a prompt by fairseq's generator; the prompt begins with </s>; at most nine words more."""
     options = SimpleNamespace(beam=1, max_len_a=0, max_len_b=12, min_len=1, sampling=False)
     task = fairseq.task()
     generator = task.build_generator([model], options)

@@ -66,7 +66,7 @@ PATTERNS = [f"{one}:1,{other}:2" for one, other in zip(NAMES[::2], [*NAMES[1::2]
 
 
 class ModelTester:
-    """What their mixin asks for."""
+    """The attributes and methods that their mixin asks for."""
 
     batch_size, seq_length, is_training = 3, 7, True
     vocab_size, hidden_size, num_hidden_layers = 99, 32, 2

@@ -19,7 +19,7 @@ ABLE = [name for name in MIXERS if build(name).model.mixers[0].takes_starts]
 
 
 def flat(**options: Any) -> dict[str, Any]:
-    """What the collator makes of the texts."""
+    """The collator's batch of the texts."""
     batch = DataCollatorWithFlattening(**options)([{"input_ids": text.tolist()} for text in TEXTS], return_tensors="pt")
     return dict(batch)
 

@@ -59,7 +59,7 @@ def test_texts_begin_as_in_training(save, tmp_path):
 
 @pytest.mark.parametrize("neox", [False, True], ids=["gpt2", "neox"])
 def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
-    """Of a model that was made of GPT-2 or GPT-NeoX, and trained on with fast weights."""
+    """The folder of a model that was made of GPT-2 or GPT-NeoX, and trained on with fast weights."""
     source = sources.model(neox)
     sources.save(tmp_path / "theirs", source)
     assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
@@ -144,7 +144,7 @@ def templates(folder: Path, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["file", "setting", "files", "settings"])
 def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
-    """Of a model that stays what it was, of one that became a memory, and of that one on the way back."""
+    """Folders of a model that stays what it was, of one that became a memory, and of that one on the way back."""
     theirs, converted, run, out = (tmp_path / name for name in ("theirs", "converted", "run", "out"))
     llamas.save(theirs, llamas.model("Llama"))
     llamas.describe(theirs, TOKENIZER | templates(theirs, how) | {"extra_special_tokens": ["the", "none"]})
@@ -211,7 +211,7 @@ TALK = [{"role": "user", "content": "the cat  sat"}, {"role": "assistant", "cont
 @pytest.mark.parametrize("end", [None, "<|begin|>"])
 @pytest.mark.parametrize(("kind", "settings"), [("Llama", LLAMA_3), ("Mistral", MISTRAL)], ids=["llama 3", "mistral"])
 def test_a_conversation_keeps_its_numbers(kind, settings, end, tmp_path):
-    """Of a model that stays what it was, and that one as transformers would read it in the dictionary's numbers."""
+    """A model that stays what it was, and that one as transformers would read it in the dictionary's numbers."""
     theirs, converted, same = (tmp_path / name for name in ("theirs", "converted", "same"))
     source = llamas.model(kind, **({"sliding_window": None} if kind == "Mistral" else {}))
     llamas.save(theirs, source, pieces=kind == "Mistral")

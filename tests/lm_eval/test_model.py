@@ -116,7 +116,7 @@ def test_a_converted_model_scores_as_lm_evals_own_model_of_its_folder(kind, tmp_
 
 
 def test_what_is_greedy_is_said_to_be(checkpoint) -> None:
-    """Of a continuation of several words, each must be the most probable one."""
+    """In a continuation of several words, each must be the most probable one."""
     lm = FastWeightLM(str(checkpoint("delta")), device="cpu", batch_size="auto")
 
     def likeliest(words: list[int]) -> int:

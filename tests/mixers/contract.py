@@ -1,4 +1,4 @@
-"""What `Mixer.forward` promises, to be held against any mixer; in float64, so that nothing hides in rounding."""
+"""The promises of `Mixer.forward`, to be held against any mixer; in float64, so that nothing hides in rounding."""
 
 from __future__ import annotations
 

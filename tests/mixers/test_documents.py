@@ -68,7 +68,7 @@ def rows_of(state: State, row: int) -> State:
 
 
 def apart(mixer: Mixer, x: Tensor, state: State | None, padding: Tensor, starts: Tensor, row: int):
-    """What a row's documents give, each in a call of its own and without padding, and the last one's state."""
+    """The outputs for a row's documents, each in a call of its own and without padding, and the last one's state."""
     outs, left = [x[:0, row]], None if state is None else rows_of(state, row)
     real = (~padding[row]).nonzero().flatten().tolist()
     begins = [i for i, t in enumerate(real) if starts[row, t]]

@@ -152,7 +152,7 @@ def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, norma
 
 
 def halved(module: MemoryAttention, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """What a module gives in float16, and in float32 with the same numbers; if the former's gradients are finite."""
+    """A module's outputs in float16, and in float32 with the same numbers; if the former's gradients are finite."""
     low = copy.deepcopy(module).half()
     out = low(x.half())[0]
     grads = torch.autograd.grad(out.sum(), list(low.parameters()))

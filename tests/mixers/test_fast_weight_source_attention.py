@@ -54,7 +54,7 @@ def steps(module, query, source, padding=None) -> tuple[Tensor, State]:
 
 
 def gradients(module: nn.Module, out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Of a sum of all outputs with random weights, for the leaves and the parameters."""
+    """Gradients of a sum of all outputs with random weights, for the leaves and the parameters."""
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     return torch.autograd.grad((out * weights).sum(), [*leaves, *module.parameters()])
 

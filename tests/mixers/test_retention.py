@@ -1,4 +1,4 @@
-"""What retention has besides the equations that all rules are held to: positions, the range of its sums, its sizes."""
+"""Retention's own parts, besides the equations that all rules are held to: positions, the range of its sums, sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/your-own-rule.md shows works, as it stands there."""
+"""The rule and the mixer of docs/your-own-rule.md work, as they stand there."""
 
 from __future__ import annotations
 

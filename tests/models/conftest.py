@@ -34,7 +34,7 @@ class Fairseq:
         return folder
 
     def parse(self, arch: str, flags: str = "", words: tuple[str, ...] = WORDS) -> Namespace:
-        """What `fairseq-train` makes of these flags. They are split at spaces."""
+        """The options that `fairseq-train` reads from these flags. They are split at spaces."""
         parser = options.get_training_parser("fast_weight_language_modeling")
         return options.parse_args_and_arch(parser, [str(self.data(words)), "--arch", arch, *flags.split()])
 

@@ -36,7 +36,7 @@ def graphs(monkeypatch):
 
 
 def updates(model, batches):
-    """What a model gives for these batches, its gradients, and its states, after an update for each."""
+    """A model's outputs for these batches, its gradients, and its states, after an update for each."""
     results, kept = [], []
     for number, (tokens, options) in enumerate(batches):
         torch.manual_seed(number)  # as fairseq's trainer

@@ -83,7 +83,7 @@ def generate(generator: SequenceGenerator) -> list[list[dict[str, Any]]]:
 
 
 def assert_scored(models: list[Any], hypotheses: list[list[dict[str, Any]]]) -> None:
-    """Of every token the logarithm of the models' mean probability, in one pass over the whole target, alone."""
+    """The logarithm of the models' mean probability of every token, in one pass over the whole target, alone."""
     for source, found in zip(SOURCES, hypotheses, strict=True):
         assert found
         for hypothesis in found:

@@ -57,7 +57,7 @@ def with_map(feature_map: str, **options: Any) -> Any:
 
 
 def sentences(lengths: Sequence[int], words: int = len(WORDS), seed: int = 0) -> list[torch.Tensor]:
-    """Of so many tokens with the end; 1 is an empty line."""
+    """A sentence of so many tokens with the end; 1 is an empty line."""
     generator, end = torch.Generator().manual_seed(seed), torch.tensor([EOS])
     return [torch.cat([torch.randint(4, 4 + words, (n - 1,), generator=generator), end]) for n in lengths]
 
@@ -69,12 +69,12 @@ def batch(rows: list[torch.Tensor], left_pad: bool = True) -> dict[str, torch.Te
 
 
 def shifted(rows: list[torch.Tensor]) -> torch.Tensor:
-    """What a decoder reads to say `rows`: the end first, and padding on the right."""
+    """The decoder's input to say `rows`: the end first, and padding on the right."""
     return collate_tokens(rows, PAD, EOS, move_eos_to_beginning=True)
 
 
 @torch.no_grad()
 def log_probs(model: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of every token of one target, in one pass over all of it, with nothing else in the batch."""
+    """The score of every token of one target, in one pass over all of it, with nothing else in the batch."""
     out = model(**batch([source]), prev_output_tokens=shifted([target]))
     return model.get_normalized_probs(out, log_probs=True)[0].gather(-1, target[:, None])[:, 0]

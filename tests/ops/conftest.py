@@ -1,4 +1,4 @@
-"""What all tests of the operations run under."""
+"""Settings that all tests of the operations run under."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation gives, by name: outputs and gradients, and those of the float64 reference."""
+"""Results of an operation by name: outputs and gradients, and those of the float64 reference."""
 
 from __future__ import annotations
 

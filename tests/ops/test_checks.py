@@ -1,4 +1,4 @@
-"""What the operations refuse, and how they say it: which argument, what it was, what it may be."""
+"""Refusals of the operations, and how they say it: which argument, what it was, what it may be."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ VALUES = {"beta": (1.001, -1e-3), **dict.fromkeys(("log_gate", "log_key_decay", 
 
 
 def refusal(rule: Rule, inputs: Inputs, backend: str = "auto", **options: object) -> str:
-    """What the error says; nothing if there is none."""
+    """The error's text; "" if there is none."""
     try:
         rule.run(inputs, backend, **options)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is said of the backend that runs: once, and loudly where kernels are missing."""
+"""The message about the backend that runs: once, and loudly where kernels are missing."""
 
 import logging
 
@@ -15,7 +15,7 @@ LOST = "the kernels were lost; build them with care"
 
 @pytest.fixture
 def said(caplog):
-    """What the calls say that a function makes: levels and texts."""
+    """The messages of calls that a function makes: levels and texts."""
     caplog.set_level(logging.INFO, "fairseq_fastweights")
 
     def said(*calls):

@@ -132,7 +132,7 @@ def test_a_step(rule):
 
 
 def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
-    """What a rule hands to its operators, but for the interval."""
+    """The arguments that a rule hands to its operators, but for the interval."""
     if rule is SCAN:
         return tuple(inputs.values())
     given = dict(inputs)

@@ -105,7 +105,7 @@ CASES += [(rule, (20, 33), dtype, ("ordinary",)) for rule in RULES for dtype in 
 
 
 def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
-    """Of each case its inputs, those of a step, the names of its rows, and a tolerance."""
+    """For each case its inputs, those of a step, the names of its rows, and a tolerance."""
     for rule, (K, V), dtype, regimes in CASES:
         inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)
         step = {n: x if x is None or n == "initial_state" else x[:, :1] for n, x in detached(inputs).items()}
@@ -139,7 +139,7 @@ def test_every_instruction_set_agrees(tmp_path):
 
 @on_cpu
 def test_sixteen_bits_are_rounded_to_the_nearest():
-    """Of three quarters of a unit in the last place and of halves, in every lane: sums that float32 holds."""
+    """Sums of three quarters of a unit in the last place and of halves, in every lane: float32 holds them."""
     for dtype in (torch.bfloat16, torch.float16):
         unit = torch.finfo(dtype).eps
         added = unit * torch.tensor([0.75, 0.5, 0.25, 1.5, -0.25, -0.5]).repeat(6)
@@ -152,7 +152,7 @@ def test_sixteen_bits_are_rounded_to_the_nearest():
 
 
 def main() -> None:
-    """What the processes of `test_every_instruction_set_agrees` run."""
+    """The program that the processes of `test_every_instruction_set_agrees` run."""
     test_sixteen_bits_are_rounded_to_the_nearest()
     results = []
     for rule, inputs, step, *_ in drawn():

@@ -1,4 +1,4 @@
-"""What is not finite at a step is none of the business of the steps before it."""
+"""Steps before one that is not finite are not touched by it."""
 
 from __future__ import annotations
 

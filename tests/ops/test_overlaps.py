@@ -124,7 +124,7 @@ def test_tensors_of_other_storages_may_share_memory_and_those_without_memory_sha
 
 
 def test_overlaps_are_those_of_the_elements_bytes():
-    """Of random layouts in one memory, against sets of addresses."""
+    """Random layouts in one memory, against sets of addresses."""
     draw, memory, seen = random.Random(0), torch.zeros(400, dtype=torch.uint8), set()
 
     def tensor():

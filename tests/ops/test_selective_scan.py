@@ -23,7 +23,7 @@ REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
 
 
 class Scan(Rule):
-    """What the tests of update rules need of it: channels are values, the dimensions of its state keys."""
+    """The facts about it that the tests of update rules need: channels are values, the dimensions of its state keys."""
 
     corrects = False
 

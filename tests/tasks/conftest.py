@@ -30,7 +30,7 @@ def slow(*values: Any) -> Any:
 
 
 def losses(log: str, name: str = "loss") -> list[float]:
-    """Those that were logged under this name, all of them finite."""
+    """The values that were logged under this name, all of them finite."""
     found = [float(x) for x in re.findall(rf'"{name}": "([^"]+)"', log)]
     assert found and all(map(math.isfinite, found))
     return found

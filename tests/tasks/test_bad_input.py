@@ -1,4 +1,4 @@
-"""What a user can get wrong: a clear error, and nothing written over."""
+"""Mistakes of a user: a clear error, and nothing written over."""
 
 import re
 import shutil
@@ -140,7 +140,7 @@ def test_contexts_that_cannot_be_are_named(corpus, model, flags, message):
 
 
 def printed(error: pytest.ExceptionInfo[Exception]) -> str:
-    """What Python prints where nothing catches it: fairseq wraps what a model says of a checkpoint."""
+    """The text that Python prints where nothing catches it: fairseq wraps what a model says of a checkpoint."""
     return "".join(traceback.format_exception(error.value))
 
 

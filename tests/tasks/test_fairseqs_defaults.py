@@ -1,4 +1,4 @@
-"""What stands in for a method of fairseq has its defaults: what callers leave out there, they may leave out here."""
+"""Functions that stand in for a method of fairseq have its defaults: callers may leave out the same arguments."""
 
 from inspect import Parameter, getmembers, isclass, isfunction, signature
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What a process prints neither fails nor waits, whoever reads it, and arrives if it is read."""
+"""A process's prints neither fail nor wait, whoever reads them, and arrive if they are read."""
 
 import os
 import pty

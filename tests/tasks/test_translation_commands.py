@@ -87,7 +87,7 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(pairs, tmp_path)
 
 
 def save_as_of_old(checkpoint: Path, path: Path, names: bool) -> Path:
-    """What fairseq wrote before version 0.10: all arguments in one Namespace, and no configuration.
+    """A checkpoint as fairseq wrote it before version 0.10: all arguments in one Namespace, and no configuration.
 
     With `names` also one matrix for queries, keys and values, and none of the copies that came later.
     """

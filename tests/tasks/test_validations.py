@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Run:
-    """What fairseq-train does with validation losses, without a model."""
+    """The work of fairseq-train with validation losses, without a model."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         from fairseq_cli import train as program
@@ -40,12 +40,12 @@ class Run:
         self.trainer.get_train_iterator.return_value.epoch = 1
 
     def start(self) -> str | None:
-        """What ends it before it has begun."""
+        """The reason that ends it before it has begun."""
         self.updates = (checkpoint_utils.load_checkpoint(self.cfg.checkpoint, self.trainer)[0] or {}).get("updates", 0)
         return self.program.why_finished(self.cfg, self.trainer)
 
     def validate(self, loss: float | None) -> bool:
-        """Whether it stops, with a checkpoint in any case."""
+        """True if it stops, with a checkpoint in any case."""
         self.updates += 1
         place = SimpleNamespace(
             epoch=1, end_of_epoch=lambda: True, state_dict=lambda: {"epoch": 2, "iterations_in_epoch": 0, "version": 2}

@@ -56,7 +56,7 @@ STUBS = {
 
 
 class Programs(conftest.Programs):
-    """Those of `STUBS`."""
+    """Calls of the programs in `STUBS`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, STUBS)

@@ -108,7 +108,7 @@ def test_a_table_does_not_mix_runs_of_different_data() -> None:
 
 
 def test_one_training_serves_all_rows_that_have_the_same(tmp_path: Path) -> None:
-    """Of one table, and of two in the same folder."""
+    """Runs of one table, and of two in the same folder."""
     places = rows.Places(tmp_path, tmp_path / "out")
     names = [f"transformer-xl-{memory}" for memory in (64, 384)]
     shared = plan("schlag-table4", papers.TABLES["schlag-table4"], [*names, "delta-network"], [1, 2], places, (), False)
@@ -185,7 +185,7 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
 
 
 def test_what_was_run_with_other_commands_is_stale() -> None:
-    """Of a row that starts from another one by its own commands."""
+    """An entry of a row that starts from another one by its own commands."""
     for table, row, seed in (("multi30k", "dpfp", 1), ("conversion", "add-800", 2)):
         places = rows.Places(Path("D"), Path("O"))
         *_, run = plan(table, papers.SCALED[table], [row], [seed], places, checked=False)

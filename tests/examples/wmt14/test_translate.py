@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hypotheses(stub_data: Path) -> list[str]:
-    """What fairseq-generate would say of the test set, in an order of its own; a translation without a fault."""
+    """A log of fairseq-generate on the test set, in an order of its own; a translation without a fault."""
     cut = corpus.read_text(stub_data / "test.de")
     lines = []
     for number in (2, 0, 3, 1):
