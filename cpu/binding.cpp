@@ -45,7 +45,7 @@ void check_sizes(const char* name, const Tensor& x, Sizes sizes) {
     if (!x.sizes().equals(sizes)) fail(name, " has shape ", x.sizes(), "; it must be ", sizes);
 }
 
-// What the kernels read in the type of v; gates may also be of float32.
+// Checks the type of an input: that of v; gates may also be of float32.
 void check_type(const char* name, const Tensor& x, const Tensor& v, bool gate) {
     if (x.scalar_type() == v.scalar_type() || (gate && x.scalar_type() == ScalarType::Float)) return;
     fail(name, " is of type ", x.scalar_type(), "; it must be that of v, ", v.scalar_type());
@@ -288,7 +288,7 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
     if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.keys, p.values});
     const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
-    // Of what is absent an empty tensor is the gradient. Columns of v and of the decays of values are no block's but one's.
+    // The gradient of an absent input is an empty tensor. Columns of v and of the decays of values are no block's but one's.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
         if (!x) return new_empty(v, {0}, v.scalar_type());
         const Tensor made = sharing ? blocks.room(*x, sharing) : new_like(*x);
@@ -480,7 +480,7 @@ void run_features(void (*kernel)(const Features&, int64_t, int64_t), const Featu
     parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
-// Of x's layout, in which the gradient of a projection is no copy; but for one whose last dimension has gaps.
+// In x's layout, unless its last dimension has gaps: so the gradient of a projection is no copy.
 Tensor gradient_like(const Tensor& x) {
     const Tensor made = new_like(x);
     return last_is_contiguous(made) ? made : new_empty(x, x.sizes(), x.scalar_type());
@@ -607,7 +607,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d
     check_sizes("d_out", d_out, x.sizes());
     const Tensor g = last_is_contiguous(d_out) ? d_out : contiguous(d_out), dx = gradient_like(x);
     const Tensor dy = y ? gradient_like(*y) : nothing(x);
-    // Of what is absent an empty tensor is the gradient; of parameters each task has a part.
+    // The gradient of an absent input is an empty tensor; each task has a part of the gradients of parameters.
     const auto parts = [&](const optional<Tensor>& of, int64_t size, void*& where) {
         const Tensor made = of ? new_empty(x, {p.tasks(), size}, state_type(x)) : nothing(x);
         where = of ? made.data_ptr() : nullptr;

@@ -96,7 +96,7 @@ private:
         read(x_, -R_, R_);
     }
 
-    // Where the channels of step t are.
+    // The place of the channels of step t.
     index_t offset(const Sequence& x, index_t t) const { return place(x, b_row_, t, 0) + first_; }
 
     // Inputs t ... t + rows, of which those below 0 were given.
@@ -135,7 +135,7 @@ private:
 
     index_t length() const { return p_.lengths == nullptr ? p_.time : p_.lengths[b_row_]; }
 
-    // Whether the next call is given input t, one of the last R: no document has begun after it.
+    // True if the next call is given input t, one of the last R: no document has begun after it.
     bool is_kept(index_t t) const {
         for (index_t s = t < 0 ? 0 : t + 1; p_.starts != nullptr && s < length(); ++s) {
             if (p_.starts[b_row_ * p_.time + s]) return false;

@@ -221,7 +221,7 @@ private:
 
     const Features& p_;
     const index_t ld_x_, ld_;
-    // Of each head: x, then its gradient; phi, then y; the gradient of y; the source, then its gradient. Of one head z and
+    // For each head: x, then its gradient; phi, then y; the gradient of y; the source, then its gradient. For one head z and
     // its gradient, or the exponentials of both signs.
     real *x_, *y_, *dy_ = nullptr, *source_ = nullptr, *z_, *dz_;
 };

@@ -93,7 +93,7 @@ private:
         }
     }
 
-    // Whether the channels of all steps lie in one piece.
+    // True if the channels of all steps lie in one piece.
     bool in_one_piece(const Sequence& x) const {
         return x.time == p_.channels() && (p_.outer == 1 || x.batch == p_.inner * p_.channels());
     }

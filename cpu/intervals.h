@@ -25,13 +25,13 @@ struct Intervals {
         : length(p.interval > 0 ? p.interval : padded(p.time)), count((p.time + length - 1) / length) {}
     index_t begin(index_t n) const { return n * length; }
     index_t end(const Problem& p, index_t n) const { return minimum(p.time, (n + 1) * length); }
-    // Of the state before interval n, n at least 1, in Problem::states.
+    // The place of the state before interval n, n at least 1, in Problem::states.
     index_t state(const Problem& p, index_t b, index_t h, index_t n) const {
         return (b * p.heads + h) * (count - 1) + n - 1;
     }
 };
 
-// Whether step t of a row begins a document, so that nothing of the steps before it reaches it.
+// True if step t of a row begins a document, so that nothing of the steps before it reaches it.
 inline bool starts_at(const Problem& p, index_t b, index_t t) {
     return p.starts != nullptr && p.starts[b * p.time + t];
 }
@@ -49,7 +49,7 @@ inline index_t chunk_rows(const Problem& p, index_t b, index_t t) {
     return p.starts == nullptr ? most : rows;
 }
 
-// Whether the state before step t is all zeros, and whether nothing is asked of the one before step t, or the final one.
+// True if the state before step t is all zeros; and if nothing is asked of the one before step t, or the final one.
 inline bool begins_empty(const Problem& p, index_t b, index_t t) {
     return (t == 0 && p.initial_state == nullptr) || starts_at(p, b, t);
 }

@@ -1,4 +1,4 @@
-// What crosses between the binding, which knows torch, and the kernels, which do not.
+// The structs that cross between the binding, which knows torch, and the kernels, which do not.
 #pragma once
 
 #include <cstdint>
@@ -124,7 +124,7 @@ struct Gating {
     // (channels) and (rates), each for as many channels in turn, without a norm; and (dim), with one. Contiguous.
     Sequence bias, log_rate, weight;
     int64_t rates = 1;
-    // Of each task, numbers of the type of states; null: not wanted.
+    // A part for each task, of the type of states; null: not wanted.
     void *d_bias = nullptr, *d_log_rate = nullptr, *d_weight = nullptr;
 
     int64_t channels() const { return heads * dim; }
@@ -169,7 +169,7 @@ struct Kernels {
     void (*convolution_backward)(const Convolution&, int64_t begin, int64_t end);
 };
 
-// Those for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for
+// The kernels for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for
 // less. Null if it asks for what is not there, and `*available` then lists what is.
 const Kernels* kernels(const char** available = nullptr);
 

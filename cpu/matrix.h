@@ -13,14 +13,14 @@ namespace FAST_WEIGHTS_ISA {
 
 enum class Into { set, add, add_to_rest };
 
-// What `Into::add_to_rest` leaves of the product's place before it adds: all of it times `whole`, its rows times `rows`
+// The factors of the product's place before `Into::add_to_rest` adds: all of it times `whole`, its rows times `rows`
 // and its columns times `columns`, where these are not null.
 template <class real> struct Rest {
     real whole = 1;
     const real *rows = nullptr, *columns = nullptr;
 };
 
-// What counts of the left factor: all of it, what is on and below its diagonal, what is on and above it, or the blocks of
+// The part of the left factor that counts: all of it, what is on and below its diagonal, on and above it, or the blocks of
 // 4 x 4 (two) and of 8 x 8 (one) on its diagonal. Nothing is multiplied by what does not count, which may not be finite.
 enum class Shape { full, lower, upper, blocks };
 

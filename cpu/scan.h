@@ -136,10 +136,10 @@ private:
         load_columns(A_, p_.A, first_ * N_);
     }
 
-    // Where the channels of step t are.
+    // The place of the channels of step t.
     index_t of_channels(const Sequence& x, index_t t) const { return place(x, b_, t, 0) + first_; }
 
-    // Where the state of the first channel is among those of all, (batch, channels, states).
+    // The place of the first channel's state among those of all, (batch, channels, states).
     index_t state() const { return (b_ * p_.channels + first_) * N_; }
 
     // The state that was kept before step t, from the first channel on: (batch, kept, states, channels).

@@ -1,4 +1,4 @@
-// What the binding needs of torch, on its stable ABI from torch 2.10 on: a library that was compiled with 2.10's runs in
+// The binding's use of torch, on its stable ABI from torch 2.10 on: a library that was compiled with 2.10's runs in
 // 2.10 and in every later one. tools/native_build.py then defines TORCH_TARGET_VERSION. For an older torch the same names
 // are ATen's, and the library is for that torch alone.
 #pragma once
@@ -38,7 +38,7 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline Tensor to(const Tensor& x, ScalarType type) { return torch::stable::to(x, type); }
 
-// Those of torch/csrc/stable/ops.h look the operator up by its name at each call, which takes as long as a small step.
+// The functions of torch/csrc/stable/ops.h look an operator up by its name at each call, as long as a small step takes.
 inline Tensor new_empty(const Tensor& x, Sizes sizes, ScalarType type) {
     auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
     AtenTensorHandle made = nullptr;

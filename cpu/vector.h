@@ -39,7 +39,7 @@ template <> struct Index<double> {
     typedef lvec type;
 };
 
-// What a tensor of the kernels' own numbers is of.
+// The type of a tensor that holds the kernels' own numbers.
 template <class real> struct Number;
 template <> struct Number<float> {
     static constexpr Type type = Type::float32;
@@ -187,7 +187,7 @@ template <class real, int apart> FAST_WEIGHTS_INLINE vec<real> folded(vec<real> 
     for (int i = 0; i < W; ++i) sums[i] = i & apart ? b[i] + b[i ^ apart] : a[i] + a[i ^ apart];
     return sums;
 #else
-    // What stays in its lane is a blend, which more units of a processor can do than the permutation of the rest.
+    // A number that stays in its lane is a blend, which more units of a processor can do than the permutation of the rest.
     typename Index<real>::type stays{}, moves{};
     for (int i = 0; i < W; ++i) {
         stays[i] = i & apart ? W + i : i;

@@ -357,7 +357,7 @@ private:
         }
     }
 
-    // What was in the state before the chunk and is still there after it has passed every decay.
+    // The part of the state before the chunk that is still there after it has passed every decay.
     void add_gradient_of_passing(const real* state, const real* d_state) {
         if (decay == Decay::shared) {
             const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vs);

@@ -117,7 +117,7 @@ public:
         write(state);
     }
 
-    // What `carry` does beside carrying, for a chunk that is only to be differentiated.
+    // The work of `carry` beside carrying, for a chunk that is only to be differentiated.
     void prepare(const real*, bool) {}
 
     // All gradients of the chunk. `state` is the one before the chunk; `d_state`, that of the state after it, becomes
@@ -252,7 +252,7 @@ private:
         transpose(values_t, CHUNK, value_rows.read, Vp, CHUNK, Vp);
         product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
         mask_levels(d_scores);
-        // Of the readers' queries, then of what they read: keys, then values.
+        // The gradients of the readers' queries, then of what they read: keys, then values.
         product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
         add_levels(f, true, more_k, key_rows, dq, df);
         product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
@@ -306,7 +306,7 @@ private:
         }
     }
 
-    // What was in the state before the chunk and is still there after it has passed every decay.
+    // The part of the state before the chunk that is still there after it has passed every decay.
     void add_gradient_of_passing(const real* state, const real* d_state) {
         if (decay == Decay::shared) {
             const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vs);

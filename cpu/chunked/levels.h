@@ -123,7 +123,7 @@ template <class real> struct BlockRows {
     }
 };
 
-// Of every block: scores[pair(t, s)] = <readers_t, read_s decayed from s to t>.
+// For every block: scores[pair(t, s)] = <readers_t, read_s decayed from s to t>.
 template <bool decays, class real>
 inline void score_pairs_as(real* scores, const real* readers, const real* read, const real* gates, index_t ld) {
     for (index_t block = 0; block < CHUNK; block += BLOCK) {
@@ -147,7 +147,7 @@ inline void score_pairs_as(real* scores, const real* readers, const real* read, 
     }
 }
 
-// Of every block: out_t = sum over s <= t of scores[pair(t, s)] read_s, decayed from s to t.
+// For every block: out_t = sum over s <= t of scores[pair(t, s)] read_s, decayed from s to t.
 template <bool decays, class real>
 inline void read_pairs_as(real* out, const real* scores, const real* read, const real* gates, index_t ld) {
     for (index_t block = 0; block < CHUNK; block += BLOCK, scores += PAIRS) {
@@ -169,7 +169,7 @@ inline void read_pairs_as(real* out, const real* scores, const real* read, const
     }
 }
 
-// Of every block: the gradients of sum over s <= t of scores[pair(t, s)] <readers_t, read_s decayed from s to t> to
+// For every block: the gradients of sum over s <= t of scores[pair(t, s)] <readers_t, read_s decayed from s to t> to
 // `read` and to the logs of `gates`, where step u collects the pairs with s < u <= t. `read_pairs` gives that to `readers`.
 template <bool decays, class real>
 inline void differentiate_pairs_as(const real* scores, const real* readers, const real* read, const real* gates,
@@ -189,7 +189,7 @@ inline void differentiate_pairs_as(const real* scores, const real* readers, cons
                     if (decays && t > s) total *= g.row[t];
                 }
                 store(d_read + s * ld + m, total);
-                // What passes each step: the pairs of s with the steps from there on.
+                // The sum that passes each step: the pairs of s with the steps from there on.
                 vec<real> met[BLOCK];
 #pragma GCC unroll 4
                 for (int t = s + 1; decays && t < BLOCK; ++t) {
@@ -235,7 +235,7 @@ constexpr index_t reads(index_t i) { return is_read(i) + half(i); }
 constexpr index_t first(index_t i) { return i & ~(half(i) - 1); }
 }  // namespace levels
 
-// What the rows of the levels are made of.
+// The rows of the levels, and their factors.
 template <class real> struct LevelRows {
     real* readers;     // q * Pf, or dy * Pz
     real* read;        // k * Rf, or v * Rz

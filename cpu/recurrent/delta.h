@@ -68,7 +68,7 @@ FAST_WEIGHTS_INLINE void backward_column(index_t steps, real* d_state, index_t l
     for (int i = 0; i < R; ++i) store(d_state + i * ld + lane, g[i]);
 }
 
-// What the rows of a transposed state, one for each value, meet at each step.
+// The numbers that the rows of a transposed state, one for each value, meet at each step.
 template <class real> struct Columns {
     Steps<const real> u, w, d_out;
 };

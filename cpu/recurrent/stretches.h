@@ -19,8 +19,8 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-// Of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for a whole chunk stays
-// below it.
+// The largest sum of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for a
+// whole chunk stays below it.
 constexpr int LARGEST_SUM = 20;
 
 // Steps [begin, end), a stretch if anything decays.
@@ -41,7 +41,7 @@ template <class real> struct Scales {
     Steps<const real> entering() const { return {enter, ld}; }
     Steps<const real> leaving() const { return {scale, ld}; }
 
-    // What to multiply by for F, and for 1 / F; null for 1.
+    // The factors F and 1 / F; null for 1.
     const real* times() const { return ld > 0 ? scale : nullptr; }
     const real* over() const { return ld > 0 ? inverse : nullptr; }
 
@@ -58,7 +58,7 @@ template <class real> struct Scales {
                 sum += x;
                 store(scale + t * ld + m, sum);
             }
-            // Of logs that are not above 0 the last sum is the lowest; NaN stays.
+            // Where no log is above 0, the last sum is the lowest; NaN stays.
             const auto inside = (sum >= -largest) & (high <= real(0));
             for (int i = 0; i < Vector<real>::lanes; ++i) small = small && inside[i] != 0;
         }

@@ -24,11 +24,11 @@ constexpr int FEW = 4;
 // One side of a chunk: the rows of the state (keys), or its columns (values).
 template <class real> struct Side {
     Steps<const real> write, read;  // k, q; or v, dy
-    // What a state is multiplied by before the first step of a stretch, and after its last one.
+    // The factors of a state before the first step of a stretch, and after its last one.
     Steps<const real> enter, leave;
 };
 
-// Those factors from row (or lane) `first` on, where there are any.
+// The factors from row (or lane) `first` on, where there are any.
 template <bool decays, class real>
 FAST_WEIGHTS_INLINE const real* factors(const Steps<const real>& steps, index_t t, index_t first) {
     return decays ? steps.at(t) + first : nullptr;
@@ -45,7 +45,7 @@ FAST_WEIGHTS_INLINE void store_row(real* state, index_t ld, int i, const real* r
     store(state + i * ld, decays ? x * (load(lanes) * rows[i]) : x);
 }
 
-// What a tile does to its output: nothing, set it (the first tile of its lanes), or add to it.
+// A tile's effect on its output: none, set it (the first tile of its lanes), or add to it.
 enum class Out { none, set, add };
 
 // Takes a tile of R rows and one vector of lanes of `from` through the steps and leaves it in `to`. `out` = or += what is
@@ -97,7 +97,7 @@ template <int R, bool adds, class real, class Take> FAST_WEIGHTS_INLINE void put
         const vec<real> total = merged<R, 0, 1, real>(take);
         store_unaligned(sums, adds ? load_unaligned(sums) + total : total);
     } else {
-        // Of fewer vectors than lanes, each sum is in W / R lanes.
+        // With fewer vectors than lanes, each sum is in W / R lanes.
         real parts[W] __attribute__((aligned(64)));
         store(parts, merged<R, 0, 1, real>(take));
         for (int i = 0; i < R; ++i) {
