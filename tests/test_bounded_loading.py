@@ -15,7 +15,7 @@ import torch
 
 from fairseq_fastweights import integrity
 from fairseq_fastweights.bounded_loading import TooLargeError, load
-from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.digests import with_digests
 
 

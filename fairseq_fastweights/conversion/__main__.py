@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.command_line import fail
-from fairseq_fastweights.conversion import hub, whole_tokenizer
-from fairseq_fastweights.conversion.families import FAMILIES, SERVED
-from fairseq_fastweights.conversion.folders import check_target
-from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
-from fairseq_fastweights.conversion.huggingface import from_huggingface
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.families.table import FAMILIES, SERVED
+from fairseq_fastweights.conversion.files.folders import check_target
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.from_huggingface import hub
+from fairseq_fastweights.conversion.from_huggingface.gguf import SUFFIX, unpacked
+from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+from fairseq_fastweights.conversion.tokenizers import tokenizer_json
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,9 +101,9 @@ def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
     if _is_ours(source / "config.json"):
         if end_of_text is not None:
             raise ValueError(f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>")
-        if _with_transformers("exported").from_exported(source, target):
+        if _with_transformers("from_huggingface.own_classes").from_exported(source, target):
             lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
-        elif (target / whole_tokenizer.SETTINGS).is_file():
+        elif (target / tokenizer_json.SETTINGS).is_file():
             lines.append(f"its tokenizer is --bpe tokenizer_json --tokenizer-json-folder {target}")
     else:
         lines.append(f"its tokenizer is {from_huggingface(source, target, end_of_text=end_of_text)}")
@@ -117,9 +118,9 @@ def _is_ours(config: Path) -> bool:
 
 def _to(options: argparse.Namespace) -> None:
     """Runs `to-huggingface`."""
-    write = _with_transformers("export").to_huggingface
+    write = _with_transformers("to_huggingface.own_classes").to_huggingface
     if options.served is not None:
-        write = partial(_with_transformers("served").to_served, options.served)
+        write = partial(_with_transformers("to_huggingface.served_classes").to_served, options.served)
     importlib.import_module("transformers").utils.logging.disable_progress_bar()
     write(
         options.source,

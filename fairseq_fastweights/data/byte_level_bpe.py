@@ -17,7 +17,7 @@ from fairseq.data.encoders import register_bpe
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 from fairseq.dataclass import FairseqDataclass
 
-from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 
 
 @dataclass

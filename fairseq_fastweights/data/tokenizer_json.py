@@ -13,7 +13,7 @@ from typing import Any
 from fairseq.data.encoders import register_bpe
 from fairseq.dataclass import FairseqDataclass
 
-from fairseq_fastweights.conversion.whole_tokenizer import FILE, SETTINGS, open_tokenizer, read_end_of_text
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILE, SETTINGS, open_tokenizer, read_end_of_text
 
 
 @dataclass

@@ -12,8 +12,8 @@ from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer
-from fairseq_fastweights.conversion.source import find_files, read_source
+from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer
+from fairseq_fastweights.conversion.transfer.source import find_files, read_source
 
 
 @register_criterion("attention_transfer", dataclass=FairseqDataclass)

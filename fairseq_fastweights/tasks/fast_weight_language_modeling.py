@@ -16,12 +16,12 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
 
-from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement, freeze_for_good
-from fairseq_fastweights.conversion.groups import parse_groups
-from fairseq_fastweights.conversion.source import Source, check_dictionary, find_files, read_source
-from fairseq_fastweights.conversion.source_heads import follow_source
-from fairseq_fastweights.conversion.transfer import transfer
-from fairseq_fastweights.conversion.transfer_options import TransferOptions, check_options
+from fairseq_fastweights.conversion.transfer.freezing import Freezing, LossImprovement, freeze_for_good
+from fairseq_fastweights.conversion.transfer.groups import parse_groups
+from fairseq_fastweights.conversion.transfer.options import TransferOptions, check_options
+from fairseq_fastweights.conversion.transfer.source import Source, check_dictionary, find_files, read_source
+from fairseq_fastweights.conversion.transfer.source_heads import follow_source
+from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
 from fairseq_fastweights.data.progress import reported
 from fairseq_fastweights.data.segment_iterator import Carrier, SegmentIterator

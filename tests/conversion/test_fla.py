@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families import read_family
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families.table import read_family
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from tests.conversion import llamas, sources
 
 WIDTH, TYPES, EPS = 24, 400, 1e-2

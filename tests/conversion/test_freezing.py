@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fairseq_fastweights.conversion.freezing import Freezing, LossImprovement
+from fairseq_fastweights.conversion.transfer.freezing import Freezing, LossImprovement
 from tests.conftest import train
 from tests.tasks.conftest import train_in_two, weights
 

@@ -13,9 +13,9 @@ from fairseq import options, tasks
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer, build_attention
-from fairseq_fastweights.conversion.source import read_source
-from fairseq_fastweights.conversion.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
+from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer, build_attention
+from fairseq_fastweights.conversion.transfer.source import read_source
+from fairseq_fastweights.conversion.transfer.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention

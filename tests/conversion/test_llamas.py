@@ -15,8 +15,8 @@ from fairseq.options import get_parser
 
 import fairseq_fastweights.data.tokenizer_json  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families import read_family
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families.table import read_family
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import llamas, sources

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fairseq_fastweights.conversion.families import buffers
-from fairseq_fastweights.conversion.huggingface import from_huggingface
-from fairseq_fastweights.conversion.originals import restore_original
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families.table import buffers
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
+from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
 from fairseq_fastweights.digests import changed_parts
 from tests.conversion import sources
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.conversion import recurrent_swap
-from fairseq_fastweights.conversion.attention_transfer import AttentionTransfer
-from fairseq_fastweights.conversion.recurrent_swap import (
+from fairseq_fastweights.conversion.transfer import recurrent_swap
+from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer
+from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     AVERAGED,
     KEPT,
     READ,
@@ -20,7 +20,7 @@ from fairseq_fastweights.conversion.recurrent_swap import (
     check_recurrent,
     swap_recurrent,
 )
-from fairseq_fastweights.conversion.source import read_source
+from fairseq_fastweights.conversion.transfer.source import read_source
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import build_mixer, option_name
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention

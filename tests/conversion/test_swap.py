@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.conversion.swap import check_swap, fold_map, swap
+from fairseq_fastweights.conversion.transfer.swap import check_swap, fold_map, swap
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 
 WIDTH, HEADS, DIM = 24, 3, 8

@@ -14,7 +14,7 @@ import pytest
 from fairseq.data import encoders
 
 import fairseq_fastweights.data.byte_level_bpe  # noqa: F401
-from fairseq_fastweights.conversion.tokenizer import read_tokenizer
+from fairseq_fastweights.conversion.tokenizers.byte_level import read_tokenizer
 from tests.conversion import sources
 
 TEXTS = [

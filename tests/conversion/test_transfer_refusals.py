@@ -7,9 +7,9 @@ import pytest
 import torch
 from fairseq import tasks
 
-from fairseq_fastweights.conversion.groups import GROUPS
-from fairseq_fastweights.conversion.source import read_source
-from fairseq_fastweights.conversion.transfer import transfer
+from fairseq_fastweights.conversion.transfer.groups import GROUPS
+from fairseq_fastweights.conversion.transfer.source import read_source
+from fairseq_fastweights.conversion.transfer.weights import transfer
 from tests.conversion.transfers import PRE_NORM, changed, make_source, take
 from tests.models.conftest import WORDS
 from tests.models.test_checkpoints import with_former_name

@@ -251,7 +251,7 @@ def prepare_documents(source: Path, folder: Path, script: str) -> Path:
 def convert(folder: Path, neox: bool, **sizes: int) -> Path:
     """A model with random weights, through the conversion; what it was made from is in `huggingface` beside it."""
     import_plugin()
-    from fairseq_fastweights.conversion.huggingface import from_huggingface
+    from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
     from tests.conversion import sources
 
     from_huggingface(sources.save(folder / "huggingface", sources.model(neox, **sizes)), folder / "converted")

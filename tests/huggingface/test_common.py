@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from fairseq_fastweights.conversion.export import weights_of
-from fairseq_fastweights.conversion.fairseq_options import config_of
+from fairseq_fastweights.conversion.options_and_config import config_of
+from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm, weights_of
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
 from fairseq_fastweights.mixers.registry import MIXERS
@@ -222,3 +222,12 @@ def test_nothing_of_it_needs_fairseq():
     folders = {path.relative_to(package).parts[0] for path in seen if path.parent != package}
     assert folders == {"huggingface", "mixers", "ops"} and len(seen) > 40
     assert Path(package / "mixers" / "registry.py") in seen
+
+
+def test_a_module_that_has_moved_says_where_it_is(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "fairseq_fastweights.conversion.export", raising=False)
+    with pytest.warns(
+        DeprecationWarning, match="has moved: .* fairseq_fastweights.conversion.to_huggingface.own_classes"
+    ):
+        former = importlib.import_module("fairseq_fastweights.conversion.export")
+    assert former.load_for_causal_lm is load_for_causal_lm

@@ -13,8 +13,8 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.export import load_for_causal_lm
-from fairseq_fastweights.conversion.fairseq_options import config_of
+from fairseq_fastweights.conversion.options_and_config import config_of
+from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
 from fairseq_fastweights.mixers.registry import MIXERS, parse_pattern
 from tests.huggingface.conftest import LOGITS, said
 

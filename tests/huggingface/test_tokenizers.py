@@ -11,10 +11,10 @@ import torch
 import transformers
 from fairseq.data import Dictionary
 
-from fairseq_fastweights.conversion import kept_settings
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.byte_level_files import PIECES
-from fairseq_fastweights.conversion.export import load_for_causal_lm
+from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
+from fairseq_fastweights.conversion.tokenizers import kept_settings
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion import llamas, sources
 from tests.conversion.test_tokenizer import byte_level

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_fastweights.conversion.groups import count_layers
+from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.models import checkpoint_settings
 from tests.models.conftest import WORDS
 

@@ -11,16 +11,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fairseq_fastweights.conversion.export import find_run_of, has_source_mixers, new_name, read_model
-from fairseq_fastweights.conversion.fairseq_options import config_of
-from fairseq_fastweights.conversion.families import Family, read_family
-from fairseq_fastweights.conversion.folders import check_target, copy_files, new_folder
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, model_options, original_files
-from fairseq_fastweights.conversion.llama_families import SCALINGS
-from fairseq_fastweights.conversion.originals import restore_original
-from fairseq_fastweights.conversion.source_weights import Weight, plain
-from fairseq_fastweights.conversion.tokenizers_of_runs import make_tokenizer
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.families.llama import SCALINGS
+from fairseq_fastweights.conversion.families.table import Family, read_family
+from fairseq_fastweights.conversion.families.weights import Weight, plain
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, check_target, copy_files, new_folder
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.from_huggingface.published import model_options, original_files
+from fairseq_fastweights.conversion.options_and_config import config_of, new_name
+from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
+from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run_of, has_source_mixers, read_model
+from fairseq_fastweights.conversion.to_huggingface.tokenizers import make_tokenizer
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
@@ -50,7 +50,7 @@ def to_served(
 
     Args:
         kind: the class's model_type, one of `families.SERVED`.
-        source, target, checkpoint, data, tokenizer: as for `export.to_huggingface`.
+        source, target, checkpoint, data, tokenizer: as for `own_classes.to_huggingface`.
 
     Raises:
         ValueError: if a file is missing or cannot be used, or the class cannot be this model; the message lists the

@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from fairseq_fastweights.conversion.folders import file_in
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD
-from fairseq_fastweights.conversion.tokenizer import TEMPLATE, template_names
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, file_in
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.tokenizers.byte_level import TEMPLATE, template_names
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)

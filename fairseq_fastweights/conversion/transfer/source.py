@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fairseq_fastweights.conversion.groups import count_layers
+from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.models import checkpoint_settings
 
 # What is in a checkpoint beside parameters.

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.text_files import read_text
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
+FILES = (FILE, SETTINGS)
 """The files: the tokenizer, and the number of its end-of-text token, {"end_of_text": number}."""
 
 _MOST_SPARE = 1024

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.source import Source
+from fairseq_fastweights.conversion.transfer.source import Source
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 

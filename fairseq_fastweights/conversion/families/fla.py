@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fairseq_fastweights.conversion.family import Family
-from fairseq_fastweights.conversion.llama_families import Shape, read_shape
-from fairseq_fastweights.conversion.source_config import check, check_heads, flag, number, positive
-from fairseq_fastweights.conversion.source_weights import Weight, plain, single, stacked
+from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, number, positive
+from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.llama import Shape, read_shape
+from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked
 
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings", "eos_token_id")
 

@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.conversion import tokenizer as tokenizers
-from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
-from fairseq_fastweights.conversion.families import Family, buffers, read_family
-from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
-from fairseq_fastweights.conversion.text_tables import text_table
-from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
-from fairseq_fastweights.conversion.whole_tokenizer import read_whole_tokenizer
+from fairseq_fastweights.conversion.families.table import Family, buffers, read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.files.folders import (
+    ORIGINALS,
+    RECORD,
+    check_target,
+    copy_files,
+    file_in,
+    new_folder,
+)
+from fairseq_fastweights.conversion.files.text_tables import text_table
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
+from fairseq_fastweights.conversion.tokenizers import byte_level
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
 from fairseq_fastweights.mixers.registry import build_mixer
 from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
 from fairseq_fastweights.models.fast_weight_options import mixer_settings
 
-ORIGINALS = "huggingface"
-RECORD = "conversion.json"
 _MOST_ROWS = 40
 
 
 def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
-    """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
+    """Converts a Hugging Face folder with a language model of `families.table.FAMILIES` into a folder for fairseq.
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with the source's attention or memories, in the dtypes of the
     source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
@@ -55,7 +60,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     config = read_json(source / "config.json")
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
-    tokenizer = tokenizers.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
+    tokenizer = byte_level.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
     if end_of_text is not None:
         config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
     files = WeightFiles(source)
@@ -121,7 +126,7 @@ def original_files(source: Path, within: str = ".") -> dict[str, Path]:
     Raises:
         ValueError: if one of them is a link out of `source`, or no regular file.
     """
-    names = ("config.json", "generation_config.json", *tokenizers.FILES, *tokenizers.template_names(source / within))
+    names = ("config.json", "generation_config.json", *byte_level.FILES, *byte_level.template_names(source / within))
     return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
 
 

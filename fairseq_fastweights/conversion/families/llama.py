@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq_fastweights.conversion.family import Family
-from fairseq_fastweights.conversion.source_config import (
+from fairseq_fastweights.conversion.families.config_values import (
     check,
     check_heads,
     count_layers,
@@ -19,7 +18,8 @@ from fairseq_fastweights.conversion.source_config import (
     read_end_of_text,
     sizes,
 )
-from fairseq_fastweights.conversion.source_weights import Weight, embedding, plain
+from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.weights import Weight, embedding, plain
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
 SCALINGS = {

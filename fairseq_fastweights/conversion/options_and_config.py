@@ -1,4 +1,4 @@
-"""Translates fairseq's options for a language model into a `FastWeightConfig`, and back."""
+"""Translates fairseq's options and names for a language model into those of `FastWeightConfig`'s model, and back."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ _SAME = {
 """Settings that differ from options only in their names."""
 
 _FLOATS = ("adaptive_input_factor", "adaptive_softmax_factor", "adaptive_softmax_dropout", "layerdrop")
+
+_PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
+"""The beginnings of parameters' names, in fairseq and in `fairseq_fastweights.huggingface`."""
 
 _WITHOUT_COUNTERPART = {
     "character_embeddings": (False, None),
@@ -165,3 +168,9 @@ def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
 
 def _cutoffs(text: Any) -> list[int] | None:
     return None if text is None else [int(word) for word in str(text).strip("[]").split(",")]
+
+
+def new_name(name: str) -> str:
+    """The name of one of fairseq's parameters in `fairseq_fastweights.huggingface`."""
+    old = next(old for old in _PREFIXES if name.startswith(old))
+    return _PREFIXES[old] + name.removeprefix(old)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 
-from fairseq_fastweights.conversion.source_weights import Weight
+from fairseq_fastweights.conversion.families.weights import Weight
 
 
 @dataclass(frozen=True)

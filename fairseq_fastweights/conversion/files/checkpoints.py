@@ -16,7 +16,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.digests import with_digests
 
 

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from fairseq_fastweights.integrity import why_not_regular
 
+RECORD, ORIGINALS = "conversion.json", "huggingface"
+"""Beside a converted model: what the conversion back needs to know, and the folder of the source's own files."""
+FOR_FAIRSEQ = "fairseq"
+"""In a Hugging Face folder: the subfolder with the files for the conversion back."""
+
 
 def check_target(target: Path) -> None:
     """Checks, before any work, that a new folder can be made.

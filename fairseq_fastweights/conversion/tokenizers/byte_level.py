@@ -14,8 +14,8 @@ from typing import Any
 
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
-from fairseq_fastweights.conversion.weight_files import read_json
-from fairseq_fastweights.conversion.whole_tokenizer import is_number, read_added_tokens
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import is_number, read_added_tokens
 from fairseq_fastweights.text_files import read_text
 
 FILES = (

@@ -11,17 +11,17 @@ import torch
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
-from fairseq_fastweights.conversion.groups import GROUPS, attention_of, count_layers, group_of
-from fairseq_fastweights.conversion.recurrent_swap import (
+from fairseq_fastweights.conversion.files.text_tables import text_table
+from fairseq_fastweights.conversion.transfer.groups import GROUPS, attention_of, count_layers, group_of
+from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     bias_option,
     check_recurrent,
     is_recurrent,
     read_weights,
     swap_recurrent,
 )
-from fairseq_fastweights.conversion.source import Source
-from fairseq_fastweights.conversion.swap import check_swap, reads_without_scale, swap
-from fairseq_fastweights.conversion.text_tables import text_table
+from fairseq_fastweights.conversion.transfer.source import Source
+from fairseq_fastweights.conversion.transfer.swap import check_swap, reads_without_scale, swap
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fairseq_fastweights.conversion.family import Family
-from fairseq_fastweights.conversion.fla_families import gated_deltanet, kda
-from fairseq_fastweights.conversion.gpt_families import gpt2, gpt_neox
-from fairseq_fastweights.conversion.hybrid_families import olmo_hybrid, qwen3_5_text
-from fairseq_fastweights.conversion.llama_families import llama, mistral, qwen2, qwen3
+from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.fla import gated_deltanet, kda
+from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
+from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_text
+from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
 
 __all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairseq_fastweights.conversion.families import FAMILIES
-from fairseq_fastweights.conversion.huggingface import check_layers
+from fairseq_fastweights.conversion.families.table import FAMILIES
+from fairseq_fastweights.conversion.from_huggingface.published import check_layers
 from fairseq_fastweights.integrity import why_not_regular
 
 SUFFIX = ".gguf"
@@ -29,8 +29,8 @@ def unpacked(path: Path) -> Iterator[Path]:
     transformers reads the file; weights that are stored in fewer bits become the numbers that these stand for.
 
     Raises:
-        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.FAMILIES`; the
-            message names it.
+        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.table.FAMILIES`;
+            the message names it.
     """
     try:
         import gguf

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.checkpoints import read_state
-from fairseq_fastweights.conversion.families import Family, read_family
-from fairseq_fastweights.conversion.folders import copy_files, new_folder
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, check_weights, original_files, settings_of
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.families.table import Family, read_family
+from fairseq_fastweights.conversion.files.checkpoints import read_state
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, new_folder
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.from_huggingface.published import check_weights, original_files, settings_of
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.safetensors_digests import note_digest
 

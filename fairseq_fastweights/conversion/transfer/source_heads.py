@@ -10,7 +10,7 @@ from typing import Any
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
-from fairseq_fastweights.conversion.source import Source
+from fairseq_fastweights.conversion.transfer.source import Source
 
 logger = logging.getLogger(__name__)
 

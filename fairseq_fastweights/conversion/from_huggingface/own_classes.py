@@ -10,15 +10,20 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion import kept_settings
-from fairseq_fastweights.conversion.byte_level_files import PIECES
-from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
-from fairseq_fastweights.conversion.export import FOR_FAIRSEQ, new_name
-from fairseq_fastweights.conversion.fairseq_options import options_of
-from fairseq_fastweights.conversion.folders import check_target, copy_files, file_in, new_folder
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, check_layers, check_weights
-from fairseq_fastweights.conversion.tokenizers_of_runs import WHOLE
-from fairseq_fastweights.conversion.weight_files import WeightFiles, read_json
+from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.files.folders import (
+    FOR_FAIRSEQ,
+    ORIGINALS,
+    check_target,
+    copy_files,
+    file_in,
+    new_folder,
+)
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
+from fairseq_fastweights.conversion.from_huggingface.published import check_layers, check_weights
+from fairseq_fastweights.conversion.options_and_config import new_name, options_of
+from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import describe
@@ -42,7 +47,7 @@ def from_exported(source: Path, target: Path) -> bool:
         OSError: if the target cannot be written; nothing is left of it.
     """
     check_target(target)
-    names = ("dict.txt", *PIECES, *WHOLE)
+    names = ("dict.txt", *PIECES, *tokenizer_json.FILES)
     copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}
     copied |= {f"{ORIGINALS}/{name}": path for name, path in kept_settings.files_of(source).items()}
     config = read_config(source / "config.json")

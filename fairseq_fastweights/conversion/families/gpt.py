@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fairseq_fastweights.conversion.family import Family
-from fairseq_fastweights.conversion.source_config import (
+from fairseq_fastweights.conversion.families.config_values import (
     activation,
     check,
     check_heads,
@@ -19,7 +18,8 @@ from fairseq_fastweights.conversion.source_config import (
     rotary,
     sizes,
 )
-from fairseq_fastweights.conversion.source_weights import embedding, fused, linear, norm, single
+from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.weights import embedding, fused, linear, norm, single
 
 _PADDING = 1
 

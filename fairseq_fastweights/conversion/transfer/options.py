@@ -10,7 +10,7 @@ from typing import Any, Optional
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
-from fairseq_fastweights.conversion.groups import GROUPS, parse_groups
+from fairseq_fastweights.conversion.transfer.groups import GROUPS, parse_groups
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fairseq_fastweights.conversion.family import Family
-from fairseq_fastweights.conversion.llama_families import Shape, read_shape, rotary_options
-from fairseq_fastweights.conversion.source_config import check, check_heads, flag, mapping, number, positive
-from fairseq_fastweights.conversion.source_weights import Weight, plain, single, stacked, unstacked
+from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, mapping, number, positive
+from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
+from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.mixers.registry import write_pattern
 
 _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.weight_files import read_json
-from fairseq_fastweights.conversion.whole_tokenizer import is_number
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import is_number
 from fairseq_fastweights.text_files import read_text
 
 PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")

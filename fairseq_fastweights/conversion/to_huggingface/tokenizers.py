@@ -12,10 +12,11 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fairseq_fastweights.conversion import kept_settings, whole_tokenizer
-from fairseq_fastweights.conversion.byte_level_files import PIECES, read_merges, read_pieces, read_settings
-from fairseq_fastweights.conversion.huggingface import ORIGINALS, RECORD, original_files, source_mixers
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD
+from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.from_huggingface.published import original_files, source_mixers
+from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.text_files import open_text
@@ -23,7 +24,6 @@ from fairseq_fastweights.text_files import open_text
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
 
-WHOLE = (whole_tokenizer.FILE, whole_tokenizer.SETTINGS)
 """The files of any other tokenizer, which `from-huggingface` writes."""
 
 # What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
@@ -50,14 +50,14 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
         if str(given) == WORDS:
             return None
         folder = Path(given)
-        if _has(folder, WHOLE):
+        if _has(folder, tokenizer_json.FILES):
             return folder
         missing = [name for name in PIECES[:2] if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
         return folder
     for folder in nearby:
-        if _has(folder, PIECES[:2]) or _has(folder, WHOLE):
+        if _has(folder, PIECES[:2]) or _has(folder, tokenizer_json.FILES):
             return folder
     with open_text(dictionary) as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
@@ -93,7 +93,7 @@ def make_tokenizer(
     elif is_source(pieces, config):
         made, named = _of_source(dictionary, pieces)
     else:
-        made = (_of_whole if _has(pieces, WHOLE) else _of_pieces)(dictionary, pieces)
+        made = (_of_whole if _has(pieces, tokenizer_json.FILES) else _of_pieces)(dictionary, pieces)
     if not named:
         numbers = {"bos_token": config.bos_token_id, "eos_token": dictionary.eos()}
         named = {name: _name(made, number) for name, number in numbers.items()}
@@ -122,7 +122,7 @@ def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
 
 def source_numbers(dictionary: Dictionary, path: Path) -> Callable[[int], int]:
     """The numbers in the dictionary of a source's word types, of which this file says which ends texts."""
-    end = whole_tokenizer.read_end_of_text(path)
+    end = tokenizer_json.read_end_of_text(path)
     return lambda own: dictionary.eos() if own == end else dictionary.index(str(own))
 
 
@@ -132,9 +132,10 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 
 def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The tokenizer in `folder`, with its numbers replaced by those of the dictionary."""
-    made = read_json(folder / WHOLE[0])
-    whole_tokenizer.open_tokenizer(folder / WHOLE[0])  # from here on its parts are what they should be
-    return _renumbered(made, dictionary, source_numbers(dictionary, folder / WHOLE[1]), folder / WHOLE[0])
+    made = read_json(folder / tokenizer_json.FILE)
+    tokenizer_json.open_tokenizer(folder / tokenizer_json.FILE)  # from here on its parts are what they should be
+    number_of = source_numbers(dictionary, folder / tokenizer_json.SETTINGS)
+    return _renumbered(made, dictionary, number_of, folder / tokenizer_json.FILE)
 
 
 def _of_source(dictionary: Dictionary, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -178,7 +179,7 @@ def _renumbered(
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"{path}: model is {model.get('type')!r}; only 'BPE' is supported")
     model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
-    made["added_tokens"] = whole_tokenizer.read_added_tokens(path, made)
+    made["added_tokens"] = tokenizer_json.read_added_tokens(path, made)
     for entry in made["added_tokens"]:
         entry["id"] = number_of(entry["id"])
     lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]

@@ -1,0 +1,1 @@
+"""Files and folders, as conversions read and write them."""

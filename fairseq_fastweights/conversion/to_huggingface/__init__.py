@@ -1,0 +1,1 @@
+"""Models that fairseq trained, as Hugging Face folders: `to-huggingface`."""

@@ -1,0 +1,1 @@
+"""Tokenizers of Hugging Face folders, as fairseq reads them."""

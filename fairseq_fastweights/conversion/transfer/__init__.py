@@ -1,0 +1,1 @@
+"""Weights of a trained Transformer in a model with other mixers."""
