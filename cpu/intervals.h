@@ -18,7 +18,7 @@ struct Task {
     }
 };
 
-// The stretches of time between kept states.
+// The spans of time between kept states.
 struct Intervals {
     index_t length, count;
     explicit Intervals(const Problem& p)

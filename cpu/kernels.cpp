@@ -5,13 +5,13 @@
 #include "convolution.h"
 #include "features.h"
 #include "gating.h"
-#include "march.h"
 #include "recurrent/decay_backward.h"
 #include "recurrent/delta.h"
 #include "recurrent/diagonal_forward.h"
 #include "recurrent/step.h"
 #include "recurrent/sum_backward.h"
 #include "scan.h"
+#include "sweep.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -23,31 +23,31 @@ namespace {
 bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
 
 template <class real> void diagonal_forward_as(const Problem& p, index_t begin, index_t end) {
-    if (is_diagonal_recurrent(p)) return march_forward<real, SteppedChunk<real>>(p, begin, end);
-    if (p.log_gate.data) return march_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
-    has_decays(p) ? march_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
-                  : march_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
+    if (is_diagonal_recurrent(p)) return sweep_forward<real, SteppedChunk<real>>(p, begin, end);
+    if (p.log_gate.data) return sweep_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
+    has_decays(p) ? sweep_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
+                  : sweep_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void diagonal_backward_as(const Problem& p, index_t begin, index_t end) {
     const bool recurrent = is_diagonal_recurrent(p);
     if (recurrent && (p.log_gate.data || has_decays(p))) {
-        return march_intervals_backward<real, DecayedInterval<real>>(p, begin, end);
+        return sweep_intervals_backward<real, DecayedInterval<real>>(p, begin, end);
     }
-    if (recurrent) return march_intervals_backward<real, SumInterval<real>>(p, begin, end);
-    if (p.log_gate.data) return march_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
-    has_decays(p) ? march_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
-                  : march_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
+    if (recurrent) return sweep_intervals_backward<real, SumInterval<real>>(p, begin, end);
+    if (p.log_gate.data) return sweep_backward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
+    has_decays(p) ? sweep_backward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
+                  : sweep_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
 template <class real> void delta_forward_as(const Problem& p, index_t begin, index_t end) {
-    is_delta_recurrent(p, false) ? march_forward<real, ColumnChunk<real>>(p, begin, end)
-                                 : march_forward<real, DeltaChunk<real>>(p, begin, end);
+    is_delta_recurrent(p, false) ? sweep_forward<real, ColumnChunk<real>>(p, begin, end)
+                                 : sweep_forward<real, DeltaChunk<real>>(p, begin, end);
 }
 
 template <class real> void delta_backward_as(const Problem& p, index_t begin, index_t end) {
-    is_delta_recurrent(p, true) ? march_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
-                                : march_backward<real, DeltaChunk<real>>(p, begin, end);
+    is_delta_recurrent(p, true) ? sweep_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
+                                : sweep_backward<real, DeltaChunk<real>>(p, begin, end);
 }
 
 template <class real> void rule_forward_as(const Problem& p, index_t begin, index_t end) {

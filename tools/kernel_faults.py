@@ -113,23 +113,23 @@ CPU = (
         "        for (index_t i = 0; i < rows_; ++i) scale(right + i * Vp, right + i * Vp, beta[i], Vp);\n",
     ),
     # The way through a sequence
-    without("cpu/march.h", "                        chunk.carry(state + size, begins_empty(p, b, t));\n"),
+    without("cpu/sweep.h", "                        chunk.carry(state + size, begins_empty(p, b, t));\n"),
     Fault("cpu/intervals.h", "return t >= p.time ? p.d_final_state == nullptr :", "return t >= p.time ? true :"),
     Fault("cpu/intervals.h", "(t == 0 && p.initial_state == nullptr) ||", "t == 0 ||"),
     # Documents in a row
     Fault("cpu/intervals.h", "rows < most && !starts_at(p, b, t + rows)", "rows < most"),
     Fault("cpu/intervals.h", "t % CHUNK != 0 && !starts_at(p, b, t)", "t % CHUNK != 0"),
     Fault(
-        "cpu/march.h",
+        "cpu/sweep.h",
         "{\n                real* state = states + (h - task.first) * size;\n                if (starts_at(p, b, t))",
         "{\n                real* state = states + (h - task.first) * size;\n                if (false)",
     ),
-    without("cpu/march.h", "                    if (starts_at(p, b, t)) fill(d_state, real(0), size);\n"),
-    without("cpu/march.h", "                    if (starts_at(p, b, begin)) fill(d_state, real(0), 2 * size);\n"),
-    without("cpu/march.h", "            transpose(d_state + size, Kp, d_state, Vs, Kp, Vp);\n"),
+    without("cpu/sweep.h", "                    if (starts_at(p, b, t)) fill(d_state, real(0), size);\n"),
+    without("cpu/sweep.h", "                    if (starts_at(p, b, begin)) fill(d_state, real(0), 2 * size);\n"),
+    without("cpu/sweep.h", "            transpose(d_state + size, Kp, d_state, Vs, Kp, Vp);\n"),
     # Small states
-    Fault("cpu/recurrent/stretches.h", "constexpr int LARGEST_SUM = 20;", "constexpr int LARGEST_SUM = 200;"),
-    without("cpu/recurrent/stretches.h", "            f.begin(f_logs, first);\n"),
+    Fault("cpu/recurrent/rescaled_spans.h", "constexpr int LARGEST_SUM = 20;", "constexpr int LARGEST_SUM = 200;"),
+    without("cpu/recurrent/rescaled_spans.h", "            f.begin(f_logs, first);\n"),
     without("cpu/recurrent/decay_backward.h", "        if (p_.complement) decays.gates.apply(k_copies, rows, Kp);\n"),
     without(
         "cpu/recurrent/decay_backward.h",

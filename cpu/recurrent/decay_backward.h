@@ -1,5 +1,5 @@
-// The gradients of the gated and of the decay rule where states are small: chunk by chunk through an interval, and stretch by
-// stretch (stretches.h) through a chunk. What decays leave of S_{t-1} is computed again, forwards through the chunk, and kept
+// The gradients of the gated and of the decay rule where states are small: chunk by chunk through an interval, and span by
+// span (rescaled_spans.h) through a chunk. What decays leave of S_{t-1} is computed again, forwards through the chunk, and kept
 // in a buffer that a core's first cache holds.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-// The arithmetic of one interval, of up to `length` steps, of one head (march.h).
+// The arithmetic of one interval, of up to `length` steps, of one head (sweep.h).
 template <class real> class DecayedInterval {
 public:
     DecayedInterval(const Problem& p, Scratch<real>& scratch, index_t length)
@@ -115,7 +115,7 @@ private:
             real* place = to + e * ld + m;
             for (index_t i = 0; i < decays.count; ++i) {
                 forward_tile<decltype(tile)::value, true, Out::none, false>(
-                    decays.stretches[i], i == 0 ? from + e * ld + m : place, place, ld, rows, lanes, e, m, {}, history);
+                    decays.spans[i], i == 0 ? from + e * ld + m : place, place, ld, rows, lanes, e, m, {}, history);
             }
         });
     }
@@ -155,16 +155,16 @@ private:
             real *place = start + e * Kp + m, *d_place = d_turned + e * Kp + m;
             ahead.some();
             for (index_t i = 0; i < decays.count; ++i) {
-                forward_tile<R, true, O, true>(decays.stretches[i], place, place, Kp, value_side, key_side, e, m, dq,
+                forward_tile<R, true, O, true>(decays.spans[i], place, place, Kp, value_side, key_side, e, m, dq,
                                                history);
             }
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
                 // dz is that of rows here: the tiles of the first lanes set it.
                 m == 0 ? backward_tile<R, true, row_logs, lane_logs, O, Out::set>(
-                             decays.stretches[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history)
+                             decays.spans[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history)
                        : backward_tile<R, true, row_logs, lane_logs, O, Out::add>(
-                             decays.stretches[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history);
+                             decays.spans[i], d_place, Kp, value_side, key_side, e, m, dk, dz, df, history);
             }
         });
     }
@@ -175,7 +175,7 @@ private:
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
                 backward_tile<decltype(tile)::value, true, false, false, decltype(into)::value, Out::none>(
-                    decays.stretches[i], d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
+                    decays.spans[i], d_state + e * Vs + m, Vs, key_side, value_side, e, m, dv, {}, {}, history);
             }
         });
     }
@@ -187,12 +187,12 @@ private:
             constexpr Out O = decltype(into)::value;
             ahead.some();
             for (index_t i = 0; i < decays.count; ++i) {
-                forward_few<N, true, O>(decays.stretches[i], start, Vs, key_side, value_side, m, dq_lanes, history);
+                forward_few<N, true, O>(decays.spans[i], start, Vs, key_side, value_side, m, dq_lanes, history);
             }
             ahead.some();
             for (index_t i = decays.count - 1; i >= 0; --i) {
-                backward_few<N, row_logs, lane_logs, O>(decays.stretches[i], d_state, Vs, key_side, value_side, m, dv,
-                                                        dz, dk_lanes, df_lanes, history);
+                backward_few<N, row_logs, lane_logs, O>(decays.spans[i], d_state, Vs, key_side, value_side, m, dv, dz,
+                                                        dk_lanes, df_lanes, history);
             }
         });
         sum_few(dq, dq_lanes, rows_, K);

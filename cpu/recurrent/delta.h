@@ -139,7 +139,7 @@ inline void load_strengths(real* beta, const Problem& p, index_t b, index_t t, i
     for (index_t i = 0; i < rows; ++i) beta[i] = load_one<real>(p.beta, place(p.beta, b, t + i, h));
 }
 
-// The forward arithmetic of one chunk of one head (march.h).
+// The forward arithmetic of one chunk of one head (sweep.h).
 template <class real> class ColumnChunk {
 public:
     ColumnChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)

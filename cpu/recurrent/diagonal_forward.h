@@ -1,5 +1,5 @@
-// Small states of the diagonal rules step by step, forwards: tiles of them (tiles.h) go through a whole chunk each, stretch
-// by stretch (stretches.h) where something decays. This beats the products of matrices (diagonal.h, levels.h), which would
+// Small states of the diagonal rules step by step, forwards: tiles of them (tiles.h) go through a whole chunk each, span
+// by span (rescaled_spans.h) where something decays. This beats the products of matrices (diagonal.h, levels.h), which would
 // be mostly padding, copies and masks, and many short rows of the levels of decays.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-// The forward arithmetic of one chunk of one head (march.h).
+// The forward arithmetic of one chunk of one head (sweep.h).
 template <class real> class SteppedChunk {
 public:
     SteppedChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)
@@ -48,7 +48,7 @@ private:
             for (index_t i = 0; i < decays.count; ++i) {
                 real* place = state + e * Vs + m;
                 forward_tile<decltype(tile)::value, decay, decltype(into)::value, false>(
-                    decays.stretches[i], place, place, Vs, key_side, value_side, e, m, y, none);
+                    decays.spans[i], place, place, Vs, key_side, value_side, e, m, y, none);
             }
         });
     }

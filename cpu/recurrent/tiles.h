@@ -3,7 +3,7 @@
 //
 //     G_t = G_{t+1} + q_t dy_t^T      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
 //
-// Decays are in what comes in and goes out (stretches.h), and at both ends of a stretch a state is multiplied by them. The
+// Decays are in what comes in and goes out (rescaled_spans.h), and at both ends of a span a state is multiplied by them. The
 // gradients of their logs are sums of S_{t-1} * G_t: over columns those of rows, and the other way around.
 //
 // The elements of a state do not depend on one another. Products with everything in the other dimension are sums over a
@@ -12,7 +12,7 @@
 // their products are added up in the lanes of the columns instead, which are summed at the end.
 #pragma once
 
-#include "stretches.h"
+#include "rescaled_spans.h"
 
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
@@ -24,7 +24,7 @@ constexpr int FEW = 4;
 // One side of a chunk: the rows of the state (keys), or its columns (values).
 template <class real> struct Side {
     Steps<const real> write, read;  // k, q; or v, dy
-    // The factors of a state before the first step of a stretch, and after its last one.
+    // The factors of a state before the first step of a span, and after its last one.
     Steps<const real> enter, leave;
 };
 

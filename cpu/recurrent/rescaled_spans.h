@@ -1,5 +1,5 @@
-// Decays by way of what they are products of, so that a state itself is multiplied by them twice a stretch and not at every
-// step. With F_t the product of f over the steps (a, t] of a stretch that begins with a, and Z_t that of z,
+// Rescaled spans: a state is multiplied by its decays twice a span of steps, and not at every step. With F_t the product of
+// f over the steps (a, t] of a span that begins with a, and Z_t that of z,
 //
 //     S_t = (F_t Z_t^T) * S~_t,    S~_t = S~_{t-1} + (k_t / F_t) (v_t / Z_t)^T,    S~_{a-1} = (f_a z_a^T) * S_{a-1}
 //     y_t = Z_t * (S~_t^T (F_t * q_t)).
@@ -7,7 +7,7 @@
 // G, the gradient of S, is G~_t / (F_t Z_t^T), which goes backwards alike: dq_t = F_t * (S~_t (Z_t * dy_t)), the others
 // likewise; d log f_t is the row sums of S~_{t-1} * G~_t, and d log z_t its column sums.
 //
-// A stretch ends before any F or Z leaves [e^-20, e^20]. A strong decay is that of a stretch's first step, which F leaves
+// A span ends before any F or Z leaves [e^-20, e^20]. A strong decay is that of a span's first step, which F leaves
 // out: so none is too strong. F is the exponential of a sum, not a product of exponentials: of decays near 1 these would
 // lose what they differ from 1 by at every step.
 #pragma once
@@ -23,7 +23,7 @@ namespace FAST_WEIGHTS_ISA {
 // whole chunk stays below it.
 constexpr int LARGEST_SUM = 20;
 
-// Steps [begin, end), a stretch if anything decays.
+// Steps [begin, end), a span if anything decays.
 struct Span {
     index_t begin, end;
 };
@@ -32,7 +32,7 @@ struct Span {
 template <class real> struct Scales {
     index_t ld = 0;
     real* scale = nullptr;    // F; before that the sums of logs that it is the exponential of
-    real* enter = nullptr;    // f, at the first steps of stretches
+    real* enter = nullptr;    // f, at the first steps of spans
     real* inverse = nullptr;  // 1 / F; before that logs that are not read where they lie
 
     static Scales at(real* memory, index_t ld) { return {ld, memory, memory + CHUNK * ld, memory + 2 * CHUNK * ld}; }
@@ -45,7 +45,7 @@ template <class real> struct Scales {
     const real* times() const { return ld > 0 ? scale : nullptr; }
     const real* over() const { return ld > 0 ? inverse : nullptr; }
 
-    // Sums the logs of the steps after `first`, which begins a stretch, and says where it has to end, at most at `rows`.
+    // Sums the logs of the steps after `first`, which begins a span, and says where it has to end, at most at `rows`.
     index_t sum_from(Steps<const real> logs, index_t first, index_t rows) {
         constexpr real largest = LARGEST_SUM;
         bool small = true;
@@ -107,7 +107,7 @@ public:
             f.begin(f_logs, first);
             z.begin(z_logs, first);
             ends[slot * CHUNK + count] = static_cast<real>(end);
-            stretches[count++] = {first, end};
+            spans[count++] = {first, end};
             first = end;
         }
         f.finish(rows);
@@ -118,7 +118,7 @@ public:
         find(b, t, h, rows, slot);
         for (index_t first = 0; first < rows;) {
             const index_t end = static_cast<index_t>(ends[slot * CHUNK + count]);
-            stretches[count++] = {first, end};
+            spans[count++] = {first, end};
             first = end;
         }
     }
@@ -126,7 +126,7 @@ public:
     const bool gated, of_keys, of_values;
     Scales<real> f, z;
     Gates<real> gates;
-    Span stretches[CHUNK];
+    Span spans[CHUNK];
     index_t count = 0;
 
 private:

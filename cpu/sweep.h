@@ -11,7 +11,7 @@
 namespace fast_weights {
 namespace FAST_WEIGHTS_ISA {
 
-template <class real, class Chunk> void march_forward(const Problem& p, index_t begin, index_t end) {
+template <class real, class Chunk> void sweep_forward(const Problem& p, index_t begin, index_t end) {
     const index_t size = padded(p.keys) * state_row<real>(p.values);
     Scratch<real> scratch;
     scratch.take(p.group * size);
@@ -46,7 +46,7 @@ template <class real, class Chunk> void march_forward(const Problem& p, index_t 
     }
 }
 
-template <class real, class Chunk> void march_backward(const Problem& p, index_t begin, index_t end) {
+template <class real, class Chunk> void sweep_backward(const Problem& p, index_t begin, index_t end) {
     const index_t size = padded(p.keys) * state_row<real>(p.values);
     const Intervals intervals(p);
     const index_t chunks = most_chunks(p, intervals);
@@ -97,7 +97,7 @@ template <class real, class Chunk> void march_backward(const Problem& p, index_t
     }
 }
 
-template <class real, class Interval> void march_intervals_backward(const Problem& p, index_t begin, index_t end) {
+template <class real, class Interval> void sweep_intervals_backward(const Problem& p, index_t begin, index_t end) {
     const index_t Kp = padded(p.keys), Vp = padded(p.values), Vs = state_row<real>(p.values), size = Kp * Vs;
     const Intervals intervals(p);
     const index_t length = minimum(intervals.length, padded(p.time));
