@@ -24,17 +24,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_values, state_dtype
+from fairseq_fastweights.ops.checks import BackendUnavailable, Gate, GateInput, check_values, state_dtype
 from fairseq_fastweights.ops.choice import BACKENDS
-from fairseq_fastweights.ops.operations import OPERATIONS, Operation
+from fairseq_fastweights.ops.operations import OPERATIONS, RULES, Operation, Rule
 from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [
     "BACKENDS",
     "OPERATIONS",
+    "RULES",
     "BackendUnavailable",
+    "Gate",
     "GateInput",
     "Operation",
+    "Rule",
     "check_values",
     "chosen_backend",
     "decay_rule",
@@ -92,7 +95,7 @@ def sum_rule(
         >>> torch.allclose(rest, out[:, 3:], atol=1e-5)
         True
     """
-    return OPERATIONS["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
+    return RULES["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
 def gated_rule(
@@ -138,7 +141,7 @@ def gated_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return OPERATIONS["gated"](
+    return RULES["gated"](
         q, k, v, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
     )
 
@@ -187,7 +190,7 @@ def decay_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return OPERATIONS["decay"](
+    return RULES["decay"](
         q,
         k,
         v,
@@ -246,9 +249,7 @@ def delta_rule(
         >>> state.flatten()  # its value was replaced; the sum rule would have 4 there
         tensor([3., 2., 0., 0.])
     """
-    return OPERATIONS["delta"](
-        q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
-    )
+    return RULES["delta"](q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
 def gated_delta_rule(
@@ -300,7 +301,7 @@ def gated_delta_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
     """
-    return OPERATIONS["gated-delta"](
+    return RULES["gated-delta"](
         q, k, v, beta, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
     )
 
@@ -358,7 +359,7 @@ def fast_weight_rule(
         >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
         True
     """
-    return OPERATIONS["fast-weight"](
+    return RULES["fast-weight"](
         q,
         k,
         v,
@@ -385,7 +386,7 @@ def chosen_backend(
         device: where the tensors are.
         dtype: of q, k and v.
         time: how many steps the call has.
-        rule: a key of `OPERATIONS`.
+        rule: a key of `RULES`.
         key_dim: of the keys; it matters only for rules that correct, with keys larger than a GPU's kernels take.
 
     Returns:
@@ -398,6 +399,6 @@ def chosen_backend(
         >>> chosen_backend("cpu", torch.float32, time=128, rule="delta") in ("native", "chunkwise")
         True
     """
-    if rule not in OPERATIONS:
-        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(OPERATIONS)}")
-    return OPERATIONS[rule].best_backend(torch.device(device).type, dtype, time, key_dim)
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(RULES)}")
+    return RULES[rule].best_backend(torch.device(device).type, dtype, time, key_dim)

@@ -22,7 +22,7 @@ from fairseq_fastweights.ops import libraries, native_operators
 from fairseq_fastweights.ops.checks import BackendUnavailable, state_dtype
 from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
 from fairseq_fastweights.ops.native_operators import NAMESPACE as NAMESPACE
-from fairseq_fastweights.ops.reference import ungrouped
+from fairseq_fastweights.ops.reference import delta_rule_of_mao, read_once, scaled_key, ungrouped
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -211,8 +211,7 @@ class Kernel:
             each = given.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3])
             given = given._replace(log_key_decay=each)
         if given.beta is not None and not given.corrects:
-            k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
-            given = given._replace(beta=None)
+            k, given = scaled_key(k, v, given.beta), given._replace(beta=None)
         if _is_cuda(v.device.type):
             # Kernels for these know of neither: heads are repeated, starts are decays; beside an erase key, of keys.
             q, k = ungrouped(q, v), ungrouped(k, v)
@@ -294,12 +293,13 @@ def can_change(state: Tensor) -> bool:
     return state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def _one_gate(log_gate: Tensor) -> Arguments:
+def one_gate(log_gate: Tensor) -> Arguments:
+    """The arguments for one gate of old and new."""
     return Arguments(log_gate=log_gate, complement=True)
 
 
-def _decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
-    """Decays of keys and values: one decay that all keys share is the cheaper log_gate.
+def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
+    """The arguments for decays of keys and values: one decay that all keys share is the cheaper log_gate.
 
     An expanded one is not where it is differentiated: each key's share of the gradient is asked for.
     """
@@ -311,34 +311,51 @@ def _decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None,
     return Arguments(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
 
 
-def _correction(beta: Tensor) -> Arguments:
-    return Arguments(corrects=True, beta=beta)
+def correction(beta: Tensor, log_gate: Tensor | None = None) -> Arguments:
+    """The arguments for a correction, behind a decay if there is one."""
+    return decays(log_gate, corrects=True, beta=beta)
 
 
-def _gated_correction(beta: Tensor, log_gate: Tensor) -> Arguments:
-    return _decays(log_gate, corrects=True, beta=beta)
-
-
-def _every_part(
+def every_part(
     erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
 ) -> Arguments:
-    return _decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
+    """The arguments for all parts of the recurrence."""
+    return decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
 
 
-def _why_not_every_part(
+def why_not_every_part(
     erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
 ) -> str | None:
+    """Why the kernels do not take these parts together; None if they do."""
     if erase is not None and log_value_decay is not None:
         return "no kernel takes decays of values together with an erase key"
     return None
 
 
-SUM = Kernel(Arguments, checked=True)
-GATED = Kernel(_one_gate, checked=True)
-DECAY = Kernel(_decays)
-DELTA = Kernel(_correction, checked=True)
-GATED_DELTA = Kernel(_gated_correction, checked=True)
-FAST_WEIGHT = Kernel(_every_part, _why_not_every_part)
+class ReadsFirst(Kernel):
+    """The kernel of `reference.delta_rule_of_mao`: `arguments` are the delta rule's."""
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Every step: `out` and the final state."""
+        return delta_rule_of_mao(q, k, v, *gates, delta=Kernel(self.arguments).sequence, **options)  # type: ignore[arg-type]
+
+    def step_(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        state: Tensor,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """One step, on a state that is changed where it lies: `out`, of the state before."""
+        (beta,) = gates
+        assert beta is not None
+        out = read_once(q, v, state)
+        super().step_(q, scaled_key(k, v, beta), v, torch.ones_like(beta), state=state, starts=starts)
+        return out if starts is None else out.masked_fill(starts[..., None, None], 0)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -6,28 +6,62 @@ import logging
 import re
 
 import pytest
+import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, delta_rule_of_mao, parse_normalization
-
-# Operation, gates as (name, per, logarithm), what papers use it with (Mao 2022, Table 1; Schlag et al. 2021), corrects.
-DECAYS = [("key_decay", "key", True), ("value_decay", "value", True)]
-ROWS = {
-    "sum": (ops.sum_rule, [], "elu", {"attention"}, False),
-    "gated": (ops.gated_rule, [("gate", "head", True)], "identity", set(), False),
-    "decay": (ops.decay_rule, DECAYS, "identity", set(), False),
-    "delta": (ops.delta_rule, [("beta", "head", False)], "elu", {"sum"}, True),
-    "delta-mao": (delta_rule_of_mao, [("beta", "head", False)], "elu", {"sum"}, True),
-}
+from fairseq_fastweights.mixers.update_rules import (
+    UPDATE_RULES,
+    Gate,
+    UpdateRule,
+    delta_rule_of_mao,
+    parse_normalization,
+)
+from fairseq_fastweights.ops import GateInput
 
 
-def test_rules_are_as_their_papers_have_them():
-    assert list(ROWS) == list(UPDATE_RULES)
-    for name, rule in UPDATE_RULES.items():
-        gates = [(gate.name, gate.per, gate.log) for gate in rule.gates]
-        assert (rule.operation, gates, rule.feature_map, rule.normalization, rule.corrects) == ROWS[name]
+def test_a_rule_in_two_records_as_they_were_is_a_rule():
+    beta, decay = GateInput("beta", per="head", log=False), GateInput("log_key_decay", per="key", log=True)
+    of_layers = Gate("beta", per="head", log=False), Gate("forget", per="key", log=True)
+    sum_rule, delta_rule = ops.Operation("own", (beta, decay), ops.RULES["sum"].reference), ops.delta_rule
+    rule = UpdateRule(sum_rule, of_layers, "identity", frozenset({"sum"}), corrects=True, ordered=False)
+    assert [(gate.name, gate.projection) for gate in rule.gates] == [
+        ("beta", "beta_proj"),
+        ("log_forget", "forget_proj"),
+    ]
+    assert (rule.name, rule.feature_map, rule.normalization) == ("own", "identity", {"sum"})
+    assert (rule.corrects, rule.ordered, rule.takes_starts) == (True, False, False)
+    q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+    starts, strength = torch.tensor([[False, True, False, True, False]]), torch.rand(1, 5, 2)
+    of_a_function = UpdateRule(delta_rule, of_layers[:1], "elu", frozenset())
+    for ours, theirs in zip(
+        of_a_function(q, k, v, strength, starts=starts), delta_rule(q, k, v, strength, starts=starts), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert ops.OPERATIONS is ops.RULES and delta_rule_of_mao is UPDATE_RULES["delta-mao"]
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "native"])
+def test_reading_first_is_the_same_with_every_backend(backend):
+    """With heads that share keys, documents, a state, and a last step in place."""
+    rule, (q, k) = UPDATE_RULES["delta-mao"], torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 4), dim=-1)
+    v, beta, state = torch.randn(2, 40, 4, 3), torch.rand(2, 40, 4), torch.randn(2, 4, 4, 3)
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[0, [0, 20]] = starts[1, 39] = True
+    inputs = [x.requires_grad_() for x in (q, k, v, beta)]
+    found = {}
+    for how in ("reference", backend):
+        out, end = rule(*inputs, initial_state=state, starts=starts, backend=how)
+        found[how] = out, end, *torch.autograd.grad(out.sum() + end.square().sum(), inputs)
+    torch.testing.assert_close(found[backend], found["reference"], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        _, before = rule(*(x[:, :39] for x in inputs), initial_state=state, starts=starts[:, :39], backend=backend)
+        out, after = rule(
+            *(x[:, 39:] for x in inputs), initial_state=before, starts=starts[:, 39:], in_place=True, backend=backend
+        )
+    assert after is before
+    torch.testing.assert_close((out, after), (found[backend][0][:, 39:], found[backend][1]), rtol=1e-4, atol=1e-5)
 
 
 def test_normalisations_are_read_and_other_words_refused_by_name():

@@ -109,13 +109,13 @@ class Rule:
 
     @property
     def operation_name(self) -> str:
-        """Its key in `ops.OPERATIONS`."""
+        """Its key in `ops.RULES`."""
         return self.operation.removesuffix("_rule").replace("_", "-")
 
     @property
     def corrects(self) -> bool:
         """Whether it takes out what a key retrieves, so that the keys of a state hang together."""
-        return not ops.OPERATIONS[self.operation_name].keys_apart
+        return ops.RULES[self.operation_name].corrects
 
     def inputs(
         self,

@@ -137,7 +137,7 @@ def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
         return tuple(inputs.values())
     given = dict(inputs)
     q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
-    arguments = ops.OPERATIONS[rule.operation_name].kernel.arguments(*given.values())
+    arguments = ops.RULES[rule.operation_name].kernel.arguments(*given.values())
     return q, k, v, *arguments, None, state
 
 
