@@ -62,6 +62,28 @@ def test_the_reference_has_all_public_operations_maps_and_classes_of_transformer
     assert operations | models | {x.__name__ for x in maps} | {kind._made.__name__ for kind in mixers} <= shown
 
 
+def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
+    options = import_module("fairseq_fastweights.models.fast_weight_options")
+    sizes = {"num_heads": 2, "fast_weight_heads": 2, "max_positions": 9}
+    layers = {name: options.build_mixer(name, 16, sizes) for name in options.MIXERS}
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    for name, kind in options.MIXERS.items():
+        row = [f"`{name}`", kind.about]
+        if name in options.MEMORIES:
+            normalization = options.write_normalization(kind.normalization)
+            row += [kind.source, f"`{kind.feature_map}`", f"`{normalization}`"]
+        assert f"| {' | '.join(row)} |\n" in page
+    assert ", ".join(f"`{name}`" for name in options.MEMORIES) in page
+    # What the others can do follows from the classes.
+    for attribute, value, said in (
+        ("carries", False, "- All but (.*) can carry their state"),
+        ("takes_starts", False, "- All but (.*) work with `--separate-documents`"),
+        ("needs_positions", True, "- (.*) do not see how far apart words are"),
+    ):
+        able = {name for name, layer in layers.items() if getattr(layer, attribute) is value}
+        assert able == set(re.findall(r"`(.*?)`", re.search(said, page)[1]))  # type: ignore[index]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere_tables_are_whole_and_nothing_is_left_to_be_filled_in(page: Path) -> None:
     written = page.read_text(encoding="utf-8")

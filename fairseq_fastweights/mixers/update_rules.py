@@ -65,6 +65,11 @@ def parse_normalization(text: str) -> frozenset[str] | None:
     return frozenset(words)
 
 
+def write_normalization(normalization: frozenset[str]) -> str:
+    """The text that `parse_normalization` reads as these."""
+    return ",".join(name for name in NORMALIZATIONS if name in normalization) or "none"
+
+
 def check_normalization(normalization: frozenset[str], update_rule: str) -> None:
     """Raises a `ValueError` for normalisations that do not exist, or that the rule cannot have."""
     text = ",".join(sorted(normalization))

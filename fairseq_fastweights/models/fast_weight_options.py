@@ -21,10 +21,20 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
-from fairseq_fastweights.mixers.update_rules import parse_normalization
+from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
 
 MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
 """The choices of --update-rule: the mixers that are a fast weight memory and nothing more."""
+
+WHAT_MEMORIES_DO = "; ".join(f"{name} {MIXERS[name].help}" for name in MEMORIES)
+
+
+def in_papers(setting: Callable[[Kind], Any]) -> str:
+    """What the papers of the mixers with feature maps have: each value with their names."""
+    of_names = {name: setting(kind) for name, kind in MIXERS.items() if kind.feature_map is not None}
+    values = dict.fromkeys(of_names.values())
+    return "; ".join(f"{value} for {', '.join(n for n, its in of_names.items() if its == value)}" for value in values)
+
 
 MixerOptions = make_dataclass(
     "MixerOptions",
@@ -70,11 +80,7 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="delta",
         metadata={
-            "help": "update rule of the memories: sum adds each value under its key (linear Transformer, Performer); "
-            "gated decays the memory by one gate per head; decay by a gate per key and value dimension (Mao 2022); "
-            "delta corrects what the key retrieves (Delta Network); delta-mao does so as Mao's published kernel, which "
-            "reads before it writes; retention decays it by a constant per head, and normalises and gates the output "
-            "(RetNet)"
+            "help": f"update rule of the memories, which in all layers is short for --mixers: {WHAT_MEMORIES_DO}"
         },
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
@@ -82,7 +88,7 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
             "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
-            "paper uses: elu for sum and delta, identity for gated, decay and retention; relu for window-sum"
+            f"paper uses: {in_papers(lambda kind: kind.feature_map)}"
         },
     )
     feature_dim: Optional[int] = field(
@@ -106,8 +112,8 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
             "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
-            "alike), or none; auto is what the rule's paper uses: attention for sum, sum for delta, both for "
-            "window-sum, none for the others"
+            "alike), or none; auto is what the rule's paper uses: "
+            f"{in_papers(lambda kind: write_normalization(kind.normalization))}"
         },
     )
     scale_read_out: bool = field(
