@@ -79,9 +79,7 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="delta",
-        metadata={
-            "help": f"update rule of the memories, which in all layers is short for --mixers: {WHAT_MEMORIES_DO}"
-        },
+        metadata={"help": f"update rule of the memories, short for --mixers with its name: {WHAT_MEMORIES_DO}"},
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
         default="auto",
@@ -198,18 +196,24 @@ def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers")
     return frozenset(int(n) for n in numbers)
 
 
-def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:
-    """Reads the names of the mixers of a decoder's layers; `default_rule` is the default of --update-rule.
+def parse_mixers(args: Any, softmax_layers: str, default_rule: str) -> tuple[str, ...]:
+    """Reads the mixers of a decoder's layers: --mixers, or the pattern that the short forms stand for.
+
+    Args:
+        args: options of a model.
+        softmax_layers: those that keep softmax attention, as `parse_layers` reads them.
+        default_rule: the default of --update-rule.
 
     Raises:
         ValueError: for a pattern that cannot be read, or that contradicts other options.
     """
-    rule = str(args.update_rule)
+    rule, layers = str(args.update_rule), args.decoder_layers
+    softmax = parse_layers(softmax_layers, layers)
     if not args.mixers:
         lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
-        return tuple("softmax" if number in softmax_layers else rule for number in range(1, layers + 1))
+        return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
     names = parse_pattern(args.mixers, layers)
-    if softmax_layers:
+    if softmax:
         raise ValueError(
             f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
             "which layers have softmax"

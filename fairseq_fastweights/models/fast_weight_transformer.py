@@ -202,9 +202,8 @@ def _check_shape(args: Any, types: int) -> None:
 
 def _decoder_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the decoder's layers."""
-    if not args.mixers and "decoder" not in parse_places(args.fast_weight_attention):
-        return ("softmax",) * args.decoder_layers
-    return parse_mixers(args, frozenset(), args.decoder_layers, FastWeightTransformerOptions.update_rule)
+    softmax = "" if args.mixers or "decoder" in parse_places(args.fast_weight_attention) else "all"
+    return parse_mixers(args, softmax, FastWeightTransformerOptions.update_rule)
 
 
 def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:
