@@ -77,7 +77,7 @@ class FastWeightAttention(MemoryAttention):
         rule = lookup("update_rule", update_rule)
         normalization = rule.normalization if normalization is None else frozenset(normalization)
         check_normalization(normalization, update_rule)
-        feature_map = feature_map or rule.feature_map
+        feature_map = feature_map or rule.feature_map or "identity"
         super().__init__(
             embed_dim, num_heads, feature_map=feature_map, normalization=normalization, bias=bias, **options
         )

@@ -9,7 +9,7 @@ from typing import Any
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.ops import RULES, Gate, Rule
 
-UPDATE_RULES: dict[str, Rule] = {name: RULES[name] for name in ("sum", "gated", "decay", "delta", "delta-mao")}
+UPDATE_RULES = {name: rule for name, rule in RULES.items() if rule.feature_map is not None}
 """The rules of layers that differ in nothing else, by name."""
 
 DELTA_RULES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)

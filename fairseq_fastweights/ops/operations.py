@@ -51,7 +51,7 @@ class Rule:
         equation: the memory after a step, S being that before it, (value_dim, key_dim).
         help: what it does, for `--help`.
         source: model and paper that it is from.
-        feature_map: that of the paper's layers.
+        feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
         normalization: those of the paper's layers.
         inputs: the names of what it takes, in order.
 
@@ -76,7 +76,7 @@ class Rule:
     equation: str = ""
     help: str = ""
     source: str = ""
-    feature_map: str = "elu"
+    feature_map: str | None = None
     normalization: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 

@@ -142,7 +142,9 @@ def fading_delta_rule(q, k, v, beta, log_forget, *, initial_state=None):
 def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, normalization, monkeypatch):
     """A rule of one's own, of which there is a reference alone."""
     gates = ops.Gate("beta", per="head"), ops.Gate("log_forget", per=per, log=True)
-    rule = ops.Rule("fading", gates, fading_delta_rule, corrects=True, normalization=frozenset({"attention"}))
+    rule = ops.Rule(
+        "fading", gates, fading_delta_rule, corrects=True, feature_map="elu", normalization=frozenset({"attention"})
+    )
     monkeypatch.setitem(UPDATE_RULES, "fading", rule)
     module, x = build("fading", "elu", *normalization.split(",")).double(), contract.draw(TIME, EMBED)
     contract.check_definition(module, papers_equations, x, None)
