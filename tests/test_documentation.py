@@ -207,4 +207,5 @@ def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tm
     ):
         assert f"<code>{option}</code>" in pages["options"]
     assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
+    assert pages["ops"].count("queries, already through the feature map") == 6  # also where `sum_rule` says it
     assert not [name for name, page in pages.items() if "<!-- options" in page or "<!-- derivations" in page]

@@ -21,6 +21,10 @@ memory with an input, or some of whose elements share memory, is refused.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -49,6 +53,8 @@ __all__ = [
     "state_dtype",
     "sum_rule",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def sum_rule(
@@ -98,6 +104,17 @@ def sum_rule(
     return RULES["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
+def _as_sum_rule(function: _Function) -> _Function:
+    """Completes a docstring by what that of `sum_rule` says of the arguments that all have, of results and errors."""
+    if function.__doc__ and sum_rule.__doc__:
+        own, shared = inspect.cleandoc(function.__doc__), inspect.cleandoc(sum_rule.__doc__)
+        first, options, end = (shared.index(part) for part in ("    q: ", "    initial_state: ", "Examples:\n"))
+        own = own.replace("Args:\n", f"Args:\n{shared[first:options]}", 1)
+        function.__doc__ = own.replace("\nExamples:\n", f"{shared[options:end]}Examples:\n", 1)
+    return function
+
+
+@_as_sum_rule
 def gated_rule(
     q: Tensor,
     k: Tensor,
@@ -112,27 +129,7 @@ def gated_rule(
     """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         log_gate: (batch, time, heads), log g_t, at most 0.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
@@ -146,6 +143,7 @@ def gated_rule(
     )
 
 
+@_as_sum_rule
 def decay_rule(
     q: Tensor,
     k: Tensor,
@@ -161,28 +159,8 @@ def decay_rule(
     """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         log_key_decay: (batch, time, heads, key_dim), log f_t, at most 0; None for no decay of keys.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay of values.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
@@ -203,6 +181,7 @@ def decay_rule(
     )
 
 
+@_as_sum_rule
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -220,27 +199,7 @@ def delta_rule(
     1): a step multiplies the state by I - beta k k^T, which makes it grow if |k|^2 > 2 / beta.
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         beta: (batch, time, heads), the write strength, from 0 to 1.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
@@ -252,6 +211,7 @@ def delta_rule(
     return RULES["delta"](q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
+@_as_sum_rule
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -270,29 +230,9 @@ def gated_delta_rule(
     attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         beta: (batch, time, heads), the write strength, from 0 to 1; above 1, and up to 2, what a key retrieves may
             change its sign.
         log_gate: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q = k = torch.nn.functional.normalize(torch.randn(1, 5, 2, 4), dim=-1)
@@ -306,6 +246,7 @@ def gated_delta_rule(
     )
 
 
+@_as_sum_rule
 def fast_weight_rule(
     q: Tensor,
     k: Tensor,
@@ -327,31 +268,11 @@ def fast_weight_rule(
     (the two-gate delta rule: e = b * k, v = w * v').
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         erase: (batch, time, heads of k, key_dim), e_t; what it retrieves is taken out. None for 0.
         beta: (batch, time, heads), the write strength, from 0 to 2; None for 1.
         log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay. With `erase` no kernel
             takes it, and "chunkwise" goes step by step.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
