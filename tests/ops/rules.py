@@ -123,7 +123,7 @@ class Rule:
 
     @property
     def operation(self) -> str:
-        """The name of its function in `ops`, and in `ops.reference`."""
+        """The name of its function in `ops`, if it has one."""
         return f"{self.operation_name.replace('-', '_')}_rule"
 
     @property
@@ -192,11 +192,15 @@ class Rule:
         return mapped(together, Tensor.requires_grad_)
 
     def run(self, inputs: Inputs, backend: str, **options) -> tuple[Tensor, Tensor]:
-        return getattr(ops, self.operation)(**inputs, backend=backend, **options)
+        if hasattr(ops, self.operation):
+            return getattr(ops, self.operation)(**inputs, backend=backend, **options)
+        *given, state = inputs.values()
+        return self.record(*given, initial_state=state, backend=backend, **options)
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """The module of definitions, past the checks and the choice of a backend."""
-        return getattr(ops.reference, self.operation)(**inputs)
+        *given, state = inputs.values()
+        return self.record.reference(*given, initial_state=state)
 
 
 VARIANTS = {
@@ -206,7 +210,7 @@ VARIANTS = {
         Rule("decay of values", "decay", without=("log_key_decay",)),
         Rule("decay of neither", "decay", without=("log_key_decay", "log_value_decay")),
     ),
-    "delta-mao": (),  # it has no function of its own: tests/mixers/test_update_rules.py
+    "delta-mao": (),  # it runs the delta rule's kernels: tests/mixers/test_update_rules.py
     "gated-delta": (Rule("gated delta", "gated-delta"), Rule("Kimi delta", "gated-delta", per="key")),
     "fast-weight": (
         Rule(
