@@ -13,6 +13,7 @@ from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.update_rules import (
+    UPDATE_RULES,
     check_normalization,
     known_to_diverge,
     known_to_fail_when_carried,
@@ -74,7 +75,7 @@ class FastWeightAttention(MemoryAttention):
         **options: Any,
     ) -> None:
         check_backend(backend)
-        rule = lookup("update_rule", update_rule)
+        rule = lookup("update_rule", update_rule, UPDATE_RULES)
         normalization = rule.normalization if normalization is None else frozenset(normalization)
         check_normalization(normalization, update_rule)
         feature_map = feature_map or rule.feature_map or "identity"

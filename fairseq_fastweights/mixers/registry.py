@@ -22,6 +22,7 @@ from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.update_rules import lookup as lookup
 from fairseq_fastweights.mixers.window_sum import WindowSum
 
 _FEATURES = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features")
@@ -32,15 +33,13 @@ _ROTARY = ("rotary_dim", "rotary_base", "rotary_scaling")
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of `MIXERS`: how a mixer is made, and what it is.
+    """An entry of `MIXERS`: how a mixer is made.
 
     Attributes:
         build: the class, or a function, that is called with the width, the settings in `shared` and its `options`.
         shared: those settings of several kinds of mixers that it takes.
         heads: the setting with the number of its heads; None if it has no heads.
-        about: what it is, or a memory after a step, for the documentation.
         help: what a memory does at a step, for `--help`.
-        source: model and paper that a memory is from.
         feature_map: that of the paper; None for mixers without one.
         normalization: those of the paper.
     """
@@ -48,9 +47,7 @@ class Kind:
     build: Callable[..., Mixer]
     shared: tuple[str, ...]
     heads: str | None = "num_heads"
-    about: str = ""
     help: str = ""
-    source: str = ""
     feature_map: str | None = None
     normalization: frozenset[str] = frozenset()
 
@@ -71,17 +68,9 @@ class Kind:
 
 def memory(update_rule: str) -> Kind:
     """An entry for fast weight attention with a rule of `UPDATE_RULES`."""
-    rule = UPDATE_RULES[update_rule]
-    return Kind(
-        partial(FastWeightAttention, update_rule=update_rule),
-        (*_MEMORY, *projections.SETTINGS),
-        heads="fast_weight_heads",
-        about=rule.equation,
-        help=rule.help,
-        source=rule.source,
-        feature_map=rule.feature_map,
-        normalization=rule.normalization,
-    )
+    rule, shared = UPDATE_RULES[update_rule], (*_MEMORY, *projections.SETTINGS)
+    build = partial(FastWeightAttention, update_rule=update_rule)
+    return Kind(build, shared, "fast_weight_heads", rule.help, rule.feature_map, rule.normalization)
 
 
 MIXERS: dict[str, Kind] = {
@@ -89,75 +78,26 @@ MIXERS: dict[str, Kind] = {
     "retention": Kind(
         Retention,
         _MEMORY,
-        heads="fast_weight_heads",
-        about="gamma S + v k^T, with gamma = 1 - 2^(-5 - h) in head h; queries and keys are rotated by their "
-        "positions, what is read is normalised for each head and gated",
-        help="decays it by a constant per head, and normalises and gates the output (RetNet)",
-        source="RetNet (Sun et al. 2023)",
-        feature_map=Retention.papers_map,
+        "fast_weight_heads",
+        "decays it by a constant per head, and normalises and gates the output (RetNet)",
+        Retention.papers_map,
     ),
-    "softmax": Kind(
-        SoftmaxAttention,
-        ("dropout", *_ROTARY, *projections.SETTINGS),
-        about="a Transformer's attention, computed by PyTorch; with `--rotary-dim` it has rotary positions",
-    ),
-    "local": Kind(
-        LocalAttention,
-        ("dropout", "bias"),
-        about="softmax attention to the last `--local-window` positions, linear in time (Mao 2022)",
-    ),
+    "softmax": Kind(SoftmaxAttention, ("dropout", *_ROTARY, *projections.SETTINGS)),
+    "local": Kind(LocalAttention, ("dropout", "bias")),
     "window-sum": Kind(
         WindowSum,
         (*_FEATURES, "bias", "normalization", "backend", *_ROTARY, *projections.SETTINGS),
-        heads="fast_weight_heads",
-        about="softmax attention to the last `--window-sum-window` positions and a memory of all before them (the rule "
-        "`sum`), with one denominator; with `--rotary-dim` it has rotary positions (LoLCATs, Zhang et al. 2024)",
+        "fast_weight_heads",
         feature_map=WindowSum.papers_map,
         normalization=WindowSum.papers_normalization,
     ),
-    "linformer": Kind(
-        Linformer,
-        ("dropout", "bias", "max_positions"),
-        about="softmax over slots that are written by position (Wang et al. 2020, made causal as in Peng et al. 2022); "
-        "texts of at most `--max-target-positions`",
-    ),
-    "abc": Kind(
-        ABCMLP,
-        ("dropout", "bias"),
-        about="softmax over slots that a small network writes (ABC-MLP, Peng et al. 2022)",
-    ),
-    "transformer-xl": Kind(
-        TransformerXL,
-        ("dropout", "bias"),
-        about="relative attention to the segment and to a memory of what came before it (Dai et al. 2019); evaluation "
-        "may use other sizes than training",
-    ),
-    "mamba": Kind(
-        Mamba,
-        ("backend",),
-        heads=None,
-        about="a selective state space between a convolution and a gate (Gu and Dao 2023)",
-    ),
-    "gated-delta": Kind(
-        GatedDelta,
-        ("backend",),
-        heads="fast_weight_heads",
-        about="Gated DeltaNet: a memory that forgets and corrects, behind a short convolution (Yang et al. 2025); the "
-        "linear layers of Qwen3-Next and OLMo-hybrid",
-    ),
-    "kimi-delta": Kind(
-        KimiDelta,
-        ("backend",),
-        heads="fast_weight_heads",
-        about="Kimi delta attention: the same with a decay for each key dimension (Kimi Team 2025); the linear layers "
-        "of Kimi-Linear",
-    ),
-    "delta-product": Kind(
-        DeltaProduct,
-        ("backend",),
-        heads="fast_weight_heads",
-        about="DeltaProduct: several corrections for each token (Siems et al. 2025)",
-    ),
+    "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
+    "abc": Kind(ABCMLP, ("dropout", "bias")),
+    "transformer-xl": Kind(TransformerXL, ("dropout", "bias")),
+    "mamba": Kind(Mamba, ("backend",), heads=None),
+    "gated-delta": Kind(GatedDelta, ("backend",), heads="fast_weight_heads"),
+    "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads"),
+    "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads"),
 }
 """The mixers of language models and decoders, by name."""
 
@@ -284,10 +224,3 @@ def write_pattern(mixers: Sequence[str]) -> str:
         parts.append(f"{name}:{number}-{number + count - 1}")
         number += count
     return ",".join(parts)
-
-
-def lookup(argument: str, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """`kinds[name]`, or a `ValueError` that names the argument and lists what it may be."""
-    if name not in kinds:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(kinds)}")
-    return kinds[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.ops import RULES, Gate, Rule
+
+_Entry = TypeVar("_Entry")
 
 UPDATE_RULES = {name: rule for name, rule in RULES.items() if rule.feature_map is not None}
 """The rules of layers that differ in nothing else, by name."""
@@ -83,11 +85,11 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
         )
 
 
-def lookup(argument: str, name: str) -> Rule:
-    """`UPDATE_RULES[name]`, or a `ValueError` that names the argument and lists what it may be."""
-    if name not in UPDATE_RULES:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(UPDATE_RULES)}")
-    return UPDATE_RULES[name]
+def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
+    """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
+    if name not in table:
+        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
+    return table[name]
 
 
 def known_to_diverge(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:

@@ -22,7 +22,7 @@ from fairseq_fastweights.ops import libraries, native_operators
 from fairseq_fastweights.ops.checks import BackendUnavailable, state_dtype
 from fairseq_fastweights.ops.gates import decay_at_starts, one_minus_gate
 from fairseq_fastweights.ops.native_operators import NAMESPACE as NAMESPACE
-from fairseq_fastweights.ops.reference import delta_rule_of_mao, read_once, scaled_key, ungrouped
+from fairseq_fastweights.ops.reference import ungrouped
 
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -211,7 +211,8 @@ class Kernel:
             each = given.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3])
             given = given._replace(log_key_decay=each)
         if given.beta is not None and not given.corrects:
-            k, given = scaled_key(k, v, given.beta), given._replace(beta=None)
+            k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
+            given = given._replace(beta=None)
         if _is_cuda(v.device.type):
             # Kernels for these know of neither: heads are repeated, starts are decays; beside an erase key, of keys.
             q, k = ungrouped(q, v), ungrouped(k, v)
@@ -330,32 +331,6 @@ def why_not_every_part(
     if erase is not None and log_value_decay is not None:
         return "no kernel takes decays of values together with an erase key"
     return None
-
-
-class ReadsFirst(Kernel):
-    """The kernel of `reference.delta_rule_of_mao`: `arguments` are the delta rule's."""
-
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Every step: `out` and the final state."""
-        return delta_rule_of_mao(q, k, v, *gates, delta=Kernel(self.arguments).sequence, **options)  # type: ignore[arg-type]
-
-    def step_(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
-        state: Tensor,
-        starts: Tensor | None = None,
-    ) -> Tensor:
-        """One step, on a state that is changed where it lies: `out`, of the state before."""
-        (beta,) = gates
-        assert beta is not None
-        out = read_once(q, v, state)
-        super().step_(q, scaled_key(k, v, beta), v, torch.ones_like(beta), state=state, starts=starts)
-        return out if starts is None else out.masked_fill(starts[..., None, None], 0)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

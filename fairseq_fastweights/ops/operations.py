@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops import chunkwise, libraries, native, reference
+from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
     Gate,
@@ -221,6 +222,32 @@ class Rule:
         return None, self.chunkwise
 
 
+class ReadsFirst(Rule):
+    """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
+
+        k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
+
+    Eq. 6 of Mao (2022) removes beta_t S_{t-1} k_t k_t^T, this beta_t times as much. Its implementations are those of
+    the delta rule: what a step reads after it has written is what the next reads before that.
+    """
+
+    def __call__(self, *inputs: Any, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Runs it, as `Rule` does."""
+        starts = options.get("starts")
+        q, k, v, beta = inputs
+        check_inputs(q, k, v, initial_state, self.gates, (beta,), starts)
+        q, k = reference.ungrouped(q, v), reference.ungrouped(k, v)
+        first = torch.zeros_like(v[:, :1])
+        if initial_state is not None:
+            with without_autocast(q):
+                first = torch.einsum("bthk,bhkv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
+        key, ones = (k * beta[..., None]).to(k.dtype), torch.ones_like(beta)
+        out, state = super().__call__(q.roll(-1, 1), key, v, ones, initial_state=initial_state, **options)
+        out = torch.cat([first, out[:, :-1]], dim=1)
+        # A document begins with an empty memory.
+        return out if starts is None else out.masked_fill(starts[..., None, None], 0), state
+
+
 def no_steps(
     v: Tensor, sizes: tuple[int, ...], initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -238,10 +265,12 @@ Operation = Rule
 """Its former name."""
 
 
-def _row(name: str, gates: tuple[Gate, ...], row: Implementation, kernel: Kernel, **others: Any) -> Rule:
+def _row(
+    name: str, gates: tuple[Gate, ...], row: Implementation, kernel: Kernel, kind: type[Rule] = Rule, **others: Any
+) -> Rule:
     """Makes the record of a rule that is a row of the recurrence."""
     in_chunks = partial(row, recurrence=chunkwise.fast_weight_rule)
-    return Rule(name, gates, row, in_chunks, kernel, takes_starts=True, **others)
+    return kind(name, gates, row, in_chunks, kernel, takes_starts=True, **others)
 
 
 _BETA = Gate("beta", per="head")
@@ -294,15 +323,12 @@ RULES = {
             source="Delta Network (Schlag, Irie and Schmidhuber 2021)",
             **_CORRECTED,
         ),
-        Rule(
+        _row(
             "delta-mao",
             (_BETA,),
-            reference.delta_rule_of_mao,
-            partial(
-                reference.delta_rule_of_mao, delta=partial(reference.delta_rule, recurrence=chunkwise.fast_weight_rule)
-            ),
-            native.ReadsFirst(native.correction),
-            takes_starts=True,
+            reference.delta_rule,
+            Kernel(native.correction, checked=True),
+            ReadsFirst,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
             source="the published kernel of Mao (2022), which is not his Eq. 6",

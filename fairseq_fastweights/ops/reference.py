@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.gates import one_minus_gate
 
@@ -119,33 +118,6 @@ def delta_rule(
     return recurrence(q, k, v, k, beta, None, None, **options)
 
 
-def delta_rule_of_mao(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    delta: Recurrence = delta_rule,
-    initial_state: Tensor | None = None,
-    **options: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
-
-        k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
-
-    Eq. 6 of Mao (2022) removes beta_t S_{t-1} k_t k_t^T, this beta_t times as much. `delta` computes the delta rule:
-    what a step reads after it has written is what the next reads before that.
-    """
-    key, writes = scaled_key(k, v, beta), torch.ones_like(beta)
-    out, state = delta(q.roll(-1, 1), key, v, writes, initial_state=initial_state, **options)
-    first = torch.zeros_like(v[:, :1]) if initial_state is None else read_once(q[:, :1], v[:, :1], initial_state)
-    out = torch.cat([first, out[:, :-1]], dim=1)
-    starts = options.get("starts")
-    if starts is not None:  # a document begins with an empty memory
-        out = out.masked_fill(starts[..., None, None], 0)
-    return out, state
-
-
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -163,17 +135,6 @@ def gated_delta_rule(
 def ungrouped(x: Tensor, v: Tensor) -> Tensor:
     """`x` with as many heads as `v`, each of its own repeated for those that share it."""
     return x if x.shape[2] == v.shape[2] else x.repeat_interleave(v.shape[2] // x.shape[2], 2)
-
-
-def scaled_key(k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """beta k, in as many heads as `v`."""
-    return (ungrouped(k, v) * beta[..., None]).to(k.dtype)
-
-
-def read_once(q: Tensor, v: Tensor, state: Tensor) -> Tensor:
-    """S q for a single step, (batch, 1, heads, value_dim), of the dtype of `v`."""
-    with without_autocast(q):
-        return torch.einsum("bthk,bhkv->bthv", ungrouped(q, v).to(state.dtype), state).to(v.dtype)
 
 
 def _read(q_t: Tensor, state: Tensor) -> Tensor:

@@ -11,57 +11,39 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.update_rules import (
-    UPDATE_RULES,
-    Gate,
-    UpdateRule,
-    delta_rule_of_mao,
-    parse_normalization,
-)
-from fairseq_fastweights.ops import GateInput
+from fairseq_fastweights.mixers.update_rules import Gate, UpdateRule, parse_normalization
 
 
 def test_a_rule_in_two_records_as_they_were_is_a_rule():
-    beta, decay = GateInput("beta", per="head", log=False), GateInput("log_key_decay", per="key", log=True)
-    of_layers = Gate("beta", per="head", log=False), Gate("forget", per="key", log=True)
-    sum_rule, delta_rule = ops.Operation("own", (beta, decay), ops.RULES["sum"].reference), ops.delta_rule
-    rule = UpdateRule(sum_rule, of_layers, "identity", frozenset({"sum"}), corrects=True, ordered=False)
-    assert [(gate.name, gate.projection) for gate in rule.gates] == [
-        ("beta", "beta_proj"),
-        ("log_forget", "forget_proj"),
-    ]
-    assert (rule.name, rule.feature_map, rule.normalization) == ("own", "identity", {"sum"})
-    assert (rule.corrects, rule.ordered, rule.takes_starts) == (True, False, False)
-    q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
-    starts, strength = torch.tensor([[False, True, False, True, False]]), torch.rand(1, 5, 2)
-    of_a_function = UpdateRule(delta_rule, of_layers[:1], "elu", frozenset())
-    for ours, theirs in zip(
-        of_a_function(q, k, v, strength, starts=starts), delta_rule(q, k, v, strength, starts=starts), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-    assert ops.OPERATIONS is ops.RULES and delta_rule_of_mao is UPDATE_RULES["delta-mao"]
+    gates = Gate("beta", per="head", log=False), Gate("forget", per="key", log=True)
+    two = ops.Operation("own", (ops.GateInput("beta", per="head"), gates[1]), ops.OPERATIONS["sum"].reference)
+    rule = UpdateRule(two, gates, "identity", frozenset({"sum"}), corrects=True)
+    assert [gate.projection for gate in rule.gates] == ["beta_proj", "forget_proj"] and rule.inputs[4] == "log_forget"
+    assert (rule.name, rule.feature_map, rule.normalization, rule.corrects) == ("own", "identity", {"sum"}, True)
+    inputs = *torch.rand(3, 1, 5, 2, 4).unbind(0), torch.rand(1, 5, 2)
+    starts = torch.tensor([[False, True, False, True, False]])
+    of_a_function = UpdateRule(ops.delta_rule, gates[:1], "elu", frozenset())
+    found, expected = (rule(*inputs, starts=starts) for rule in (of_a_function, ops.delta_rule))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["chunkwise", "native"])
 def test_reading_first_is_the_same_with_every_backend(backend):
     """With heads that share keys, documents, a state, and a last step in place."""
-    rule, (q, k) = UPDATE_RULES["delta-mao"], torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 4), dim=-1)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 4), dim=-1)
     v, beta, state = torch.randn(2, 40, 4, 3), torch.rand(2, 40, 4), torch.randn(2, 4, 4, 3)
     starts = torch.zeros(2, 40, dtype=torch.bool)
     starts[0, [0, 20]] = starts[1, 39] = True
-    inputs = [x.requires_grad_() for x in (q, k, v, beta)]
-    found = {}
-    for how in ("reference", backend):
-        out, end = rule(*inputs, initial_state=state, starts=starts, backend=how)
-        found[how] = out, end, *torch.autograd.grad(out.sum() + end.square().sum(), inputs)
-    torch.testing.assert_close(found[backend], found["reference"], rtol=1e-4, atol=1e-5)
+    rule, inputs = ops.RULES["delta-mao"], [x.requires_grad_() for x in (q, k, v, beta)]
+    reference, ours = (rule(*inputs, initial_state=state, starts=starts, backend=x) for x in ("reference", backend))
+    grads = [torch.autograd.grad(out.sum() + end.square().sum(), inputs) for out, end in (reference, ours)]
+    torch.testing.assert_close((ours, grads[1]), (reference, grads[0]), rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        _, before = rule(*(x[:, :39] for x in inputs), initial_state=state, starts=starts[:, :39], backend=backend)
-        out, after = rule(
-            *(x[:, 39:] for x in inputs), initial_state=before, starts=starts[:, 39:], in_place=True, backend=backend
-        )
+        before = rule(*(x[:, :39] for x in inputs), initial_state=state, starts=starts[:, :39], backend=backend)[1]
+        options = {"initial_state": before, "starts": starts[:, 39:], "in_place": True, "backend": backend}
+        out, after = rule(*(x[:, 39:] for x in inputs), **options)
     assert after is before
-    torch.testing.assert_close((out, after), (found[backend][0][:, 39:], found[backend][1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((out, after), (reference[0][:, 39:], reference[1]), rtol=1e-4, atol=1e-5)
 
 
 def test_normalisations_are_read_and_other_words_refused_by_name():

@@ -128,12 +128,10 @@ class Rule:
 
     @property
     def record(self) -> ops.Rule:
-        """What the package knows of it."""
         return ops.RULES[self.operation_name]
 
     @property
     def corrects(self) -> bool:
-        """Whether it takes out what a key retrieves, so that the keys of a state hang together."""
         return self.record.corrects
 
     @property
@@ -213,13 +211,7 @@ VARIANTS = {
     "delta-mao": (),  # it runs the delta rule's kernels: tests/mixers/test_update_rules.py
     "gated-delta": (Rule("gated delta", "gated-delta"), Rule("Kimi delta", "gated-delta", per="key")),
     "fast-weight": (
-        Rule(
-            "two gates",
-            "fast-weight",
-            without=("beta", "log_value_decay"),
-            per="key",
-            only=("ordinary", "ordinary or erased"),
-        ),
+        Rule("two gates", "fast-weight", ("beta", "log_value_decay"), "key", only=("ordinary", "ordinary or erased")),
     ),
 }
 """The rows of rules that have not just one."""
