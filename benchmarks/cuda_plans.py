@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs, operation_of
+from harness.cases import DTYPES, RULES, SHAPES, Inputs, Shape, draw_inputs
 from harness.comparison import AGREEMENT
 from harness.pages import markdown, median, milliseconds, ratio
 from harness.program import make_parser
@@ -64,7 +64,7 @@ class Call(NamedTuple):
 def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     """A pass of a rule as training makes it: forward keeps states, one for each interval, and backward reads them."""
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])]
-    run = partial(operation_of(rule), *leaves, backend="native")
+    run = partial(RULES[rule], *leaves, backend="native")
     if kind == "backward":
         run = partial(torch.autograd.grad, run()[0], leaves, inputs.d_out, retain_graph=True)
     interval = native._interval(inputs.k, inputs.v)

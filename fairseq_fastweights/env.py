@@ -72,7 +72,7 @@ def report() -> dict[str, Any]:
                 "dtype": str(dtype).removeprefix("torch."),
                 **{name: ops.chosen_backend(device, dtype, time, rule) for name, time in STEPS.items()},
             }
-            for rule in ops.OPERATIONS
+            for rule in ops.RULES
             for device in devices
             for dtype in DTYPES
         ],

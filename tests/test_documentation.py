@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_fastweights.ops import RULES
 from tests.conftest import import_plugin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,28 @@ def test_the_reference_has_all_public_operations_maps_and_classes_of_transformer
     }
     models = set(import_module("fairseq_fastweights.huggingface").__all__)
     assert operations | models | {x.__name__ for x in maps} | {kind._made.__name__ for kind in mixers} <= shown
+
+
+def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
+    options = import_module("fairseq_fastweights.models.fast_weight_options")
+    sizes = {"num_heads": 2, "fast_weight_heads": 2, "max_positions": 9}
+    layers = {name: options.build_mixer(name, 16, sizes) for name in options.MIXERS}
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    assert ", ".join(f"`{name}`" for name in options.MEMORIES) in page
+    for name, kind in options.MIXERS.items():
+        rule, normalization = RULES.get(name), options.write_normalization(kind.normalization)
+        said = f"{rule.equation} | {rule.source}" if rule is not None and rule.equation else ""
+        papers = f"`{kind.feature_map}` | `{normalization}` |" if name in options.MEMORIES else ""
+        assert re.search(rf"^\| `{name}` \| {re.escape(said)}.*{re.escape(papers)}$", page, flags=re.MULTILINE), name
+    # What the others can do follows from the classes.
+    for attribute, value, said in (
+        ("carries", False, "- All but (.*) can carry their state"),
+        ("takes_starts", False, "- All but (.*) work with `--separate-documents`"),
+        ("needs_positions", True, "- (.*) do not see how far apart words are"),
+        ("takes_attention", False, "- All but (.*) can start from a trained model's attention"),
+    ):
+        able = {name for name, layer in layers.items() if getattr(layer, attribute) is value}
+        assert able == set(re.findall(r"`(.*?)`", re.search(said, page)[1]))  # type: ignore[index]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -184,4 +207,5 @@ def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tm
     ):
         assert f"<code>{option}</code>" in pages["options"]
     assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
+    assert pages["ops"].count("queries, already through the feature map") == 6  # also where `sum_rule` says it
     assert not [name for name, page in pages.items() if "<!-- options" in page or "<!-- derivations" in page]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.harness.cases import RULES, Shape, draw_inputs, operation_of
+from benchmarks.harness.cases import RULES, Shape, draw_inputs
 from fairseq_fastweights import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -50,7 +50,7 @@ def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -
             tensors = [x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in given]
             sizes = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
             state = torch.ones(sizes, dtype=ops.state_dtype(dtype)).to(device)
-            yield f"{rule}, {algorithm}, {dtype}, {shape}", operation_of(rule), tensors, state
+            yield f"{rule}, {algorithm}, {dtype}, {shape}", RULES[rule], tensors, state
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -12,15 +12,13 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 
-RULES = ("sum", "gated", "decay", "delta", "gated_delta", "kimi_delta")
-OTHERWISE_NAMED = {"kimi_delta": "gated_delta"}
+_KIMI = tuple(replace(gate, per="key") if gate.log else gate for gate in ops.RULES["gated-delta"].gates)
+RULES = {
+    **{name.replace("-", "_"): rule for name, rule in ops.RULES.items() if name not in ("delta-mao", "fast-weight")},
+    "kimi_delta": replace(ops.RULES["gated-delta"], gates=_KIMI),
+}
+"""By the names that they have in records, without those that run the kernels of others."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def operation_of(rule: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The shapes of q, k, v and the rule's gates."""
-    operation: Callable[..., tuple[Tensor, Tensor]] = getattr(ops, f"{OTHERWISE_NAMED.get(rule, rule)}_rule")
-    return operation
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,13 @@ def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) ->
 
     keys, values, decay = shape.key_dim, shape.value_dim, lambda x: F.logsigmoid(x + 3)
     q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
-    gates = {"sum": [], "gated": [normal(change=decay)], "delta": [normal(change=torch.sigmoid)]}
-    gates["decay"] = [normal(keys, change=decay), normal(values, change=decay)]
-    gates["gated_delta"] = [*gates["delta"], *gates["gated"]]
-    gates["kimi_delta"] = [*gates["delta"], gates["decay"][0]]
+
+    @cache
+    def drawn(per: str, log: bool) -> Tensor:
+        dims = {"key": (keys,), "value": (values,)}.get(per, ())
+        return normal(*dims, change=decay if log else torch.sigmoid)
+
+    gates = {name: [drawn(gate.per, gate.log) for gate in rule.gates] for name, rule in RULES.items()}
     wide_q, wide_k = normal(values), normal(values)
     sizes = (shape.batch, shape.heads, keys, values)
     state = torch.randn(sizes, generator=generator, device=device) if shape.steps else None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from harness import ROOT
-from harness.cases import Inputs, Shape, operation_of
+from harness.cases import RULES, Inputs, Shape
 
 
 class Refusal(Exception):
@@ -83,11 +83,10 @@ def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work
     if backend == "reference" and not shape.steps:
         raise Refusal
     tensors = _leaves(rule, inputs)
-    operation = operation_of(rule)
 
     def forward() -> Tensor:
         try:
-            return operation(*tensors, initial_state=inputs.state, backend=backend)[0]
+            return RULES[rule](*tensors, initial_state=inputs.state, backend=backend)[0]
         except ops.BackendUnavailable as error:
             raise Refusal("unavailable", str(error).replace(f"{ROOT}{os.sep}", "")) from error
 

@@ -6,19 +6,22 @@ from typing import Any
 
 import torch
 
-from harness.cases import Inputs, Shape
+from harness.cases import RULES, Inputs, Shape
 from harness.timing import Clock
+
 
 # Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward, what
 # writes and reads S; backward, S once more (its inner states are not kept), then the gradients:
 #   sum    S += k v, y = S q;  S += k v, dq = S dy, dS += q dy, dk = dS v, dv = dS k
-#   gated  and g S; g S, g dS, dg = dS . S
-#   decay  and f z S; f z S, f z dS, df and dz from P = dS . S
-#   gated delta, Kimi delta  what delta does, and what a gate does
-#   delta  and S k; S k, dk takes S du too, dv = du = dS k, dS -= k du
+#   a decay     and g S; g S, g dS, dg = dS . S
+#   two decays  and f z S; f z S, f z dS, df and dz from P = dS . S
+#   correcting  and S k; S k, dk takes S du too, dv = du = dS k, dS -= k du
 # A chunked form does other operations: this is a yardstick, the same for everybody.
-OPERATIONS = {"sum": (4, 10), "gated": (5, 14), "decay": (6, 17), "delta": (6, 16)}
-OPERATIONS |= dict.fromkeys(("gated_delta", "kimi_delta"), (7, 20))
+def operations_of(rule: str) -> tuple[int, int]:
+    """Their numbers, forward and backward."""
+    decays, corrects = sum(gate.log for gate in RULES[rule].gates), RULES[rule].corrects
+    return 4 + decays + 2 * corrects, 10 + (1 + 3 * decays if decays else 0) + 6 * corrects
+
 
 _COPY_BYTES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 
@@ -57,7 +60,7 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: str, inputs: Inputs, rat
     """The least that a case takes on a machine of these rates. `rule` may be "softmax".
 
     "bytes", every input read once per pass, every output and gradient written once, a step's state both;
-    "operations", by `OPERATIONS`, for softmax attention its matrix products over the causal half; "seconds", the
+    "operations", by `operations_of`, for softmax attention its matrix products over the causal half; "seconds", the
     larger of bytes over bandwidth and operations over rate; "binding", which it is: "bandwidth" or "arithmetic".
     """
     softmax, both = rule == "softmax", kind == "forward+backward"
@@ -70,7 +73,7 @@ def limit_of(shape: Shape, rule: str, dtype: str, kind: str, inputs: Inputs, rat
         # Two products forward, five backward (the scores once more), each over the pairs on and below the diagonal.
         operations = shape.time * (shape.time + 1) // 2 * 2 * shape.value_dim * (7 if both else 2)
     else:
-        operations = shape.time * shape.key_dim * shape.value_dim * sum(OPERATIONS[rule][: 1 + both])
+        operations = shape.time * shape.key_dim * shape.value_dim * sum(operations_of(rule)[: 1 + both])
     operations *= shape.batch * shape.heads
     # The rate of the measured copy whose size is next to this: a small one stays in the caches, as small inputs do.
     size = min(rates["copy"], key=lambda size: abs(math.log(int(size) / moved)))

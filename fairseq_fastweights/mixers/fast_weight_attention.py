@@ -13,14 +13,14 @@ from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.update_rules import (
-    Gate,
+    UPDATE_RULES,
     check_normalization,
     known_to_diverge,
     known_to_fail_when_carried,
     known_to_lose_when_carried,
     lookup,
 )
-from fairseq_fastweights.ops import gating
+from fairseq_fastweights.ops import Gate, gating
 
 
 class FastWeightAttention(MemoryAttention):
@@ -75,10 +75,10 @@ class FastWeightAttention(MemoryAttention):
         **options: Any,
     ) -> None:
         check_backend(backend)
-        rule = lookup("update_rule", update_rule)
+        rule = lookup("update_rule", update_rule, UPDATE_RULES)
         normalization = rule.normalization if normalization is None else frozenset(normalization)
         check_normalization(normalization, update_rule)
-        feature_map = feature_map or rule.feature_map
+        feature_map = feature_map or rule.feature_map or "identity"
         super().__init__(
             embed_dim, num_heads, feature_map=feature_map, normalization=normalization, bias=bias, **options
         )
@@ -88,11 +88,10 @@ class FastWeightAttention(MemoryAttention):
         self.update_rule = update_rule
         self.rule = rule
         self.backend = backend
-        # Of a rule of one's own: an operation may have no form for several documents.
-        self.takes_starts = getattr(rule.operation, "takes_starts", True)
+        self.takes_starts = rule.takes_starts
         for gate in rule.gates:
             width = num_heads * self._gate_size(gate)
-            self.add_module(f"{gate.name}_proj", nn.Linear(embed_dim, width, bias=bias or gate.log))
+            self.add_module(gate.projection, nn.Linear(embed_dim, width, bias=bias or gate.log))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -152,14 +151,14 @@ class FastWeightAttention(MemoryAttention):
         """Runs the rule; with attention normalisation the state's last value column holds the normaliser z."""
         how: dict[str, Any] = {"backend": self.backend} | ({} if starts is None else {"starts": starts})
         if not self.normalization & {"attention", "removal"}:
-            return self.rule.operation(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
+            return self.rule(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
         ones = v.new_ones(*v.shape[:3], 1)
         if not self.rule.corrects:
             gates = [
                 F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
             ]
             v = torch.cat([v, ones], dim=-1)
-            both, state = self.rule.operation(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
+            both, state = self.rule(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
             out, z_q = both.split([self.head_dim, 1], dim=-1)
             return self._divide(out, z_q), state
 
@@ -178,9 +177,7 @@ class FastWeightAttention(MemoryAttention):
             root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
             k_written, v_written = k / root, v * root
         z_q, z = self._normaliser(q, k, ones, log_decay, z, in_place=in_place, **how)
-        out, memory = self.rule.operation(
-            q, k_written, v_written, *gates, initial_state=memory, in_place=in_place, **how
-        )
+        out, memory = self.rule(q, k_written, v_written, *gates, initial_state=memory, in_place=in_place, **how)
         if "attention" in self.normalization:
             out = self._divide(out, z_q)
         if state is None or not in_place:
@@ -215,7 +212,7 @@ class FastWeightAttention(MemoryAttention):
         return {"head": 1, "key": self.feature_map.output_dim, "value": self.head_dim}[gate.per]
 
     def _gate_projection(self, gate: Gate) -> Any:
-        return getattr(self, f"{gate.name}_proj")
+        return getattr(self, gate.projection)
 
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""

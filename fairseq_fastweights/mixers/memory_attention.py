@@ -52,6 +52,10 @@ class MemoryAttention(Mixer):
 
     backend: str = "auto"
     """What computes feature maps and, of subclasses, the rule: one of `ops.BACKENDS`."""
+    papers_map = "identity"
+    """The feature map of a subclass's paper."""
+    papers_normalization: frozenset[str] = frozenset()
+    """The normalisations of a subclass's paper."""
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+from fairseq_fastweights.mixers.update_rules import lookup as lookup
 from fairseq_fastweights.mixers.window_sum import WindowSum
 
 _FEATURES = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features")
@@ -38,11 +39,17 @@ class Kind:
         build: the class, or a function, that is called with the width, the settings in `shared` and its `options`.
         shared: those settings of several kinds of mixers that it takes.
         heads: the setting with the number of its heads; None if it has no heads.
+        help: what a memory does at a step, for `--help`.
+        feature_map: that of the paper; None for mixers without one.
+        normalization: those of the paper.
     """
 
     build: Callable[..., Mixer]
     shared: tuple[str, ...]
     heads: str | None = "num_heads"
+    help: str = ""
+    feature_map: str | None = None
+    normalization: frozenset[str] = frozenset()
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -61,19 +68,28 @@ class Kind:
 
 def memory(update_rule: str) -> Kind:
     """An entry for fast weight attention with a rule of `UPDATE_RULES`."""
+    rule, shared = UPDATE_RULES[update_rule], (*_MEMORY, *projections.SETTINGS)
     build = partial(FastWeightAttention, update_rule=update_rule)
-    return Kind(build, (*_MEMORY, *projections.SETTINGS), heads="fast_weight_heads")
+    return Kind(build, shared, "fast_weight_heads", rule.help, rule.feature_map, rule.normalization)
 
 
 MIXERS: dict[str, Kind] = {
     **{rule: memory(rule) for rule in UPDATE_RULES},
-    "retention": Kind(Retention, _MEMORY, heads="fast_weight_heads"),
+    "retention": Kind(
+        Retention,
+        _MEMORY,
+        "fast_weight_heads",
+        "decays it by a constant per head, and normalises and gates the output (RetNet)",
+        Retention.papers_map,
+    ),
     "softmax": Kind(SoftmaxAttention, ("dropout", *_ROTARY, *projections.SETTINGS)),
     "local": Kind(LocalAttention, ("dropout", "bias")),
     "window-sum": Kind(
         WindowSum,
         (*_FEATURES, "bias", "normalization", "backend", *_ROTARY, *projections.SETTINGS),
-        heads="fast_weight_heads",
+        "fast_weight_heads",
+        feature_map=WindowSum.papers_map,
+        normalization=WindowSum.papers_normalization,
     ),
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),
@@ -208,10 +224,3 @@ def write_pattern(mixers: Sequence[str]) -> str:
         parts.append(f"{name}:{number}-{number + count - 1}")
         number += count
     return ",".join(parts)
-
-
-def lookup(argument: str, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """`kinds[name]`, or a `ValueError` that names the argument and lists what it may be."""
-    if name not in kinds:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(kinds)}")
-    return kinds[name]

@@ -72,7 +72,7 @@ class Retention(MemoryAttention):
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
                 "is normalised in each head"
             )
-        super().__init__(embed_dim, num_heads, feature_map=feature_map or "identity", bias=bias, **options)
+        super().__init__(embed_dim, num_heads, feature_map=feature_map or self.papers_map, bias=bias, **options)
         if self.feature_map.output_dim % 2:
             raise ValueError(
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "

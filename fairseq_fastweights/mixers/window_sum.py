@@ -68,6 +68,8 @@ class WindowSum(MemoryAttention):
     }
     takes_attention = True
     takes_starts = True
+    papers_map = "relu"
+    papers_normalization = frozenset({"sum", "attention"})
 
     def __init__(
         self,
@@ -86,14 +88,14 @@ class WindowSum(MemoryAttention):
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
         check_backend(backend)
-        normalization = frozenset({"sum", "attention"} if normalization is None else normalization)
+        normalization = self.papers_normalization if normalization is None else frozenset(normalization)
         if normalization not in ({"attention"}, {"sum", "attention"}):
             text = ",".join(sorted(normalization)) or "none"
             raise ValueError(
                 f"normalization is {text!r}; with window-sum it must be auto, attention, or sum,attention: what the "
                 "window and the memory give has one denominator"
             )
-        feature_map = feature_map or "relu"
+        feature_map = feature_map or self.papers_map
         super().__init__(embed_dim, num_heads, feature_map=feature_map, normalization=normalization, **options)
         if not self.feature_map.positive:
             raise ValueError(

@@ -59,8 +59,8 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
     softmax_attention_layers: str = field(
         default="",
         metadata={
-            "help": "layers that keep softmax attention: comma-separated numbers from 1, or all, which makes fairseq's "
-            "Transformer"
+            "help": "layers that keep softmax attention, short for --mixers with softmax in them: comma-separated "
+            "numbers from 1, or all, which makes fairseq's Transformer"
         },
     )
     fast_weight_heads: Optional[int] = field(
@@ -289,8 +289,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
 
 def _layer_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the layers, before any layer is left out."""
-    softmax_layers = parse_layers(args.softmax_attention_layers, args.decoder_layers)
-    return parse_mixers(args, softmax_layers, args.decoder_layers, FastWeightLanguageModelConfig.update_rule)
+    return parse_mixers(args, args.softmax_attention_layers, FastWeightLanguageModelConfig.update_rule)
 
 
 def _check_shape(args: Any) -> None:

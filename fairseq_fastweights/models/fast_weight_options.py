@@ -21,10 +21,20 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
-from fairseq_fastweights.mixers.update_rules import parse_normalization
+from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
 
 MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
 """The choices of --update-rule: the mixers that are a fast weight memory and nothing more."""
+
+WHAT_MEMORIES_DO = "; ".join(f"{name} {MIXERS[name].help}" for name in MEMORIES)
+
+
+def in_papers(setting: Callable[[Kind], Any]) -> str:
+    """What the papers of the mixers with feature maps have: each value with their names."""
+    of_names = {name: setting(kind) for name, kind in MIXERS.items() if kind.feature_map is not None}
+    values = dict.fromkeys(of_names.values())
+    return "; ".join(f"{value} for {', '.join(n for n, its in of_names.items() if its == value)}" for value in values)
+
 
 MixerOptions = make_dataclass(
     "MixerOptions",
@@ -69,20 +79,14 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="delta",
-        metadata={
-            "help": "update rule of the memories: sum adds each value under its key (linear Transformer, Performer); "
-            "gated decays the memory by one gate per head; decay by a gate per key and value dimension (Mao 2022); "
-            "delta corrects what the key retrieves (Delta Network); delta-mao does so as Mao's published kernel, which "
-            "reads before it writes; retention decays it by a constant per head, and normalises and gates the output "
-            "(RetNet)"
-        },
+        metadata={"help": f"update rule of the memories, short for --mixers with its name: {WHAT_MEMORIES_DO}"},
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={
             "help": "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
             "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
-            "paper uses: elu for sum and delta, identity for gated, decay and retention; relu for window-sum"
+            f"paper uses: {in_papers(lambda kind: kind.feature_map)}"
         },
     )
     feature_dim: Optional[int] = field(
@@ -106,8 +110,8 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         metadata={
             "help": "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
             "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
-            "alike), or none; auto is what the rule's paper uses: attention for sum, sum for delta, both for "
-            "window-sum, none for the others"
+            "alike), or none; auto is what the rule's paper uses: "
+            f"{in_papers(lambda kind: write_normalization(kind.normalization))}"
         },
     )
     scale_read_out: bool = field(
@@ -192,18 +196,24 @@ def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers")
     return frozenset(int(n) for n in numbers)
 
 
-def parse_mixers(args: Any, softmax_layers: frozenset[int], layers: int, default_rule: str) -> tuple[str, ...]:
-    """Reads the names of the mixers of a decoder's layers; `default_rule` is the default of --update-rule.
+def parse_mixers(args: Any, softmax_layers: str, default_rule: str) -> tuple[str, ...]:
+    """Reads the mixers of a decoder's layers: --mixers, or the pattern that the short forms stand for.
+
+    Args:
+        args: options of a model.
+        softmax_layers: those that keep softmax attention, as `parse_layers` reads them.
+        default_rule: the default of --update-rule.
 
     Raises:
         ValueError: for a pattern that cannot be read, or that contradicts other options.
     """
-    rule = str(args.update_rule)
+    rule, layers = str(args.update_rule), args.decoder_layers
+    softmax = parse_layers(softmax_layers, layers)
     if not args.mixers:
         lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
-        return tuple("softmax" if number in softmax_layers else rule for number in range(1, layers + 1))
+        return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
     names = parse_pattern(args.mixers, layers)
-    if softmax_layers:
+    if softmax:
         raise ValueError(
             f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
             "which layers have softmax"

@@ -25,6 +25,7 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
     MEMORIES,
+    WHAT_MEMORIES_DO,
     FastWeightOptions,
     add_group,
     defaults_in_help,
@@ -63,10 +64,7 @@ class FastWeightTransformerOptions(FastWeightOptions):
     )
     update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
         default="sum",
-        metadata={
-            "help": "update rule of the memory in the decoder's self-attention: sum (linear Transformer, Performer), "
-            "gated, decay (Mao 2022), delta (Delta Network) or retention (RetNet)"
-        },
+        metadata={"help": f"update rule of the memory in the decoder's self-attention: {WHAT_MEMORIES_DO}"},
     )
     normalization: str = field(
         default="auto",
@@ -204,9 +202,8 @@ def _check_shape(args: Any, types: int) -> None:
 
 def _decoder_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the decoder's layers."""
-    if not args.mixers and "decoder" not in parse_places(args.fast_weight_attention):
-        return ("softmax",) * args.decoder_layers
-    return parse_mixers(args, frozenset(), args.decoder_layers, FastWeightTransformerOptions.update_rule)
+    softmax = "" if args.mixers or "decoder" in parse_places(args.fast_weight_attention) else "all"
+    return parse_mixers(args, softmax, FastWeightTransformerOptions.update_rule)
 
 
 def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:

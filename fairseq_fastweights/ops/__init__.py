@@ -21,20 +21,27 @@ memory with an input, or some of whose elements share memory, is refused.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.checks import BackendUnavailable, GateInput, check_values, state_dtype
+from fairseq_fastweights.ops.checks import BackendUnavailable, Gate, GateInput, check_values, state_dtype
 from fairseq_fastweights.ops.choice import BACKENDS
-from fairseq_fastweights.ops.operations import OPERATIONS, Operation
+from fairseq_fastweights.ops.operations import OPERATIONS, RULES, Operation, Rule
 from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [
     "BACKENDS",
     "OPERATIONS",
+    "RULES",
     "BackendUnavailable",
+    "Gate",
     "GateInput",
     "Operation",
+    "Rule",
     "check_values",
     "chosen_backend",
     "decay_rule",
@@ -46,6 +53,8 @@ __all__ = [
     "state_dtype",
     "sum_rule",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def sum_rule(
@@ -92,9 +101,20 @@ def sum_rule(
         >>> torch.allclose(rest, out[:, 3:], atol=1e-5)
         True
     """
-    return OPERATIONS["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
+    return RULES["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
+def _as_sum_rule(function: _Function) -> _Function:
+    """Completes a docstring by what that of `sum_rule` says of the arguments that all have, of results and errors."""
+    if function.__doc__ and sum_rule.__doc__:
+        own, shared = inspect.cleandoc(function.__doc__), inspect.cleandoc(sum_rule.__doc__)
+        first, options, end = (shared.index(part) for part in ("    q: ", "    initial_state: ", "Examples:\n"))
+        own = own.replace("Args:\n", f"Args:\n{shared[first:options]}", 1)
+        function.__doc__ = own.replace("\nExamples:\n", f"{shared[options:end]}Examples:\n", 1)
+    return function
+
+
+@_as_sum_rule
 def gated_rule(
     q: Tensor,
     k: Tensor,
@@ -109,27 +129,7 @@ def gated_rule(
     """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         log_gate: (batch, time, heads), log g_t, at most 0.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
@@ -138,11 +138,12 @@ def gated_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return OPERATIONS["gated"](
+    return RULES["gated"](
         q, k, v, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
     )
 
 
+@_as_sum_rule
 def decay_rule(
     q: Tensor,
     k: Tensor,
@@ -158,28 +159,8 @@ def decay_rule(
     """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         log_key_decay: (batch, time, heads, key_dim), log f_t, at most 0; None for no decay of keys.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay of values.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
@@ -187,7 +168,7 @@ def decay_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return OPERATIONS["decay"](
+    return RULES["decay"](
         q,
         k,
         v,
@@ -200,6 +181,7 @@ def decay_rule(
     )
 
 
+@_as_sum_rule
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -217,27 +199,7 @@ def delta_rule(
     1): a step multiplies the state by I - beta k k^T, which makes it grow if |k|^2 > 2 / beta.
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         beta: (batch, time, heads), the write strength, from 0 to 1.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
@@ -246,11 +208,10 @@ def delta_rule(
         >>> state.flatten()  # its value was replaced; the sum rule would have 4 there
         tensor([3., 2., 0., 0.])
     """
-    return OPERATIONS["delta"](
-        q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
-    )
+    return RULES["delta"](q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
+@_as_sum_rule
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -269,29 +230,9 @@ def gated_delta_rule(
     attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         beta: (batch, time, heads), the write strength, from 0 to 1; above 1, and up to 2, what a key retrieves may
             change its sign.
         log_gate: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q = k = torch.nn.functional.normalize(torch.randn(1, 5, 2, 4), dim=-1)
@@ -300,11 +241,12 @@ def gated_delta_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
     """
-    return OPERATIONS["gated-delta"](
+    return RULES["gated-delta"](
         q, k, v, beta, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
     )
 
 
+@_as_sum_rule
 def fast_weight_rule(
     q: Tensor,
     k: Tensor,
@@ -326,31 +268,11 @@ def fast_weight_rule(
     (the two-gate delta rule: e = b * k, v = w * v').
 
     Args:
-        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
-        k: (batch, time, key_heads, key_dim), keys, as `q`.
-        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
-            share a head of queries and keys.
         erase: (batch, time, heads of k, key_dim), e_t; what it retrieves is taken out. None for 0.
         beta: (batch, time, heads), the write strength, from 0 to 2; None for 1.
         log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay. With `erase` no kernel
             takes it, and "chunkwise" goes step by step.
-        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
-
-    Returns:
-        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
-
-    Raises:
-        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
-        BackendUnavailable: if the backend cannot do this.
-        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
     Examples:
         >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
@@ -358,7 +280,7 @@ def fast_weight_rule(
         >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
         True
     """
-    return OPERATIONS["fast-weight"](
+    return RULES["fast-weight"](
         q,
         k,
         v,
@@ -385,7 +307,7 @@ def chosen_backend(
         device: where the tensors are.
         dtype: of q, k and v.
         time: how many steps the call has.
-        rule: a key of `OPERATIONS`.
+        rule: a key of `RULES`.
         key_dim: of the keys; it matters only for rules that correct, with keys larger than a GPU's kernels take.
 
     Returns:
@@ -398,6 +320,6 @@ def chosen_backend(
         >>> chosen_backend("cpu", torch.float32, time=128, rule="delta") in ("native", "chunkwise")
         True
     """
-    if rule not in OPERATIONS:
-        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(OPERATIONS)}")
-    return OPERATIONS[rule].best_backend(torch.device(device).type, dtype, time, key_dim)
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(RULES)}")
+    return RULES[rule].best_backend(torch.device(device).type, dtype, time, key_dim)

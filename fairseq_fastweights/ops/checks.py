@@ -68,14 +68,16 @@ class check_values:
 
 
 @dataclass(frozen=True)
-class GateInput:
-    """What an operation takes beside q, k and v.
+class Gate:
+    """What a rule takes beside q, k and v. A layer makes it of its input by a projection and a sigmoid.
 
     Attributes:
         name: of the argument.
         per: what it has a number for at every step: each "head", or each "key" or "value" dimension of each head;
             "head or key" takes both.
         log: whether it is the logarithm of a decay, at most 0; otherwise it is a write strength from 0 to `most`.
+            Either is 0 at padding. The biases of a layer's decays start so that these are uniformly distributed (Gu et
+            al. 2020).
         optional: whether None will do, for no such gate.
         is_key: whether it is no gate but a key, of any values, in as many heads as k.
         most: what a write strength may be.
@@ -88,13 +90,22 @@ class GateInput:
     is_key: bool = False
     most: float = 1
 
+    @property
+    def projection(self) -> str:
+        """The name of a layer's projection for it."""
+        return f"{self.name.removeprefix('log_')}_proj"
+
+
+GateInput = Gate
+"""Its former name."""
+
 
 def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     initial_state: Tensor | None,
-    gates: Sequence[GateInput] = (),
+    gates: Sequence[Gate] = (),
     given: Sequence[Tensor | None] = (),
     starts: Tensor | None = None,
 ) -> tuple[int, int, int, int, int, int]:
@@ -278,7 +289,7 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} holds {int((~finite).sum())} values that are not finite; all must be")
 
 
-def _check_values(tensors: dict[str, Tensor], gates: Iterable[tuple[GateInput, Tensor | None]]) -> None:
+def _check_values(tensors: dict[str, Tensor], gates: Iterable[tuple[Gate, Tensor | None]]) -> None:
     check_finite(tensors)
     for gate, values in gates:
         if values is None or not values.numel() or gate.is_key:

@@ -294,12 +294,13 @@ def can_change(state: Tensor) -> bool:
     return state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def _one_gate(log_gate: Tensor) -> Arguments:
+def one_gate(log_gate: Tensor) -> Arguments:
+    """The arguments for one gate of old and new."""
     return Arguments(log_gate=log_gate, complement=True)
 
 
-def _decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
-    """Decays of keys and values: one decay that all keys share is the cheaper log_gate.
+def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
+    """The arguments for decays of keys and values: one decay that all keys share is the cheaper log_gate.
 
     An expanded one is not where it is differentiated: each key's share of the gradient is asked for.
     """
@@ -311,34 +312,25 @@ def _decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None,
     return Arguments(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
 
 
-def _correction(beta: Tensor) -> Arguments:
-    return Arguments(corrects=True, beta=beta)
+def correction(beta: Tensor, log_gate: Tensor | None = None) -> Arguments:
+    """The arguments for a correction, behind a decay if there is one."""
+    return decays(log_gate, corrects=True, beta=beta)
 
 
-def _gated_correction(beta: Tensor, log_gate: Tensor) -> Arguments:
-    return _decays(log_gate, corrects=True, beta=beta)
-
-
-def _every_part(
+def every_part(
     erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
 ) -> Arguments:
-    return _decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
+    """The arguments for all parts of the recurrence."""
+    return decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
 
 
-def _why_not_every_part(
+def why_not_every_part(
     erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
 ) -> str | None:
+    """Why the kernels do not take these parts together; None if they do."""
     if erase is not None and log_value_decay is not None:
         return "no kernel takes decays of values together with an erase key"
     return None
-
-
-SUM = Kernel(Arguments, checked=True)
-GATED = Kernel(_one_gate, checked=True)
-DECAY = Kernel(_decays)
-DELTA = Kernel(_correction, checked=True)
-GATED_DELTA = Kernel(_gated_correction, checked=True)
-FAST_WEIGHT = Kernel(_every_part, _why_not_every_part)
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -1,7 +1,8 @@
-"""The operations: of each its gates and its implementations, from which all else that depends on it follows.
+"""The update rules: a record each, from which all else that depends on the rule follows.
 
 That is what is checked before it runs, which backend "auto" takes, how a call that is too large for the kernels is
-divided, and what `python -m fairseq_fastweights.env` lists. An operation of one's own needs no more than a reference.
+divided, and what `python -m fairseq_fastweights.env` lists; the layers, the models' options and their help, the tables
+of the documentation, the benchmark's cases and those of the tests. A rule of one's own needs no more than a reference.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops import chunkwise, libraries, native, reference
+from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
-    GateInput,
+    Gate,
     check_in_place,
     check_inputs,
     state_dtype,
@@ -31,8 +33,8 @@ Implementation = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Operation:
-    """An update rule's operation on a sequence, whatever computes it.
+class Rule:
+    """An update rule, whatever computes it: called with q, k, v and its gates in order.
 
     Attributes:
         name: of the rule.
@@ -40,28 +42,43 @@ class Operation:
         reference: the definition, one step at a time: (q, k, v, *gates, initial_state=...) -> (out, final_state).
         chunkwise: the same, parallel in time, in PyTorch; None if there is no such form.
         kernel: the same, compiled; None if there is none.
-        keys_apart: whether the rows of a state, one for each key, have nothing to do with one another, so that calls
-            can be divided over keys. The columns, one for each value, never have.
+        corrects: whether a write depends on what is already stored. If so, the rows of a state, one for each key, hang
+            together: calls cannot be divided over keys (over the columns, one for each value, they always can). Nor is
+            a layer's normaliser of attention normalisation one more column of the state, but a sum of its own (Schlag
+            et al. 2021, Eq. 26), with the rule's decays of keys.
         takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
+        ordered: whether the order matters in which pairs are written. An encoder reads its source as a whole, without
+            an order in which a memory could forget or correct.
+        equation: the memory after a step, S being that before it, (value_dim, key_dim).
+        help: what it does, for `--help`.
+        source: model and paper that it is from.
+        feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
+        normalization: those of the paper's layers.
         inputs: the names of what it takes, in order.
 
     Examples:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
         ...     state = k[:, -1, :, :, None] * v[:, -1, :, None, :]
         ...     return (q * k).sum(-1, keepdim=True) * v, state
-        >>> operation = Operation("last value", (), last_value)
-        >>> out, state = operation(torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 3))
+        >>> rule = Rule("last value", (), last_value)
+        >>> out, state = rule(torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 4), torch.ones(1, 5, 2, 3))
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
     """
 
     name: str
-    gates: tuple[GateInput, ...]
+    gates: tuple[Gate, ...]
     reference: Implementation
     chunkwise: Implementation | None = None
     kernel: Kernel | None = None
-    keys_apart: bool = True
+    corrects: bool = False
     takes_starts: bool = False
+    ordered: bool = True
+    equation: str = ""
+    help: str = ""
+    source: str = ""
+    feature_map: str | None = None
+    normalization: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +140,7 @@ class Operation:
         if self.kernel is None:
             return f"the {self.name} rule has no compiled kernel"
         reason = native.why_not(device_type, dtype)
-        if reason is None and not self.keys_apart and not native.fits(device_type, key_dim):
+        if reason is None and self.corrects and not native.fits(device_type, key_dim):
             largest = native.LARGEST_DIM[device_type]
             return (
                 f"the {device_type} kernels take the {self.name} rule with key dimensions of up to {largest}, not "
@@ -136,7 +153,7 @@ class Operation:
         """Its kernel, for keys and values of any dimension."""
         assert self.kernel is not None
         along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
-        dims = (VALUES, KEYS) if self.keys_apart else (VALUES,)
+        dims = (VALUES,) if self.corrects else (VALUES, KEYS)
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
     def _may_take_step(self, v: Any, backend: str) -> bool:
@@ -205,6 +222,32 @@ class Operation:
         return None, self.chunkwise
 
 
+class ReadsFirst(Rule):
+    """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
+
+        k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
+
+    Eq. 6 of Mao (2022) removes beta_t S_{t-1} k_t k_t^T, this beta_t times as much. Its implementations are those of
+    the delta rule: what a step reads after it has written is what the next reads before that.
+    """
+
+    def __call__(self, *inputs: Any, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Runs it, as `Rule` does."""
+        starts = options.get("starts")
+        q, k, v, beta = inputs
+        check_inputs(q, k, v, initial_state, self.gates, (beta,), starts)
+        q, k = reference.ungrouped(q, v), reference.ungrouped(k, v)
+        first = torch.zeros_like(v[:, :1])
+        if initial_state is not None:
+            with without_autocast(q):
+                first = torch.einsum("bthk,bhkv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
+        key, ones = (k * beta[..., None]).to(k.dtype), torch.ones_like(beta)
+        out, state = super().__call__(q.roll(-1, 1), key, v, ones, initial_state=initial_state, **options)
+        out = torch.cat([first, out[:, :-1]], dim=1)
+        # A document begins with an empty memory.
+        return out if starts is None else out.masked_fill(starts[..., None, None], 0), state
+
+
 def no_steps(
     v: Tensor, sizes: tuple[int, ...], initial_state: Tensor | None, inputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -218,51 +261,103 @@ def no_steps(
     return torch.zeros_like(v) + depends, state
 
 
-def _row(name: str, *gates: GateInput, keys_apart: bool = True) -> Operation:
-    """A row of the recurrence: a function of `reference` and a kernel that are named after it."""
-    name_in_code = name.replace("-", "_")
-    row = getattr(reference, f"{name_in_code}_rule")
-    return Operation(
-        name,
-        gates,
-        row,
-        partial(row, recurrence=chunkwise.fast_weight_rule),
-        getattr(native, name_in_code.upper()),
-        keys_apart,
-        takes_starts=True,
-    )
+Operation = Rule
+"""Its former name."""
 
 
-_KEY_DECAY = GateInput("log_key_decay", per="key", log=True, optional=True)
-_VALUE_DECAY = GateInput("log_value_decay", per="value", log=True, optional=True)
+def _row(
+    name: str, gates: tuple[Gate, ...], row: Implementation, kernel: Kernel, kind: type[Rule] = Rule, **others: Any
+) -> Rule:
+    """Makes the record of a rule that is a row of the recurrence."""
+    in_chunks = partial(row, recurrence=chunkwise.fast_weight_rule)
+    return kind(name, gates, row, in_chunks, kernel, takes_starts=True, **others)
 
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        _row("sum"),
-        _row("gated", GateInput("log_gate", per="head", log=True)),
-        _row("decay", _KEY_DECAY, _VALUE_DECAY),
-        _row("delta", GateInput("beta", per="head"), keys_apart=False),
+
+_BETA = Gate("beta", per="head")
+_KEY_DECAY = Gate("log_key_decay", per="key", log=True, optional=True)
+_VALUE_DECAY = Gate("log_value_decay", per="value", log=True, optional=True)
+_CORRECTED: dict[str, Any] = {"corrects": True, "feature_map": "elu", "normalization": frozenset({"sum"})}
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        _row(
+            "sum",
+            (),
+            reference.sum_rule,
+            Kernel(native.Arguments, checked=True),
+            ordered=False,
+            equation="S + v k^T",
+            help="adds each value under its key (linear Transformer, Performer)",
+            source="linear Transformer, Performer (Katharopoulos et al. 2020, Choromanski et al. 2021)",
+            feature_map="elu",
+            normalization=frozenset({"attention"}),
+        ),
+        _row(
+            "gated",
+            (Gate("log_gate", per="head", log=True),),
+            reference.gated_rule,
+            Kernel(native.one_gate, checked=True),
+            equation="g S + (1 - g) v k^T",
+            help="decays the memory by one gate per head",
+            source="gated fast weights (Peng et al. 2021)",
+            feature_map="identity",
+        ),
+        _row(
+            "decay",
+            (_KEY_DECAY, _VALUE_DECAY),
+            reference.decay_rule,
+            Kernel(native.decays),
+            equation="(z f^T) * S + v k^T",
+            help="decays it by a gate per key and value dimension (Mao 2022)",
+            source="decaying fast weights (Mao 2022)",
+            feature_map="identity",
+        ),
+        _row(
+            "delta",
+            (_BETA,),
+            reference.delta_rule,
+            Kernel(native.correction, checked=True),
+            equation="S + beta (v - S k) k^T",
+            help="corrects what the key retrieves (Delta Network)",
+            source="Delta Network (Schlag, Irie and Schmidhuber 2021)",
+            **_CORRECTED,
+        ),
+        _row(
+            "delta-mao",
+            (_BETA,),
+            reference.delta_rule,
+            Kernel(native.correction, checked=True),
+            ReadsFirst,
+            equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
+            help="does so as Mao's published kernel, which reads before it writes",
+            source="the published kernel of Mao (2022), which is not his Eq. 6",
+            **_CORRECTED,
+        ),
         _row(
             "gated-delta",
-            GateInput("beta", per="head", most=2),
-            GateInput("log_gate", per="head or key", log=True),
-            keys_apart=False,
+            (Gate("beta", per="head", most=2), Gate("log_gate", per="head or key", log=True)),
+            reference.gated_delta_rule,
+            Kernel(native.correction, checked=True),
+            corrects=True,
         ),
-        Operation(
+        Rule(
             "fast-weight",
             (
-                GateInput("erase", per="key", is_key=True, optional=True),
-                GateInput("beta", per="head", optional=True, most=2),
-                GateInput("log_key_decay", per="head or key", log=True, optional=True),
+                Gate("erase", per="key", is_key=True, optional=True),
+                Gate("beta", per="head", optional=True, most=2),
+                Gate("log_key_decay", per="head or key", log=True, optional=True),
                 _VALUE_DECAY,
             ),
             reference.fast_weight_rule,
             chunkwise.fast_weight_rule,
-            native.FAST_WEIGHT,
-            keys_apart=False,
+            Kernel(native.every_part, native.why_not_every_part),
+            corrects=True,
             takes_starts=True,
         ),
     )
 }
-"""By the names of the rules."""
+"""The rules by name."""
+
+OPERATIONS = RULES
+"""Their former name."""

@@ -10,14 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from harness import contestants
-from harness.cases import RULES, Shape, draw_inputs, operation_of
+from harness.cases import RULES, Shape, draw_inputs
 from harness.contestants import Contestant, Refusal
 
 from fairseq_fastweights import ops
 
 SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 6, 2), "step": Shape("step", 2, 3, 1, 4, 6, 2)}
 INPUTS = {name: draw_inputs(shape, torch.float32, "cpu") for name, shape in SHAPES.items()}
-TENSORS = {"sum": 3, "gated": 4, "decay": 5, "delta": 4, "gated_delta": 5, "kimi_delta": 5}
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -28,9 +27,9 @@ def check(contestant: Contestant, length: str) -> None:
     shape, inputs, rule = SHAPES[length], INPUTS[length], contestant.rule
     work = contestant.prepare(shape, inputs)
     arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
-    expected, _ = operation_of(rule)(*arguments, initial_state=inputs.state, backend="reference")
+    expected, _ = RULES[rule](*arguments, initial_state=inputs.state, backend="reference")
     same(work.as_reference(work.run_forward()), expected)
-    assert len(work.inputs) == TENSORS[rule]
+    assert len(work.inputs) == 3 + len(RULES[rule].gates)
     if not shape.steps:
         assert [g.shape for g in work.run_both()] == [x.shape for x in work.inputs]
         assert all(x.is_contiguous() for x in (*work.inputs, work.d_out))

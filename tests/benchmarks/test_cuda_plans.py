@@ -68,7 +68,7 @@ def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_p
         out, state = ops.gated_delta_rule(*inputs, **options)
         return out * (1.1 if "chunk=32" in os.environ.get(PLAN, "") else 1), state
 
-    monkeypatch.setattr(cuda_plans, "operation_of", lambda rule: wrong)
+    monkeypatch.setattr(cuda_plans, "RULES", {"gated_delta": wrong})
     said = run("cuda_plans", *arguments)
     assert "error: these differ" in said and "mt-big, gated_delta, forward, 32 steps x 16 values" in said
     assert ": by 0.1" in said and ", 64 steps" not in said

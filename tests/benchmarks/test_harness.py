@@ -24,6 +24,8 @@ RATES = {"copy": {"1000": 1.0, "1000000": 4.0}, "matmul": {"float32": 1e3}}
         ("segment", "sum", "forward+backward", TOKENS * (3 * (4 + 4 + 7) + 2 * 7), TOKENS * 4 * 7 * 14),
         ("segment", "gated", "forward", TOKENS * (4 + 4 + 7 + 7 + 1), TOKENS * 4 * 7 * 5),
         ("segment", "decay", "forward", TOKENS * (4 + 4 + 7 + 7 + 4 + 7), TOKENS * 4 * 7 * 6),
+        ("segment", "decay", "forward+backward", TOKENS * (3 * (4 + 4 + 7 + 4 + 7) + 2 * 7), TOKENS * 4 * 7 * 23),
+        ("segment", "kimi_delta", "forward+backward", TOKENS * (3 * (4 + 4 + 7 + 1 + 4) + 2 * 7), TOKENS * 4 * 7 * 27),
         ("segment", "delta", "forward+backward", TOKENS * (3 * (4 + 4 + 7 + 1) + 2 * 7), TOKENS * 4 * 7 * 22),
         # The pairs below the diagonal, of scores and of values.
         ("segment", "softmax", "forward", TOKENS * 4 * 7, 2 * 3 * (1 + 2 + 3 + 4 + 5) * (2 * 7 + 2 * 7)),

@@ -25,14 +25,19 @@ def shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in module.state_dict().items()}
 
 
-# Beside q, k, v and out, for 64 wide and 4 heads of 16.
-GATES = {"sum": {}, "gated": {"gate_proj": 4}, "decay": {"key_decay_proj": 64, "value_decay_proj": 64}}
-GATES |= {"delta": {"beta_proj": 4}, "delta-mao": {"beta_proj": 4}, "retention": {"g_proj": 64}}
+RULES = (*UPDATE_RULES, "retention")
 UNITS = [("gated", "gate_proj", 8), ("decay", "key_decay_proj", 6), ("decay", "value_decay_proj", 16)]
-DECAYS = ("gate_proj", "key_decay_proj", "value_decay_proj")
 
 
-@pytest.mark.parametrize("rule", GATES)
+def gates(rule: str, size: int = 16) -> dict[str, tuple[int, bool]]:
+    """Their numbers, and whether they are decays, for 64 wide, 4 heads of 16 and keys of this size after the map."""
+    if rule == "retention":
+        return {"g_proj": (64, False)}
+    numbers = {"head": 4, "key": 4 * size, "value": 64}
+    return {f"{x.name.removeprefix('log_')}_proj": (numbers[x.per], x.log) for x in UPDATE_RULES[rule].gates}
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("feature_map", "options", "width", "size", "others"),
     [
@@ -48,12 +53,13 @@ DECAYS = ("gate_proj", "key_decay_proj", "value_decay_proj")
 )
 def test_parameters_and_states_are_as_large_as_the_map(rule, feature_map, options, width, size, others):
     module = build(rule, feature_map=feature_map, normalization=frozenset(), **options)
-    expected = {"q_proj": width, "k_proj": width, "v_proj": 64, "out_proj": 64, **GATES[rule]}
-    expected |= {"key_decay_proj": 4 * size} if rule == "decay" else {}
+    expected = {"q_proj": width, "k_proj": width, "v_proj": 64, "out_proj": 64}
+    expected |= {name: numbers for name, (numbers, _) in gates(rule, size).items()}
+    decays = {name for name, (_, decays) in gates(rule).items() if decays}
     assert shapes(module) == {
         **{f"{name}.weight": (n, 64) for name, n in expected.items()},
         # A gate that decays the memory has a bias in any case: its spread is where decays start.
-        **{f"{name}.bias": (n,) for name, n in expected.items() if options.get("bias", True) or name in DECAYS},
+        **{f"{name}.bias": (n,) for name, n in expected.items() if options.get("bias", True) or name in decays},
         **{f"feature_map.{name}": shape for name, shape in others.items()},
     }
     _, state = module(0.1 * torch.randn(3, 2, 64))
@@ -68,11 +74,11 @@ def test_what_is_left_out_is_what_the_paper_of_the_rule_uses():
         x = torch.randn(5, 2, 64)
         assert torch.equal(default(x)[0], explicit(x)[0])
         assert default.scale == 1 and build(rule, scale_read_out=True, feature_dim=48).scale == 16**-0.5
-    with pytest.raises(ValueError, match="update_rule is 'hebb'; it must be one of sum, gated, decay, delta"):
+    with pytest.raises(ValueError, match="update_rule is 'hebb'; it must be one of sum, gated, "):
         build("hebb")
 
 
-@pytest.mark.parametrize("rule", GATES)
+@pytest.mark.parametrize("rule", RULES)
 def test_projections_start_as_fairseqs(rule):
     module, theirs = build(rule), MultiheadAttention(64, 4, self_attention=True)
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -81,10 +87,10 @@ def test_projections_start_as_fairseqs(rule):
         assert ours.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.01), name
         assert ours.std().item() == pytest.approx(other.std().item(), rel=0.05), name
     assert not module.out_proj.bias.any() and not theirs.out_proj.bias.any()
-    for name in GATES[rule]:
+    for name, (_, decays) in gates(rule).items():
         gate = getattr(module, name)
         assert gate.weight.abs().max().item() == pytest.approx(math.sqrt(6 / sum(gate.weight.shape)), rel=0.05)
-        assert gate.bias.any() == (rule in ("gated", "decay"))
+        assert gate.bias.any() == decays
 
 
 @pytest.mark.parametrize("units", [3, 16, 1000])

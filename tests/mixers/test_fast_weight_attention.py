@@ -15,7 +15,7 @@ from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer, memory
 from fairseq_fastweights.mixers.retention import Retention
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, Gate, UpdateRule
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.mixers import contract
 from tests.mixers.contract import error
 
@@ -141,10 +141,10 @@ def fading_delta_rule(q, k, v, beta, log_forget, *, initial_state=None):
 @pytest.mark.parametrize("per", ["head", "key"])
 def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, normalization, monkeypatch):
     """A rule of one's own, of which there is a reference alone."""
-    inputs = ops.GateInput("beta", per="head", log=False), ops.GateInput("log_forget", per=per, log=True)
-    gates = Gate("beta", per="head", log=False), Gate("forget", per=per, log=True)
-    operation = ops.Operation("fading", inputs, fading_delta_rule)
-    rule = UpdateRule(operation, gates, "elu", frozenset({"attention"}), corrects=True)
+    gates = ops.Gate("beta", per="head"), ops.Gate("log_forget", per=per, log=True)
+    rule = ops.Rule(
+        "fading", gates, fading_delta_rule, corrects=True, feature_map="elu", normalization=frozenset({"attention"})
+    )
     monkeypatch.setitem(UPDATE_RULES, "fading", rule)
     module, x = build("fading", "elu", *normalization.split(",")).double(), contract.draw(TIME, EMBED)
     contract.check_definition(module, papers_equations, x, None)

@@ -20,37 +20,31 @@ def memory(rule: str, feature_map: str, *normalization: str, **sizes: int) -> tu
     return rule, {"feature_map": feature_map, "normalization": frozenset(normalization), **sizes}
 
 
-CASES = [
-    *(memory(rule, "identity") for rule in ("sum", "gated", "decay", "retention")),
-    *(memory(rule, feature_map, "attention") for rule, feature_map in (("sum", "elu"), ("gated", "dpfp"))),
+OPTIONS = [
+    memory("sum", "identity"),
+    memory("gated", "dpfp", "attention"),
     memory("sum", "relu", "sum", "attention"),
     memory("decay", "elu", "attention"),
-    memory("delta", "elu", "sum"),
     memory("delta", "dpfp", "sum", "attention"),
     memory("delta", "favor", "sum", "removal"),
     memory("delta", "relu", "sum", "attention", "removal"),
     memory("delta", "elu", "attention", "removal"),
-    memory("delta-mao", "elu", "sum"),
     memory("delta-mao", "dpfp", "sum", "attention", "removal"),
     memory("retention", "elu", feature_dim=6),
-    ("softmax", {}),
-    *(("local", {"local_window": window}) for window in (3, 40)),
-    *(("window-sum", {"window_sum_window": window}) for window in (1, 5, 40)),
+    ("local", {"local_window": 3}),
+    *(("window-sum", {"window_sum_window": window}) for window in (1, 5)),
     ("window-sum", {"window_sum_window": 3, "feature_map": "elu", "normalization": frozenset({"attention"})}),
-    *((name, {f"{name}_slots": slots}) for name in ("linformer", "abc") for slots in (1, 40)),
+    *((name, {f"{name}_slots": 1}) for name in ("linformer", "abc")),
     ("transformer-xl", {"transformer_xl_memory": 16}),
     ("transformer-xl", {"transformer_xl_memory": 4, "transformer_xl_same_length": True}),
-    *(
-        ("mamba", options)
-        for options in ({}, {"mamba_conv": 1, "mamba_state": 1}, {"mamba_conv": 7, "mamba_bias": True})
-    ),
-    ("gated-delta", {}),
+    *(("mamba", options) for options in ({"mamba_conv": 1, "mamba_state": 1}, {"mamba_conv": 7, "mamba_bias": True})),
     ("gated-delta", {"gated_delta_key_heads": 1, "gated_delta_bias": True, "gated_delta_negative_eigenvalues": True}),
     ("kimi-delta", {"kimi_delta_conv": 1}),
     ("kimi-delta", {"kimi_delta_key_heads": 1, "kimi_delta_key_dim": 6}),
     ("delta-product", {"delta_product_key_heads": 1, "delta_product_value_dim": 5}),
     ("delta-product", {"delta_product_writes": 3, "delta_product_negative_eigenvalues": True}),
 ]
+CASES = [*((name, {}) for name in MIXERS), *OPTIONS]
 STATELESS = [  # keeps nothing of a text
     ("local", {"local_window": 1}),
     ("transformer-xl", {"transformer_xl_memory": 0, "transformer_xl_same_length": True}),
@@ -66,7 +60,6 @@ MEMORIES = {
 }
 
 
-assert {name for name, _ in CASES} == set(MIXERS)
 cases = pytest.mark.parametrize(("name", "settings"), CASES)
 
 

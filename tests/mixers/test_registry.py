@@ -71,10 +71,7 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         assert getattr(mixer, option) == others[option] != getattr(default, option), option
         assert mixer.settings().get(option, others[option]) == others[option]
         assert getattr(default, option) == row.default or row.default == 0
-    assert (name in ("softmax", "linformer")) == mixer.bounded == (not mixer.carries)
-    recurrent = ("mamba", "gated-delta", "kimi-delta", "delta-product")
-    assert mixer.takes_attention == (name in (*UPDATE_RULES, "softmax", "local", "window-sum", *recurrent))
-    assert mixer.needs_positions == (name in ("softmax", "local", "abc", "window-sum"))
+    assert mixer.bounded == (not mixer.carries)
     linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
     biased = {part for part, x in linear.items() if x.bias is not None}
     none = name in ("transformer-xl", "gated-delta", "kimi-delta", "delta-product")

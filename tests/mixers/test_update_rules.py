@@ -6,28 +6,44 @@ import logging
 import re
 
 import pytest
+import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.update_rules import UPDATE_RULES, delta_rule_of_mao, parse_normalization
-
-# Operation, gates as (name, per, logarithm), what papers use it with (Mao 2022, Table 1; Schlag et al. 2021), corrects.
-DECAYS = [("key_decay", "key", True), ("value_decay", "value", True)]
-ROWS = {
-    "sum": (ops.sum_rule, [], "elu", {"attention"}, False),
-    "gated": (ops.gated_rule, [("gate", "head", True)], "identity", set(), False),
-    "decay": (ops.decay_rule, DECAYS, "identity", set(), False),
-    "delta": (ops.delta_rule, [("beta", "head", False)], "elu", {"sum"}, True),
-    "delta-mao": (delta_rule_of_mao, [("beta", "head", False)], "elu", {"sum"}, True),
-}
+from fairseq_fastweights.mixers.update_rules import Gate, UpdateRule, parse_normalization
 
 
-def test_rules_are_as_their_papers_have_them():
-    assert list(ROWS) == list(UPDATE_RULES)
-    for name, rule in UPDATE_RULES.items():
-        gates = [(gate.name, gate.per, gate.log) for gate in rule.gates]
-        assert (rule.operation, gates, rule.feature_map, rule.normalization, rule.corrects) == ROWS[name]
+def test_a_rule_in_two_records_as_they_were_is_a_rule():
+    gates = Gate("beta", per="head", log=False), Gate("forget", per="key", log=True)
+    two = ops.Operation("own", (ops.GateInput("beta", per="head"), gates[1]), ops.OPERATIONS["sum"].reference)
+    rule = UpdateRule(two, gates, "identity", frozenset({"sum"}), corrects=True)
+    assert [gate.projection for gate in rule.gates] == ["beta_proj", "forget_proj"] and rule.inputs[4] == "log_forget"
+    assert (rule.name, rule.feature_map, rule.normalization, rule.corrects) == ("own", "identity", {"sum"}, True)
+    inputs = *torch.rand(3, 1, 5, 2, 4).unbind(0), torch.rand(1, 5, 2)
+    starts = torch.tensor([[False, True, False, True, False]])
+    of_a_function = UpdateRule(ops.delta_rule, gates[:1], "elu", frozenset())
+    found, expected = (rule(*inputs, starts=starts) for rule in (of_a_function, ops.delta_rule))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "native"])
+def test_reading_first_is_the_same_with_every_backend(backend):
+    """With heads that share keys, documents, a state, and a last step in place."""
+    q, k = torch.nn.functional.normalize(torch.randn(2, 2, 40, 2, 4), dim=-1)
+    v, beta, state = torch.randn(2, 40, 4, 3), torch.rand(2, 40, 4), torch.randn(2, 4, 4, 3)
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[0, [0, 20]] = starts[1, 39] = True
+    rule, inputs = ops.RULES["delta-mao"], [x.requires_grad_() for x in (q, k, v, beta)]
+    reference, ours = (rule(*inputs, initial_state=state, starts=starts, backend=x) for x in ("reference", backend))
+    grads = [torch.autograd.grad(out.sum() + end.square().sum(), inputs) for out, end in (reference, ours)]
+    torch.testing.assert_close((ours, grads[1]), (reference, grads[0]), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        before = rule(*(x[:, :39] for x in inputs), initial_state=state, starts=starts[:, :39], backend=backend)[1]
+        options = {"initial_state": before, "starts": starts[:, 39:], "in_place": True, "backend": backend}
+        out, after = rule(*(x[:, 39:] for x in inputs), **options)
+    assert after is before
+    torch.testing.assert_close((out, after), (reference[0][:, 39:], reference[1]), rtol=1e-4, atol=1e-5)
 
 
 def test_normalisations_are_read_and_other_words_refused_by_name():

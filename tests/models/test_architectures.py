@@ -151,7 +151,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
             ({"decoder_layers_to_keep": text}, rf"decoder_layers_to_keep is {text!r}; .* from 0 to 1, each once")
             for text in ("2", "0,2", "0,0", "1,", "one")
         ),
-        ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, decay, delta"),
+        ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, "),
         ({"update_rule": "gated-delta"}, r"update_rule is 'gated-delta'; it must be one of sum, .*retention$"),
         ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),

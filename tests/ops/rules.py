@@ -1,4 +1,4 @@
-"""The update rules as one table, and what it takes to run a row of it: a new rule is one row of `RULES`."""
+"""The update rules as one table of cases, which follows from `ops.RULES`, and what it takes to run a row of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -97,25 +96,63 @@ class Draw:
         return keys
 
 
+GATES = ("ordinary", "near one", "one", "tiny", "one or tiny", "ordinary or tiny", "ordinary or erased")
+REPEATED = ("repeated keys", "repeated keys, one")
+STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPEATED, "positive keys")
+# Of what both decays and corrects, whose write strengths may go up to 2.
+BOTH = (*GATES, "zero, one or two", "repeated keys, one")
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One row: an operation, what it takes beside q, k and v, and where it is worth testing."""
+    """A row: a rule of `ops.RULES` with all its gates or some, and where it is worth testing.
+
+    Attributes:
+        name: of the row.
+        operation_name: its key in `ops.RULES`.
+        without: gates that are None.
+        per: what a gate that may have a number for each head, or for each key, has.
+        only: these regimes alone.
+    """
 
     name: str
-    operation: str
-    extras: Callable[[Draw], Inputs]
-    regimes: tuple[str, ...]
-    keys: Callable[[Draw], Tensor] = Draw.free_keys
+    operation_name: str
+    without: tuple[str, ...] = ()
+    per: str = "head"
+    only: tuple[str, ...] = ()
 
     @property
-    def operation_name(self) -> str:
-        """Its key in `ops.OPERATIONS`."""
-        return self.operation.removesuffix("_rule").replace("_", "-")
+    def operation(self) -> str:
+        """The name of its function in `ops`, if it has one."""
+        return f"{self.operation_name.replace('-', '_')}_rule"
+
+    @property
+    def record(self) -> ops.Rule:
+        return ops.RULES[self.operation_name]
 
     @property
     def corrects(self) -> bool:
-        """Whether it takes out what a key retrieves, so that the keys of a state hang together."""
-        return not ops.OPERATIONS[self.operation_name].keys_apart
+        return self.record.corrects
+
+    @property
+    def regimes(self) -> tuple[str, ...]:
+        """Those of gates that decay, or of write strengths, or of both."""
+        decays = any(gate.log and gate.name not in self.without for gate in self.record.gates)
+        if self.corrects:
+            return self.only or (BOTH if decays else STRENGTHS)
+        return GATES if decays else ("ordinary",)
+
+    def extras(self, draw: Draw) -> Inputs:
+        """Its gates, in order; drawn are the keys among them first, then the decays."""
+        dims = {"head": (), "key": (draw.K,), "value": (draw.V,)}
+        drawn: Inputs = dict.fromkeys(gate.name for gate in self.record.gates)
+        for gate in sorted(self.record.gates, key=lambda gate: (not gate.is_key, not gate.log)):
+            shape = draw.B, draw.T, draw.H, *dims[self.per if gate.per == "head or key" else gate.per]
+            if gate.is_key:
+                drawn[gate.name] = draw.bounded_keys() * torch.sigmoid(draw.normal(*shape))
+            elif gate.name not in self.without:
+                drawn[gate.name] = draw.log_decay(*shape) if gate.log else draw.write_strength(*shape)
+        return drawn
 
     def inputs(
         self,
@@ -136,7 +173,7 @@ class Rule:
         draw = Draw(B, T, H, K, V, dtype, regime, torch.Generator().manual_seed(seed))
         drawn: Inputs = {
             "q": draw.normal(B, T, H, K).to(dtype),
-            "k": self.keys(draw).to(dtype),
+            "k": (draw.bounded_keys() if self.corrects else draw.free_keys()).to(dtype),
             "v": draw.normal(B, T, H, V).to(dtype),
         }
         for name, extra in self.extras(draw).items():
@@ -153,53 +190,33 @@ class Rule:
         return mapped(together, Tensor.requires_grad_)
 
     def run(self, inputs: Inputs, backend: str, **options) -> tuple[Tensor, Tensor]:
-        return getattr(ops, self.operation)(**inputs, backend=backend, **options)
+        if hasattr(ops, self.operation):
+            return getattr(ops, self.operation)(**inputs, backend=backend, **options)
+        *given, state = inputs.values()
+        return self.record(*given, initial_state=state, backend=backend, **options)
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """The module of definitions, past the checks and the choice of a backend."""
-        return getattr(ops.reference, self.operation)(**inputs)
+        *given, state = inputs.values()
+        return self.record.reference(*given, initial_state=state)
 
 
-GATES = ("ordinary", "near one", "one", "tiny", "one or tiny", "ordinary or tiny", "ordinary or erased")
-REPEATED = ("repeated keys", "repeated keys, one")
-STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPEATED, "positive keys")
-# Of what both decays and corrects, whose write strengths may go up to 2.
-BOTH = (*GATES, "zero, one or two", "repeated keys, one")
+VARIANTS = {
+    "decay": (
+        Rule("decay", "decay"),
+        Rule("decay of keys", "decay", without=("log_value_decay",)),
+        Rule("decay of values", "decay", without=("log_key_decay",)),
+        Rule("decay of neither", "decay", without=("log_key_decay", "log_value_decay")),
+    ),
+    "delta-mao": (),  # it runs the delta rule's kernels: tests/mixers/test_update_rules.py
+    "gated-delta": (Rule("gated delta", "gated-delta"), Rule("Kimi delta", "gated-delta", per="key")),
+    "fast-weight": (
+        Rule("two gates", "fast-weight", ("beta", "log_value_decay"), "key", only=("ordinary", "ordinary or erased")),
+    ),
+}
+"""The rows of rules that have not just one."""
 
-
-def decays(draw: Draw, key: bool = True, value: bool = True) -> Inputs:
-    shape = (draw.B, draw.T, draw.H)
-    log_key_decay = draw.log_decay(*shape, draw.K) if key else None
-    return {"log_key_decay": log_key_decay, "log_value_decay": draw.log_decay(*shape, draw.V) if value else None}
-
-
-def strengths(draw: Draw) -> Inputs:
-    return {"beta": draw.write_strength(draw.B, draw.T, draw.H)}
-
-
-def gated_delta(draw: Draw, per_key: bool) -> Inputs:
-    shape = (draw.B, draw.T, draw.H)
-    log_gate = draw.log_decay(*shape, draw.K) if per_key else draw.log_decay(*shape)
-    return {"beta": draw.write_strength(*shape), "log_gate": log_gate}
-
-
-def two_gates(draw: Draw) -> Inputs:
-    erase = draw.bounded_keys() * torch.sigmoid(draw.normal(draw.B, draw.T, draw.H, draw.K))
-    return {"erase": erase, "beta": None, **decays(draw, value=False)}
-
-
-RULES = (
-    Rule("sum", "sum_rule", lambda draw: {}, ("ordinary",)),
-    Rule("gated", "gated_rule", lambda draw: {"log_gate": draw.log_decay(draw.B, draw.T, draw.H)}, GATES),
-    Rule("decay", "decay_rule", decays, GATES),
-    Rule("decay of keys", "decay_rule", partial(decays, value=False), GATES),
-    Rule("decay of values", "decay_rule", partial(decays, key=False), GATES),
-    Rule("decay of neither", "decay_rule", partial(decays, key=False, value=False), ("ordinary",)),
-    Rule("delta", "delta_rule", strengths, STRENGTHS, Draw.bounded_keys),
-    Rule("gated delta", "gated_delta_rule", partial(gated_delta, per_key=False), BOTH, Draw.bounded_keys),
-    Rule("Kimi delta", "gated_delta_rule", partial(gated_delta, per_key=True), BOTH, Draw.bounded_keys),
-    Rule("two gates", "fast_weight_rule", two_gates, ("ordinary", "ordinary or erased"), Draw.bounded_keys),
-)
+RULES = tuple(row for name in ops.RULES for row in VARIANTS.get(name, (Rule(name, name),)))
 RULE = {rule.name: rule for rule in RULES}
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]

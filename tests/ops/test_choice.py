@@ -45,7 +45,7 @@ def test_backends_are_said_once_and_missing_kernels_are_a_warning(said, monkeypa
     assert said(run("sum"), run("delta", steps=1), run("decay"), run("sum"), scan) == [of_native]
     by_reference = ("INFO", "fast weight rules run by reference on the CPU")
     assert said(run("sum", "reference"), run("delta", "reference"), run("sum")) == [by_reference, of_native]
-    own = ops.Operation("own", (), ops.OPERATIONS["sum"].reference)
+    own = ops.Rule("own", (), ops.RULES["sum"].reference)
     x = torch.rand(1, 2, 1, 3)
     of_own = ("INFO", "fast weight rules run by reference on the CPU: the own rule has no compiled kernel")
     assert said(lambda: own(x, x, x)) == [of_own]

@@ -117,9 +117,9 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     one = inputs["log_key_decay"][..., :1]
     outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
     assert_close(named(outputs), definition(rule, inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, None), 1e-6)
-    assert native.DECAY.arguments(one.expand_as(inputs["k"]), None).log_gate is not None
+    assert native.decays(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
-    assert native.DECAY.arguments(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
+    assert native.decays(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -137,7 +137,7 @@ def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
         return tuple(inputs.values())
     given = dict(inputs)
     q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
-    arguments = ops.OPERATIONS[rule.operation_name].kernel.arguments(*given.values())
+    arguments = ops.RULES[rule.operation_name].kernel.arguments(*given.values())
     return q, k, v, *arguments, None, state
 
 

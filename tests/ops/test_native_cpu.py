@@ -32,14 +32,12 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# The inputs that all value columns share: the blocks' gradients are added up.
-SHARED = ("q", "k", "erase", "log_gate", "log_key_decay", "beta")
-
-
 @on_cpu
 @pytest.mark.parametrize("rule", RULES)
 def test_threads_change_no_bit_but_where_they_share_heads(rule):
     """3 or 7 threads divide 2 heads by value columns, into blocks of 32 and 8, and of 16, 16 and 8."""
+    # The inputs that all value columns share: the blocks' gradients are added up.
+    shared = {"q", "k", *(gate.name for gate in rule.record.gates if gate.per != "value")}
     inputs, few = rule.inputs(B=3, T=80, H=5, K=33, V=20), rule.inputs(B=1, T=104, H=2, K=64, V=40)
     with threads(1):
         alone, whole = (outcome(rule, "native", x) for x in (inputs, few))
@@ -53,7 +51,7 @@ def test_threads_change_no_bit_but_where_they_share_heads(rule):
             assert_same(outcome(rule, "native", few), divided, "the second time")
         for name, x in divided.items():
             # Sums over columns are rounded in another order; so they show that there were blocks.
-            assert torch.equal(x, whole[name]) != (name.removeprefix("gradient of ") in SHARED), name
+            assert torch.equal(x, whole[name]) != (name.removeprefix("gradient of ") in shared), name
 
 
 @on_cpu

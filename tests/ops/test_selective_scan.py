@@ -25,7 +25,7 @@ REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
 class Scan(Rule):
     """The facts about it that the tests of update rules need: channels are values, the dimensions of its state keys."""
 
-    corrects = False
+    operation, corrects, regimes = "selective_scan", False, REGIMES
 
     def inputs(
         self,
@@ -79,7 +79,7 @@ class Scan(Rule):
         return scan.reference(**inputs)
 
 
-SCAN = Scan("selective scan", "selective_scan", lambda draw: {}, REGIMES)
+SCAN = Scan("selective scan", "selective-scan")
 SCANNED = [SCAN] if native.EXTENSIONS[DEVICE.type] == "cpu" else []  # it has kernels for CPUs alone
 
 
