@@ -13,7 +13,7 @@ from setup_environment import SetupError
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout that holds the files that the environment depends on."""
     for source in setup_environment.SOURCES:
-        (tmp_path / source).parent.mkdir(exist_ok=True)
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_text(f"# {source}\n")
     monkeypatch.setattr(setup_environment, "ROOT", tmp_path)
     return tmp_path
