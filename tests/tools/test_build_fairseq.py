@@ -45,7 +45,8 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     names |= {path.relative_to(FILES).as_posix() for path in FILES.rglob("*.*") if path.suffix != ".pyc"}
     # Neither a repository around the source nor what git is told otherwise counts.
     git("init", folder=source.parent, doing="make a repository")
-    monkeypatch.setenv("GIT_DIR", "/no/such")
+    monkeypatch.setenv("GIT_DIR", f"{source.parent}/.git")
+    monkeypatch.setenv("GIT_WORK_TREE", str(source.parent))
     apply_patches(source)
     for name in names - {"setup.py", "pyproject.toml"} | {f"fairseq/{name}" for name in SHARED}:
         assert (source / name).read_bytes() == installed(name).read_bytes(), name
@@ -141,6 +142,9 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
         assert edit_patches.main([what, str(commits)]) == status
         assert re.search(says, "".join(capsys.readouterr()))
         return {name for name, _ in before.items() ^ {patch.name: patch.read_bytes() for patch in in_order()}.items()}
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".gitconfig").write_text("[diff]\n\tnoprefix = true\n")
 
     def commit(*arguments: str) -> None:
         git(*edit_patches.AUTHOR, "commit", "--all", *arguments, folder=commits, doing="commit")

@@ -64,6 +64,7 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
     assert not made_anew(root, steps, "--torch", "2.13.0", "--any-torch")
     assert steps.build.mock_calls == [call([str(root / ".venv/bin/python"), "tools/native_build.py"], cwd=root)] * 2
     assert made_anew(root, steps, "--torch", "2.13.0") and "torch 2.13.0" in steps.taken
+    assert {"patches/files/fairseq/version.txt", "fairseq_fastweights/integrity.py"} <= set(setup_environment.SOURCES)
     for source in setup_environment.SOURCES:
         (root / source).write_text("# changed\n")
         assert made_anew(root, steps, "--any-python", "--any-torch"), source
