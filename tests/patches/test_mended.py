@@ -140,6 +140,16 @@ def test_what_was_broken_works(works, tmp_path: Path) -> None:
     works(tmp_path)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["-h", "--arch", "transformer_lm"], ["data", "--help", "--lr", "1"]])
+def test_help_needs_no_model_and_no_task(arguments, capsys) -> None:
+    from fairseq import options
+
+    with pytest.raises(SystemExit, match="0"):
+        options.parse_args_and_arch(options.get_training_parser(default_task=None), arguments)
+    printed = capsys.readouterr()
+    assert "--arch" in printed.out and "--task" in printed.out and not printed.err
+
+
 def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(monkeypatch, capsys) -> None:
     from fairseq import options
 
