@@ -117,6 +117,35 @@ def test_a_preprocessing_that_fails_leaves_what_was_there(tmp_path, workers):
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".log"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--trainpref no/such", "argument --trainpref: there is no file no/such"),
+        ("--trainpref .", "argument --trainpref: there is no file ."),
+        ("--trainpref text --validpref text,no/such", "argument --validpref: there is no file no/such"),
+        ("--trainpref text --testpref empty", "argument --testpref: empty is empty"),
+        ("--trainpref empty --dict-only", "argument --trainpref: empty is empty"),
+        ("--testpref text --srcdict no/such", "argument --srcdict: there is no file no/such"),
+        ("--trainpref parallel --source-lang a --target-lang b", "argument --trainpref: there is no file parallel.b"),
+        ("--trainpref text --validpref no/such --dict-only", None),  # which is not read then
+        ("--trainpref parallel --source-lang a", None),
+    ],
+)
+def test_texts_and_dictionaries_that_are_missing_or_empty_are_named_first(tmp_path, monkeypatch, flags, says):
+    monkeypatch.chdir(tmp_path)
+    for name in ("text", "parallel.a"):
+        Path(name).write_text("a b\n" * 9)
+    Path("empty").touch()
+    words = ["--destdir", "out", *flags.split(), *([] if "--target-lang" in flags else ["--only-source"])]
+    if says is None:
+        command("preprocess", *words)
+    else:
+        with pytest.raises(ValueError) as error:
+            command("preprocess", *words)
+        assert str(error.value) == command_line.told(error.value) == says
+    assert Path("out").exists() == (says is None)
+
+
 def test_data_that_is_preprocessed_again_is_read_on_as_it_was(tmp_path):
     (tmp_path / "text").write_text("a b c\n" * 9)
     out = tmp_path / "out"
