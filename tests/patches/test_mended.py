@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import command_line
+from tests.conftest import command
 
 pytestmark = pytest.mark.usefixtures("our_fairseq")
 
@@ -148,6 +149,13 @@ def test_help_needs_no_model_and_no_task(arguments, capsys) -> None:
         options.parse_args_and_arch(options.get_training_parser(default_task=None), arguments)
     printed = capsys.readouterr()
     assert "--arch" in printed.out and "--task" in printed.out and not printed.err
+
+
+def test_a_training_without_an_optimizer_ends_before_anything_is_read(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command("train", str(tmp_path / "none"), "--task", "language_modeling", "--arch", "transformer_lm")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "fairseq-train: error: the following arguments are required: --optimizer"
 
 
 def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(monkeypatch, capsys) -> None:
