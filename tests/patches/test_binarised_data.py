@@ -3,6 +3,7 @@
 import os
 import struct
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 from fairseq.data import data_utils
 from fairseq.data.indexed_dataset import make_builder
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.translation import TranslationTask
+
+from fairseq_fastweights import command_line
 
 check_split = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq").check_split
 
@@ -72,6 +77,14 @@ def test_damage_is_named(split, spoil, message):
     with pytest.raises(ValueError, match=message) as error:
         check_split(str(split), TYPES)
     assert "\n" not in str(error.value) and str(split.parent) in str(error.value)
+
+
+@pytest.mark.parametrize("task", [LanguageModelingTask, TranslationTask])
+def test_a_folder_of_data_that_is_not_there_is_named(task, tmp_path):
+    settings = Namespace(data=f"{tmp_path}/none:{tmp_path}", source_lang="a", target_lang="b")
+    with pytest.raises(ValueError, match=f"^argument data: there is no folder {tmp_path}/none$") as error:
+        task.setup_task(settings)
+    assert command_line.told(error.value) == str(error.value)
 
 
 def test_tokens_beyond_the_dictionary_are_named(split):

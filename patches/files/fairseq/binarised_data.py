@@ -65,6 +65,12 @@ def check_split(prefix: str, dictionary: Sized | None) -> None:
     note((index, tokens))
 
 
+def check_folder(path: str) -> None:
+    """Raises `FileError` if a folder of data is not there."""
+    if not os.path.isdir(path):
+        raise FileError(f"argument data: there is no folder {path}")
+
+
 def open_dictionary(path: str) -> TextIO:
     """Opens a dictionary; a pipe alone that the shell made of a command's output, as in `--srcdict <(...)`.
 
