@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import command_line
-from tests.conftest import command
+from tests.conftest import command, train
 
 pytestmark = pytest.mark.usefixtures("our_fairseq")
 
@@ -156,6 +156,15 @@ def test_a_training_without_an_optimizer_ends_before_anything_is_read(tmp_path, 
         command("train", str(tmp_path / "none"), "--task", "language_modeling", "--arch", "transformer_lm")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "fairseq-train: error: the following arguments are required: --optimizer"
+
+
+def test_half_precision_on_a_cpu_is_told_to_be_slow(corpus, tmp_path) -> None:
+    for flags, told in (("--fp16 --fp16-init-scale 4", 1), ("--bf16", 0)):
+        log = train(corpus, tmp_path, "--cpu", "--max-update", "1", "--no-save", *flags.split())
+        assert (
+            log.count("--fp16 on a CPU computes in float16, as on a GPU, and mostly takes several times as long")
+            == told
+        )
 
 
 def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(monkeypatch, capsys) -> None:
