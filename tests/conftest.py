@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
-import fairseq_cures
+import fairseq_patches
 import pytest
 import torch
 
@@ -56,7 +56,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def our_fairseq() -> None:
     """Skips a test that another fairseq, or an older build of ours, cannot pass."""
-    if metadata.version("fairseq") != fairseq_cures.VERSION:
+    if metadata.version("fairseq") != fairseq_patches.VERSION:
         pytest.skip("needs the fairseq that tools/build_fairseq.py --force installs")
 
 

@@ -100,8 +100,8 @@ def test_the_hook_is_set_by_commands_of_fairseq_alone_and_leaves_tracebacks_to_w
 
 
 def test_a_command_ends_in_one_line_and_with_exit_code_2(corpus, tmp_path):
-    flags = [*TASK, *SMALL_MODEL, *"--batch-size 4 --cpu --feature-map dpfp --feature-dim 31 --save-dir".split()]
-    ended = spawn("train", str(corpus), *flags, str(tmp_path))
+    flags = [*TASK, *SMALL_MODEL, *"--batch-size 4 --cpu --optimizer adam --feature-map dpfp --feature-dim 31".split()]
+    ended = spawn("train", str(corpus), *flags, "--save-dir", str(tmp_path))
     line = ended.stderr.strip().rpartition("\n")[2]
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert line.endswith(

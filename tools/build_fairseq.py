@@ -1,31 +1,28 @@
-"""Builds fairseq 0.12.2 with the cures of `fairseq_cures.py`, and installs it where it runs.
+"""Builds fairseq 0.12.2 with the patches in `patches/`, and installs it where it runs.
 
     python tools/build_fairseq.py [--constraint FILE] [--force]
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This takes the release's
-own source from the package index, checks it by its hash, cures it, builds a wheel of a version of its own and installs
-that with its requirements for the Python that runs this file. It needs pip, a C++ compiler and Python's headers. pip's
-environment variables count: PIP_FIND_LINKS may name a folder with the source, `fairseq-0.12.2.tar.gz`.
+own source from the package index, checks it by its hash, patches it, builds a wheel of a version of its own and
+installs that with its requirements for the Python that runs this file. It needs git, which applies the patches, pip, a
+C++ compiler and Python's headers. pip's environment variables count: PIP_FIND_LINKS may name a folder with the source,
+`fairseq-0.12.2.tar.gz`.
 """
 
 import argparse
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from fairseq_archives import extract
-from fairseq_cures import BUILD_REQUIREMENTS, VERSION, UnexpectedSourceError, apply_cures
+from fairseq_patches import FILES, VERSION, BuildError, apply_patches, git
 
 SDIST_SHA256 = "34f1b18426bf3844714534162f065ab733e049597476daa35fffb4d06a92b524"
-
-
-class BuildError(Exception):
-    """Something that ends the build; its text is for the person who started it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise BuildError(f"--constraint {options.constraint}: there is no such file")
         if options.force or must_install():
             build(options.constraint)
-    except (BuildError, UnexpectedSourceError, OSError, ValueError) as error:
+    except (BuildError, OSError, shutil.ReadError) as error:
         print(f"error: {error}; fairseq that is installed now: {installed_version()}", file=sys.stderr)
         return 1
     return 0
@@ -83,23 +80,29 @@ def import_failure() -> str | None:
 def build(constraint: Path | None) -> None:
     """Everything from the sdist to the check of what was installed."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
-        work = Path(folder)
-        (work / "fairseq.txt").write_text(f"--no-binary fairseq\nfairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
-        # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
-        # pinned too, in the two ways that old and new releases of pip understand.
-        pins = str(work / "build.txt")
-        Path(pins).write_text("\n".join(BUILD_REQUIREMENTS))
-        environment = {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
-        flags = ["--no-deps", "--dest", folder, "--requirement", f"{folder}/fairseq.txt"]
-        pip("download", *flags, doing="download the source of fairseq 0.12.2", environment=environment)
-        extract(str(work / "fairseq-0.12.2.tar.gz"), folder)
-        apply_cures(work / "fairseq-0.12.2")
+        source = download(Path(folder))
+        apply_patches(source)
         print(f"building and installing fairseq {VERSION} (about a minute)")
         # In isolation: where setup.py finds torch it asks for more C++ files than the sdist has.
         doing = "build fairseq (this needs a C++ compiler and Python's header files)"
-        pip("wheel", "--no-deps", "--wheel-dir", folder, f"{folder}/fairseq-0.12.2", doing=doing)
-        install(next(work.glob("fairseq-*.whl")), constraint)
+        pip("wheel", "--no-deps", "--wheel-dir", folder, str(source), doing=doing)
+        install(next(Path(folder).glob("fairseq-*.whl")), constraint)
         print(f"fairseq {VERSION} is installed")
+
+
+def download(folder: Path) -> Path:
+    """The unpacked source of the release, in `folder`."""
+    git("--version", folder=folder, doing="apply the patches")
+    (folder / "fairseq.txt").write_text(f"--no-binary fairseq\nfairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
+    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
+    # pinned as for the wheel, in the two ways that old and new releases of pip understand.
+    pins = folder / "build.txt"
+    pins.write_text("\n".join(re.findall(r'"(\S+==\S+)"', (FILES / "pyproject.toml").read_text())))
+    environment = {"PIP_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)}
+    flags = ["--no-deps", "--dest", str(folder), "--requirement", f"{folder}/fairseq.txt"]
+    pip("download", *flags, doing="download the source of fairseq 0.12.2", environment=environment)
+    shutil.unpack_archive(folder / "fairseq-0.12.2.tar.gz", folder)
+    return folder / "fairseq-0.12.2"
 
 
 def install(wheel: Path, constraint: Path | None) -> None:

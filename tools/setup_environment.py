@@ -23,11 +23,16 @@ import sys
 import time
 from pathlib import Path
 
+from fairseq_patches import PATCHES, SHARED
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/setup_environment.py"),
-    *sorted(f"tools/{path.name}" for path in Path(__file__).parent.glob("fairseq_*.py")),
-    *("fairseq_fastweights/digests.py", "fairseq_fastweights/integrity.py"),  # which fairseq gets a copy of
+    "tools/fairseq_patches.py",
+    *sorted(
+        path.relative_to(ROOT).as_posix() for path in PATCHES.rglob("*") if path.suffix != ".pyc" and path.is_file()
+    ),
+    *(f"fairseq_fastweights/{name}" for name in SHARED),
 )
 """The files that decide what is in the environment."""
 STAMP, LOG = "setup-finished.json", "setup.log"
@@ -119,7 +124,7 @@ def make(folder: Path, stamp: dict[str, str]) -> None:
         ("an empty environment", [BASE_PYTHON, "-m", "venv", str(folder)]),
         (f"torch {stamp['torch']}", [*pip, *constraint, f"torch=={stamp['torch']}"]),
         ("the packages of constraints.txt", [*pip, "--requirement", "constraints.txt"]),
-        ("fairseq 0.12.2, cured", [python, "tools/build_fairseq.py", *constraint]),
+        ("fairseq 0.12.2, patched", [python, "tools/build_fairseq.py", *constraint]),
         ("this project", [*pip, *constraint, "--no-build-isolation", "--editable", "."]),
         ("a first import of all", [python, "-c", "import torch, fairseq, fairseq_fastweights"]),
     ):

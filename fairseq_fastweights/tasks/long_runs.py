@@ -176,7 +176,7 @@ def _refuse_to_shard(cfg: Any) -> NoReturn:
 
 
 def _look_after_sharding() -> None:
-    """In a fairseq that has no cure for it: before the model is built."""
+    """In a fairseq without the patch that does it: before the model is built."""
     for name in ("fairseq_cli.train", "__main__"):
         module = sys.modules.get(name)
         if hasattr(module, "fsdp_enable_wrap") and not hasattr(fully_sharded_data_parallel, "check_options"):

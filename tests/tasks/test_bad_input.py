@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq.data.indexed_dataset import make_builder
 
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.ops import libraries
@@ -56,10 +57,13 @@ def test_options_that_cannot_work_are_named(corpus, tmp_path, monkeypatch, flags
     ("valid", "message"), [("", "split 'valid' holds no tokens"), ("a\n" * 9, "split 'valid' has no empty line")]
 )
 def test_splits_without_text_or_documents_are_named(tmp_path, valid, message):
-    for name, text in {"train": "a b c\n\nd e\n" * 9, "valid": valid}.items():
+    for name, text in {"train": "a b c\n\nd e\n" * 9, "valid": valid or "a\n"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
+    data = binarise(tmp_path)
+    if not valid:  # of a text that is empty, which another fairseq-preprocess takes
+        make_builder(str(data / "valid.bin"), "mmap", vocab_size=9).finalize(str(data / "valid.idx"))
     with pytest.raises(ValueError, match=message):
-        train(binarise(tmp_path), tmp_path / "new", APART, "--max-update", "1")
+        train(data, tmp_path / "new", APART, "--max-update", "1")
     assert not list(tmp_path.rglob("*.pt"))
 
 

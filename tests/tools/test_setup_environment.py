@@ -13,7 +13,7 @@ from setup_environment import SetupError
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout that holds the files that the environment depends on."""
     for source in setup_environment.SOURCES:
-        (tmp_path / source).parent.mkdir(exist_ok=True)
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_text(f"# {source}\n")
     monkeypatch.setattr(setup_environment, "ROOT", tmp_path)
     return tmp_path
@@ -64,6 +64,7 @@ def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versio
     assert not made_anew(root, steps, "--torch", "2.13.0", "--any-torch")
     assert steps.build.mock_calls == [call([str(root / ".venv/bin/python"), "tools/native_build.py"], cwd=root)] * 2
     assert made_anew(root, steps, "--torch", "2.13.0") and "torch 2.13.0" in steps.taken
+    assert {"patches/files/fairseq/version.txt", "fairseq_fastweights/integrity.py"} <= set(setup_environment.SOURCES)
     for source in setup_environment.SOURCES:
         (root / source).write_text("# changed\n")
         assert made_anew(root, steps, "--any-python", "--any-torch"), source

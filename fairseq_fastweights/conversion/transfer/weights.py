@@ -181,9 +181,9 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     ]
     if misfits:
         of_attention = all(".self_attn." in name for _, name, *_ in misfits)
-        cure = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
+        advice = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
         raise ValueError(
-            f"the weights in {source.file} do not fit the model; nothing was transferred{cure}\n"
+            f"the weights in {source.file} do not fit the model; nothing was transferred{advice}\n"
             + text_table([["what", "name", "source", "model"], *misfits])
         )
     if not any(groups & set(target.groups) for target in targets):

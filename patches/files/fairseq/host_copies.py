@@ -1,0 +1,49 @@
+"""Answers on the CPU what a batch on a GPU holds: how many words, whether there is padding, which of them are rare.
+
+A question to a tensor on a GPU (`item()`, `nonzero()`, `if mask.any()`) waits until the GPU has done all that it was
+told before, and then has nothing to do until the next operator is started. A batch comes from the CPU, where it can be
+asked without waiting.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def move(x: Tensor, device: Any) -> Tensor:
+    """`x` on `device`, which remembers where it comes from; a GPU is not waited for."""
+    if x.device.type == "cpu" and torch.device(device).type == "cuda" and x.numel():
+        return remember(x.pin_memory().to(device=device, non_blocking=True), x)
+    return x.to(device=device, non_blocking=True)
+
+
+def remember(moved: Tensor, x: Tensor) -> Tensor:
+    """Notes that `moved` is a copy of `x`, as long as neither is changed; returns it."""
+    moved._on_host = x, x._version, moved._version  # type: ignore[attr-defined]
+    return moved
+
+
+def known(x: Tensor) -> Tensor | None:
+    """The numbers of `x` on the CPU, if there is no need to wait for them; None otherwise."""
+    for of in (x, x._base):
+        host, *versions = getattr(of, "_on_host", (None,))
+        if not isinstance(of, Tensor) or not isinstance(host, Tensor) or [host._version, of._version] != versions:
+            continue
+        if of is x:
+            return host
+        if of.is_contiguous() and x.is_contiguous() and of.numel() == x.numel():
+            return host.reshape(x.shape)
+    return x if x.device.type == "cpu" else None
+
+
+def on_host(x: Tensor) -> Tensor:
+    """The numbers of `x` on the CPU, for which a GPU is waited for only if they were computed there."""
+    found = known(x)
+    return x.cpu() if found is None else found
+
+
+def contains(x: Tensor, number: int) -> bool:
+    """Whether `number` is among the numbers of `x`."""
+    found = known(x)
+    return bool(x.eq(number).any()) if found is None else number in found.numpy()

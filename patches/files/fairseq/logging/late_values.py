@@ -1,0 +1,103 @@
+"""Meters that read a GPU's numbers when they are asked, all at once, and not when they are told.
+
+A loss that is read after every update keeps the GPU waiting after every update; that of a hundred updates can be read
+together.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 1000
+"""So many updates are read together at the latest."""
+
+
+class Settled:
+    """An attribute of a meter: before it is read, whatever the meter was told and kept is added."""
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name  # where it would be without this class, as in meters of old checkpoints
+
+    def __get__(self, meter: Any, kind: type) -> Any:
+        settle(meter)
+        return vars(meter)[self._name]
+
+    def __set__(self, meter: Any, value: Any) -> None:
+        vars(meter).pop("_late", None)
+        vars(meter)[self._name] = value
+
+
+def is_kept(meter: Any, *values: Any) -> bool:
+    """Whether these values of an update are kept until a `Settled` attribute is read: if one is a tensor."""
+    late = vars(meter).setdefault("_late", [])
+    if not late and not any(torch.is_tensor(x) and x.numel() == 1 for x in values):
+        return False
+    late.append(values)
+    if len(late) >= MOST:
+        settle(meter)
+    return True
+
+
+def settle(meter: Any) -> None:
+    """Gives a meter what it has kept, now as numbers of Python's."""
+    late = vars(meter).pop("_late", [])
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for x in (x for values in late for x in values if torch.is_tensor(x) and x.numel() == 1):
+        kinds[x.device, x.dtype].append(x)
+    numbers: dict[int, Any] = {}
+    for found in kinds.values():
+        read = torch.stack([x.detach().reshape(()) for x in found]).tolist()
+        numbers |= {id(x): number for x, number in zip(found, read, strict=True)}
+    for values in late:
+        meter.update(*(numbers.get(id(x), x) if torch.is_tensor(x) else x for x in values))
+
+
+class LateNumbers:
+    """Numbers that were told to be computed, read when the next ones are on their way: by then they are there."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Any, Any] | None = None
+
+    def exchange(self, x: Tensor, of: Any) -> tuple[Tensor | None, Any]:
+        """Gives `x` and what it is of, and takes what was given the last time; None and None the first time."""
+        on_gpu = x.device.type == "cuda"
+        numbers = torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu).copy_(x, non_blocking=True)
+        done = torch.cuda.Event() if on_gpu else None
+        if done is not None:
+            done.record()
+        last, self._last = self.take(), (numbers, done, of)
+        return last
+
+    def take(self) -> tuple[Tensor | None, Any]:
+        """Takes what was given the last time."""
+        if self._last is None:
+            return None, None
+        (numbers, done, of), self._last = self._last, None
+        if done is not None:
+            done.synchronize()
+        return numbers, of
+
+
+class LateValues(Mapping[str, Any]):
+    """A dictionary that `find` makes when it is asked for something for the first time."""
+
+    def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
+        self._find = find
+        self._found: dict[str, Any] | None = None
+
+    def _known(self) -> dict[str, Any]:
+        if self._found is None:
+            self._found = self._find()
+        return self._found
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())

@@ -1,0 +1,30 @@
+"""Ends fairseq's commands in one line, and exit code 2, for what is wrong with a file of theirs.
+
+This is for commands that load no plugin, such as fairseq-preprocess; in fairseq as released the file is empty. Where
+FASTWEIGHTS_TRACEBACK=1 asks for it, there is a traceback.
+"""
+
+import os
+import sys
+import threading
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+
+def _end(otherwise: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    from fairseq.text_files import FileError  # not before: fairseq's commands set their log up before they import it
+
+    if not isinstance(error, FileError):
+        otherwise(kind, error, trace)
+        return
+    print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+    if threading.active_count() > 1:  # one that reads batches by PyTorch's code would abort Python's own shutdown
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+    raise SystemExit(2)
+
+
+if os.environ.get("FASTWEIGHTS_TRACEBACK", "0") in ("", "0"):
+    sys.excepthook = partial(_end, sys.excepthook)

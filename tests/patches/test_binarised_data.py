@@ -1,0 +1,96 @@
+"""Damaged binarised data is named in one line before anything of it is read."""
+
+import os
+import struct
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.data import data_utils
+from fairseq.data.indexed_dataset import make_builder
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.translation import TranslationTask
+
+from fairseq_fastweights import command_line
+
+check_split = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq").check_split
+
+TYPES = range(40)
+"""The dictionary's."""
+
+
+@pytest.fixture(params=["mmap", "cached"])
+def split(request, tmp_path) -> Path:
+    """Three lines, the second empty, with the largest token that the dictionary has."""
+    builder = make_builder(str(tmp_path / "train.bin"), request.param, vocab_size=40)
+    for line in ([4, 5, 39], [], [0, 2]):
+        builder.add_item(torch.tensor(line, dtype=torch.int64))
+    builder.finalize(str(tmp_path / "train.idx"))
+    return tmp_path / "train"
+
+
+def test_whole_data_and_what_is_no_such_data_are_let_through(split):
+    for prefix, types in ((split, TYPES), (split, None), (split.with_name("nothing"), TYPES)):
+        check_split(str(prefix), types)
+    assert len(data_utils.load_indexed_dataset(str(split), TYPES)) == 3
+    split.with_suffix(".idx").write_bytes(b"WHATEVER and its own")
+    check_split(str(split), TYPES)
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda split: (split.with_name(name)).write_bytes(change(split.with_name(name).read_bytes()))
+
+
+def pipe(name: str) -> Callable[[Path], object]:
+    return lambda split: split.with_name(name).unlink() or os.mkfifo(split.with_name(name))
+
+
+MANY = struct.pack("<Q", 3), struct.pack("<Q", 10**9)
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (edit("train.idx", lambda x: x[:-1]), r"train.idx has [\d,]+ bytes; with the 3 entries that it says it must have"),
+    (edit("train.idx", lambda x: x[:12]), "train.idx is cut short: it has 12 bytes, fewer than an index begins with"),
+    (edit("train.idx", lambda x: b""), "train.idx is damaged: it begins with b''"),
+    (edit("train.idx", lambda x: bytes(len(x))), "train.idx is damaged: it begins with "),
+    (
+        edit("train.idx", lambda x: x.replace(*MANY, 1)),
+        "with the 1,000,000,000 entries that it says it must have 1[26],",
+    ),
+    (edit("train.idx", lambda x: x[:8] + b"\7" + x[9:]), "train.idx is damaged: version "),
+    (edit("train.idx", lambda x: x[:17] + b"\x77" + x[18:]), "train.idx is damaged: version 1 and type "),
+    (edit("train.idx", lambda x: x[:-8] + struct.pack("<q", -8)), "idx is damaged: entry 2 is where no entry can be"),
+    (edit("train.bin", lambda x: x[:-1]), r"bin has \d+ bytes; by train.idx it must have (10|20): it is cut short"),
+    (edit("train.bin", lambda x: b""), "train.bin has 0 bytes; by train.idx it must have"),
+    (edit("train.bin", lambda x: x.replace(b"\5", b"\x37")), "bin has the token number 5[45]; the dictionary has 40"),
+    (pipe("train.idx"), "train.idx is no regular file"),
+    (pipe("train.bin"), "train.bin is no regular file"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT, ids=range(len(SPOILT)))
+def test_damage_is_named(split, spoil, message):
+    check_split(str(split), TYPES)  # what was right before is looked at again
+    time.sleep(0.01)  # as long as file systems may need to give another time to what changes then
+    spoil(split)
+    with pytest.raises(ValueError, match=message) as error:
+        check_split(str(split), TYPES)
+    assert "\n" not in str(error.value) and str(split.parent) in str(error.value)
+
+
+@pytest.mark.parametrize("task", [LanguageModelingTask, TranslationTask])
+def test_a_folder_of_data_that_is_not_there_is_named(task, tmp_path):
+    settings = Namespace(data=f"{tmp_path}/none:{tmp_path}", source_lang="a", target_lang="b")
+    with pytest.raises(ValueError, match=f"^argument data: there is no folder {tmp_path}/none$") as error:
+        task.setup_task(settings)
+    assert command_line.told(error.value) == str(error.value)
+
+
+def test_tokens_beyond_the_dictionary_are_named(split):
+    with pytest.raises(ValueError, match="token number 39; the dictionary has 39 types, and numbers go from 0 to 38: "):
+        check_split(str(split), range(39))
+    if b"TNTIDX" in split.with_suffix(".idx").read_bytes():  # which has type 0 as 1
+        edit("train.bin", lambda x: x.replace(b"\1", b"\0"))(split)
+        with pytest.raises(ValueError, match="the token number -1; "):
+            check_split(str(split), TYPES)

@@ -1,0 +1,135 @@
+"""Checkpoints are loaded without running what is in them, and those of old releases, too."""
+
+import argparse
+import io
+import pickle
+import re
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("our_fairseq")
+
+
+class Hostile:
+    """Unpickling it writes the file `path`; a hostile checkpoint would do something worse."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (str(self.path), "w")
+
+
+class Forged:
+    """Unpickled, an array of two numbers of another shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __reduce__(self) -> tuple[object, ...]:
+        function, arguments, state = np.arange(2.0).__reduce__()
+        return function, arguments, (state[0], self.shape, *state[2:])
+
+
+def checkpoint(**entries: object) -> dict[str, object]:
+    run = {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqNAG", "num_updates": 7}
+    return {
+        "args": None,
+        "model": OrderedDict(weight=torch.arange(3.0)),
+        "optimizer_history": [{**run, "lr_scheduler_state": {"best": None}}],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 7}},
+        **entries,
+    }
+
+
+def saved(content: object, zipped: bool = True, keep: float = 1.0, old: bytes = b"", new: bytes = b"") -> bytes:
+    """As torch.save writes it, or as it did before torch 1.6; a part of that, or with other names of what is in it."""
+    file = io.BytesIO()
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    written = file.getvalue()[: int(keep * len(file.getvalue()))]
+    assert re.search(old, written)
+    return re.sub(old, new, written) if old else written
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """The function by which fairseq trains on, evaluates and generates."""
+    from fairseq import checkpoint_utils
+
+    def load(content: bytes, **options: object):
+        (tmp_path / "file.pt").write_bytes(content)
+        return checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "file.pt"), **options)
+
+    return load
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_loads_an_old_checkpoint_and_allows_nothing_more_to_others(load, zipped: bool) -> None:
+    args = argparse.Namespace(task="language_modeling", arch="transformer_lm", lr=0.25, data=["corpus"])
+    before = torch.serialization.get_safe_globals()
+    state = load(saved(checkpoint(args=args), zipped), arg_overrides={"data": "elsewhere"})
+    assert state["args"].arch == "transformer_lm" and state["args"].lr == [0.25]
+    assert state["args"].data == "elsewhere" and state["model"]["weight"].tolist() == [0, 1, 2]
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
+def test_loads_the_meters_of_fairseq_0_8_and_numpy_numbers_and_saves_these_again(load, core: bytes) -> None:
+    from fairseq.logging.meters import AverageMeter
+
+    meter = AverageMeter()
+    meter.update(1.5, n=2)
+    state = checkpoint(extra_state={"train_iterator": {}, "train_meters": {"loss": meter}})
+    content = saved(state, False, old=rb"fairseq\.logging\.meters\n", new=b"fairseq.meters\n")
+    assert load(content)["extra_state"]["train_meters"]["loss"].count == 2
+
+    counts, big_endian = np.array([[3, 2], [1, 0]]), np.array([1.5], dtype=">f4")
+    state = checkpoint(metrics={"counts": counts, "big": big_endian, "loss": np.float64(2.5)})
+    content = saved(state, False, old=rb"numpy\._?core\.multiarray\n", new=core + b".multiarray\n")
+    for _ in range(2):
+        loaded = load(content)["metrics"]
+        assert isinstance(loaded["counts"], np.ndarray) and loaded["counts"].dtype == counts.dtype
+        assert loaded["counts"].tolist() == counts.tolist() and loaded["big"].tolist() == [1.5]
+        assert loaded["loss"] == 2.5
+        content = saved(checkpoint(metrics=loaded))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda witness: saved(checkpoint(args=Hostile(witness))), "asks for .*open"),
+        (lambda witness: saved(checkpoint(args=Hostile(witness)), zipped=False), "asks for .*open"),
+        (lambda witness: pickle.dumps(Hostile(witness), protocol=2), ""),
+        (saved(checkpoint(metrics=np.array([{}, []], dtype=object))), "only numbers are allowed"),
+        (
+            lambda _: saved(checkpoint(metrics=Forged((10**12,)))),
+            r"cannot be loaded.*a NumPy array of shape \(1000000000000,\) with 16 bytes",
+        ),
+        (
+            lambda _: saved(checkpoint(metrics=Forged((-1, -2)))),
+            r"cannot be loaded.*a NumPy array of shape \(-1, -2\) with 16 bytes",
+        ),
+        (b"", "empty"),
+        *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
+        *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
+        *[(saved(checkpoint(), zipped=False, keep=keep), "cut short") for keep in (0.1, 0.3, 0.6, 0.9, 0.95, 0.99)],
+        *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)})],
+    ],
+)
+def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, content, says, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    with pytest.raises(ValueError, match=rf"file\.pt.* {says}") as error:
+        load(content if isinstance(content, bytes) else content(witness))
+    assert "asks for" not in says or "weights_only" not in str(error.value)  # no advice to run it after all
+    assert not witness.exists()
+
+
+def test_the_weights_of_a_moving_average_are_loaded_from_a_file_that_holds_nothing_else(tmp_path: Path) -> None:
+    from fairseq.checkpoint_utils import load_ema_from_checkpoint
+
+    (tmp_path / "ema.pt").write_bytes(saved({"extra_state": {"ema": {"weight": torch.arange(3.0)}}}))
+    assert load_ema_from_checkpoint(str(tmp_path / "ema.pt"))["model"]["weight"].tolist() == [0, 1, 2]

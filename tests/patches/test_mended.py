@@ -1,0 +1,212 @@
+"""What small patches mend works."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fairseq_fastweights import command_line
+from tests.conftest import command, train
+
+pytestmark = pytest.mark.usefixtures("our_fairseq")
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "forbidden"),
+    [
+        (1, [[4, 5]], [{4, 5}]),  # and not the end, which is at the beginning, too
+        (2, [[4, 5, 4, 6, 4], [4, 5, 6, 5, 6]], [{5, 6}, {5}]),
+        (3, [[4, 5, 6, 4], [4, 5, 4, 5], [4, 4, 4, 4]], [set(), {4}, {4}]),
+    ],
+)
+def test_fairseqs_search_takes_away_what_came_after_the_same_words(size: int, rows, forbidden) -> None:
+    """Of the tokens 4 to 9, and the end, 2."""
+    from fairseq.ngram_repeat_block import NGramRepeatBlock
+
+    step = len(rows[0])
+    tokens = torch.tensor([[2, *row, 1, 1, 1, 1] for row in rows])  # a buffer that is longer than the words
+    for choices in ([2, *range(4, 10)], [2], [5]):  # what there is no choice of stays
+        scores = torch.full((len(rows), 10), float("-inf")).index_fill(1, torch.tensor(choices), -1.0)
+        found = NGramRepeatBlock(size, use_extension=False)(tokens, scores, len(rows), 1, step)
+        taken = [set(choices) - set(row.isfinite().nonzero().flatten().tolist()) for row in found]
+        assert taken == (forbidden if len(choices) > 1 else [set()] * len(rows))
+
+
+def masks_of_bytes(folder: Path) -> None:
+    from fairseq.modules.multihead_attention import MultiheadAttention, _mask_for_xformers
+
+    attention, x = MultiheadAttention(4, 2).eval(), torch.randn(3, 2, 4)
+    padding, future = torch.tensor([[0, 0, 1], [0, 0, 0]]), torch.ones(3, 3).triu(1)
+    for static in (False, True):  # by PyTorch's function, and by fairseq's own
+        given, expected = (
+            attention(x, x, x, key_padding_mask=padding.to(kind), static_kv=static)[0]
+            for kind in (torch.uint8, torch.bool)
+        )
+        assert torch.equal(given, expected)
+    given, expected = (attention(x, x, x, attn_mask=future.to(kind))[0] for kind in (torch.uint8, torch.bool))
+    assert torch.equal(given, expected)
+    assert _mask_for_xformers(future.byte(), to_dtype=torch.float)[0].tolist() == [0, -float("inf"), -float("inf")]
+
+
+def files_without_iopath(folder: Path) -> None:
+    from fairseq import file_io
+
+    with patch.object(file_io, "IOPathManager", None), patch.dict(sys.modules, iopath=None):
+        with file_io.PathManager.opena(str(folder / "file"), "wb") as file:
+            file.write(b"written")
+        assert (folder / "file").read_bytes() == b"written" and file_io.PathManager.async_close()
+
+
+def dictionaries_that_are_files(folder: Path) -> None:
+    from fairseq.data import Dictionary
+
+    os.mkfifo(folder / "pipe")
+    for name in (".", "pipe"):
+        with pytest.raises(ValueError, match="is no regular file; it must be a dictionary") as error:
+            Dictionary.load(str(folder / name))
+        assert command_line.told(error.value) == str(error.value)
+    (folder / "dict.txt").write_text("word 3\n")
+    assert Dictionary.load(str(folder / "dict.txt")).symbols[-1] == "word"
+
+
+def dropout_of_16_bits(folder: Path) -> None:
+    from fairseq.modules import FairseqDropout
+
+    torch.manual_seed(0)
+    for p, dtype, shape in (
+        (0.1, torch.float32, (40_003,)),
+        (0.3, torch.float64, (3, 5, 2667)),
+        (0.9, torch.bfloat16, 40_001),
+    ):
+        x, share = torch.ones(shape, dtype=dtype, requires_grad=True), round(p * 2**16) / 2**16
+        y = FairseqDropout(p)(x)
+        y.sum().backward()
+        assert y.dtype == dtype and torch.equal(y, x.grad)
+        assert set(y.unique().tolist()) == {0, torch.tensor(1 / (1 - share), dtype=dtype).item()}
+        lost = y.detach().flatten().eq(0).double()
+        for start in range(4):  # of one draw
+            assert lost[start::4].mean().item() == pytest.approx(p, abs=5 * (p * (1 - p) / 10_000) ** 0.5)
+        assert abs(torch.corrcoef(torch.stack((lost[:-1], lost[1:])))[0, 1]) < 5 / 200
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append(FairseqDropout(0.5)(torch.ones(99)))
+    assert torch.equal(*drawn) and not torch.equal(drawn[0], FairseqDropout(0.5)(torch.ones(99)))
+    assert FairseqDropout(0.5)(torch.ones(0, 3)).shape == (0, 3) and not FairseqDropout(1.0)(x).any()
+    assert FairseqDropout(0.5).eval()(x) is x is FairseqDropout(0.0)(x)
+    assert torch.jit.script(FairseqDropout(0.5))(torch.ones(4)).shape == (4,)
+
+
+def fasta_of_any_name(folder: Path) -> None:
+    from fairseq.data import Dictionary, data_utils
+
+    dictionary = Dictionary()
+    for letter in "ACGT":
+        dictionary.add_symbol(letter)
+    data = folder / "x;touch ran;$(touch ran)"
+    data.mkdir()
+    (data / "test.fasta.idx.npy").symlink_to(folder / "elsewhere.npy")
+    here = os.getcwd()
+    for text, sizes in ((">a b\nAC\nG \n>c\n\n>d\nT", [3, 0, 1]), (">a\nACGT\n", [4])):  # which has changed since
+        (data / "test.fasta").write_text(text)
+        os.chdir(folder)
+        try:
+            found = data_utils.load_indexed_dataset(str(data / "test"), dictionary)
+        finally:
+            os.chdir(here)
+        assert [dictionary.string(found[n]).replace(" ", "") for n in range(len(found))] == [
+            "".join(part.splitlines()[1:]).strip() for part in text.split(">")[1:]
+        ]
+        assert found.sizes.tolist() == sizes
+    assert sorted(path.name for path in folder.iterdir()) == [data.name]
+    os.mkfifo(data / "valid.fasta")
+    with pytest.raises(ValueError, match=r"valid\.fasta is no regular file"):
+        data_utils.load_indexed_dataset(str(data / "valid"), dictionary)
+
+
+WORKING = (
+    *(masks_of_bytes, files_without_iopath, dictionaries_that_are_files),
+    dropout_of_16_bits,
+    fasta_of_any_name,
+)
+
+
+@pytest.mark.parametrize("works", WORKING)
+def test_what_was_broken_works(works, tmp_path: Path) -> None:
+    works(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h", "--arch", "transformer_lm"], ["data", "--help", "--lr", "1"]])
+def test_help_needs_no_model_and_no_task(arguments, capsys) -> None:
+    from fairseq import options
+
+    with pytest.raises(SystemExit, match="0"):
+        options.parse_args_and_arch(options.get_training_parser(default_task=None), arguments)
+    printed = capsys.readouterr()
+    assert "--arch" in printed.out and "--task" in printed.out and not printed.err
+
+
+def test_a_training_without_an_optimizer_ends_before_anything_is_read(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command("train", str(tmp_path / "none"), "--task", "language_modeling", "--arch", "transformer_lm")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "fairseq-train: error: the following arguments are required: --optimizer"
+
+
+def test_half_precision_on_a_cpu_is_told_to_be_slow(corpus, tmp_path) -> None:
+    for flags, told in (("--fp16 --fp16-init-scale 4", 1), ("--bf16", 0)):
+        log = train(corpus, tmp_path, "--cpu", "--max-update", "1", "--no-save", *flags.split())
+        assert (
+            log.count("--fp16 on a CPU computes in float16, as on a GPU, and mostly takes several times as long")
+            == told
+        )
+
+
+def test_a_plugin_that_is_not_there_ends_a_command_in_one_line(monkeypatch, capsys) -> None:
+    from fairseq import options
+
+    for name, more in (("no/such", ""), ("no_such", ", and no package no_such is installed")):
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", "data", "--user-dir", name])
+        with pytest.raises(SystemExit) as ended:
+            options.get_training_parser()
+        missing = Path(name).absolute()
+        assert ended.value.code == 2
+        told = f"fairseq-train: error: argument --user-dir: there is no folder {missing}{more}\n"
+        assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("first", ["nothing", "the package", "its task"])
+def test_an_installed_plugin_is_found_by_its_name_and_registered_once(first, tmp_path, monkeypatch) -> None:
+    """From every folder, as of an editable installation; also where a program imported it, or a part, before."""
+    from fairseq.utils import import_user_module
+
+    plugin, elsewhere = tmp_path / "installed" / "a_plugin", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for module in ("__init__", "tasks/__init__", "tasks/a_task", "models/__init__", "models/a_model"):
+        path = plugin / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import sys\nsys.imported.append(__name__)\n")
+    imported: list[str] = []
+    monkeypatch.setattr(sys, "imported", imported, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(plugin.parent)])
+    monkeypatch.setattr(import_user_module, "memo", set(), raising=False)
+    before = set(sys.modules)
+    monkeypatch.chdir(elsewhere)
+    try:
+        if first != "nothing":
+            importlib.import_module("a_plugin" if first == "the package" else "a_plugin.tasks.a_task")
+        for name in ("a_plugin", "a_plugin/", str(plugin)):
+            import_user_module(argparse.Namespace(user_dir=name))
+        parts = ("", ".models", ".models.a_model", ".tasks", ".tasks.a_task")
+        assert sorted(imported) == [f"a_plugin{part}" for part in parts]
+        (elsewhere / "a_plugin").mkdir()  # goes first, and is another one
+        with pytest.raises(ImportError, match="elsewhere/a_plugin because the corresponding module name"):
+            import_user_module(argparse.Namespace(user_dir="a_plugin"))
+    finally:
+        for name in [name for name in set(sys.modules) - before if name.partition(".")[0] == "a_plugin"]:
+            del sys.modules[name]

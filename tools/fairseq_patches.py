@@ -1,0 +1,60 @@
+"""Patches an unpacked source of fairseq 0.12.2.
+
+`patches/*.patch` change its files, each with the reason at its head; `patches/files/` are files of its own. git applies
+the patches: it takes none that does not fit exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PATCHES = ROOT / "patches"
+FILES = PATCHES / "files"
+VERSION = (FILES / "fairseq/version.txt").read_text(encoding="utf-8").strip()
+SHARED = (
+    *("bounded_loading.py", "checkpoint_updates.py", "digests.py", "integrity.py", "model_sizes.py", "text_files.py"),
+)
+"""Modules of the plugin that fairseq gets copies of: it checks what it reads also where there is no plugin."""
+
+
+class BuildError(Exception):
+    """Something that ends the build; its text is for the person who started it."""
+
+
+def apply_patches(source: Path) -> None:
+    """Patches the source in a folder; raises `BuildError` if it is another one, and leaves that half patched."""
+    for patch in in_order():
+        apply(patch, source)
+    shutil.copytree(FILES, source, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in SHARED:
+        shutil.copyfile(ROOT / "fairseq_fastweights" / name, source / "fairseq" / name)
+
+
+def in_order() -> list[Path]:
+    """All patches; each is for a source that has those before it."""
+    return sorted(PATCHES.glob("*.patch"))
+
+
+def apply(patch: Path, source: Path) -> None:
+    """Applies one patch."""
+    git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
+
+
+def git(*arguments: str, folder: Path, doing: str) -> str:
+    """Runs git in a folder, whatever its settings and the repository around it, and returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
+    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    try:
+        result = subprocess.run(["git", *arguments], cwd=folder, env=environment, capture_output=True, encoding="utf-8")
+    except FileNotFoundError:
+        raise BuildError(f"git is not installed, and is needed to {doing}") from None
+    if result.returncode:
+        lines = re.findall("^(?:error|fatal): (.*)", result.stderr, re.MULTILINE)
+        raise BuildError(f"cannot {doing}: {lines[0] if lines else result.stderr.strip()}")
+    return result.stdout
