@@ -129,7 +129,12 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
         "kernels": [
             (
                 f"kernels, {name}, {numbers}",
-                (*VARIANTS[name], *more, f"-DFAST_WEIGHTS_ISA={name}", f"-DFAST_WEIGHTS_NUMBERS={numbers}"),
+                (
+                    *VARIANTS[name],
+                    *(() if sanitize else more),
+                    f"-DFAST_WEIGHTS_ISA={name}",
+                    f"-DFAST_WEIGHTS_NUMBERS={numbers}",
+                ),
                 "",
             )
             for name in variants
