@@ -146,7 +146,9 @@ def test_the_readme_is_a_page_and_its_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110
     mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS
-    assert {name for name, kind in mixers.items() if f"`{name}`" not in text or kind._made.__name__ not in text} == set()
+    assert {
+        name for name, kind in mixers.items() if f"`{name}`" not in text or kind._made.__name__ not in text
+    } == set()
     [example] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)
