@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import site_pages
 import torch
 
 from tests.conftest import import_plugin
@@ -172,6 +173,14 @@ def test_the_example_that_averages_checkpoints_does(tmp_path: Path, monkeypatch:
     assert average["cfg"] == {"number": 3}
 
 
+@pytest.mark.parametrize("page", site_pages.pages_with_tables(), ids=page_name)
+def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> None:
+    """`python tools/site_pages.py` makes them anew."""
+    import_plugin()
+    text = page.read_text(encoding="utf-8")
+    assert "\n| --- |" in text and text == site_pages.with_tables(text)
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
@@ -188,4 +197,4 @@ def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tm
     ):
         assert f"<code>{option}</code>" in pages["options"]
     assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
-    assert not [name for name, page in pages.items() if "<!-- options" in page or "<!-- derivations" in page]
+    assert not [name for name, page in pages.items() if "<!-- derivations" in page or "<p>:::" in page]
