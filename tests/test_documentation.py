@@ -173,6 +173,13 @@ def test_the_example_that_averages_checkpoints_does(tmp_path: Path, monkeypatch:
     assert average["cfg"] == {"number": 3}
 
 
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    stands = {"setup.py": r'version="(.+)",', "CITATION.cff": r"version: (.+)", "CHANGELOG.md": r"## ([\d.]+)"}
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in stands}
+    found = [re.findall(rf"^ *{pattern}$", texts[file], flags=re.MULTILINE)[0] for file, pattern in stands.items()]
+    assert len(set(found)) == 1, found
+
+
 @pytest.mark.parametrize("page", site_pages.pages_with_tables(), ids=page_name)
 def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> None:
     """`python tools/site_pages.py` makes them anew."""

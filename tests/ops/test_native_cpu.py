@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_toolchain import HostCompiler, Unavailable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights import ops
@@ -123,6 +122,8 @@ def every_set() -> str:
     """A library of all instruction sets, where the checkout's own is of this processor's best one alone."""
     if named := os.environ.get("FASTWEIGHTS_NATIVE_CPU"):  # with sanitizers, or with a fault
         return named
+    from native_toolchain import HostCompiler, Unavailable  # which the processes below have not on their path
+
     try:
         HostCompiler.find()
     except Unavailable as reason:
