@@ -67,7 +67,7 @@ mutation: setup
 # Tables and reference are made of the code; a broken link is an error.
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
-	@echo 'The site is in site/index.html.'
+	@echo 'The site is in site/index.html; search needs a server: python3 -m http.server --directory site'
 
 # On a machine without a network: no set-up, whatever torch there is.
 gpu-check:
@@ -76,7 +76,7 @@ gpu-check:
 # Its kernels use torch's stable ABI and no Python: one file for all. auditwheel says which systems it is for.
 wheel: setup
 	rm -rf dist build/dist build/lib build/lib.* build/bdist.*
-	FASTWEIGHTS_BUILD=cpu .venv/bin/python -m build --no-isolation --sdist --wheel --outdir build/dist
+	FASTWEIGHTS_BUILD=cpu FASTWEIGHTS_BUILD_ISA=all .venv/bin/python -m build --no-isolation --sdist --wheel --outdir build/dist
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/dist/*.whl
 	cp build/dist/*.tar.gz dist
 

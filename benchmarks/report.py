@@ -39,6 +39,14 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
         (title, text), where = SECTIONS[record["program"]], "GPU" if record["device"] == "cuda" else "CPU"
         link = os.path.relpath(path, page.parent)
         parts.append(f"## {title}, {where}\n")
+        if "superseded" in record:
+            parts.append(
+                f"Not measured in turns with the kernels as they are now; when it was, on {record['date'][:10]}, "
+                f"{record['superseded']}.\n"
+            )
+            ways = path.with_name(path.name.replace("-kernels.json", "-plans.csv"))
+            parts += [SECTIONS["cuda_peers"][1] + f" ([JSON]({link}))\n", peers(record, ways)]
+            continue
         if not records.is_current(record):
             was = f"[what it measured on {record['date'][:10]}]({link}) says something else"
             parts.append(f"Not measured as {record['program']} measures now; {was}.\n")
@@ -63,8 +71,8 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
     return "\n".join(parts)
 
 
-def plans(path: Path) -> str:
-    """The fastest ways of the calls in bfloat16 in a file of benchmarks/cuda_plans.py."""
+def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
+    """The milliseconds of each way, for each call in bfloat16 and each pass in a file of benchmarks/cuda_plans.py."""
     calls: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -72,8 +80,13 @@ def plans(path: Path) -> str:
                 way = "step by step" if not row["chunk"] else "{chunk} x {columns}, {segments}".format(**row)
                 times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
                 times[way] = min(float(row["ms"]), times.get(way, math.inf))
+    return calls
+
+
+def plans(path: Path) -> str:
+    """The fastest ways to do the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
-    for (shape, rule), passes in calls.items():
+    for (shape, rule), passes in ways(path).items():
         fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
         cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
         pair = (
@@ -83,6 +96,26 @@ def plans(path: Path) -> str:
         lines.append([shape, rule, *fastest.values(), *cells, pages.ratio(pair[1] / pair[0])])
     header = ["shape", "rule", *(f"fastest {name}" for name in passes), *passes, "step by step over both"]
     return pages.markdown(header, lines, left=4)
+
+
+def peers(record: Record, path: Path) -> str:
+    """Peers' times in a record over those of the fastest ways, forwards and backwards, which a file measured later."""
+    lines = []
+    for (shape, rule), passes in ways(path).items():
+        own = sum(min(times.values()) for times in passes.values()) / 1e3
+        measured = [row for row in record["rows"] if row["status"] == "measured" and row["shape"] == shape]
+        others = [row for row in measured if row["rule"] == rule and row["implementation"].startswith("fla chunk")]
+        softmax = [row for row in measured if row["implementation"] == "SDPA"]
+        if softmax:
+            times = [min((pages.median(row) for row in rows), default=None) for rows in (others, softmax)]
+            cells = [text for time in times for text in _beside(time, own)]
+            lines.append([shape, rule, pages.milliseconds(own), *cells])
+    header = ["shape", "rule", "forward and backward", "flash-linear-attention", "over it", "SDPA", "over it"]
+    return pages.markdown(header, lines, left=2)
+
+
+def _beside(time: float | None, own: float) -> tuple[str, str]:
+    return ("–", "–") if time is None else (pages.milliseconds(time), pages.ratio(time / own))
 
 
 def main() -> None:

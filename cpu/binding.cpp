@@ -115,12 +115,14 @@ struct Rule {
     }
 };
 
-const Kernels& chosen_kernels() {
-    const char* available = nullptr;
-    const Kernels* found = kernels(&available);
+// Those that compute with numbers of this type.
+const Kernels& kernels_for(ScalarType type) {
+    const Kernels* found = kernels(type == ScalarType::Double);
     if (found) return *found;
-    fail("FASTWEIGHTS_CPU_ISA is ", std::getenv("FASTWEIGHTS_CPU_ISA"), "; here it may be one of ", available);
+    const char* wanted = std::getenv("FASTWEIGHTS_CPU_ISA");
+    fail("FASTWEIGHTS_CPU_ISA is ", wanted ? wanted : "", "; here it may be one of ", fast_weights_instruction_sets());
 }
+const Kernels& kernels_for(const Tensor& x) { return kernels_for(x.scalar_type()); }
 
 // Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
 // few that every thread gets several tasks.
@@ -270,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tens
     Tensor final_state = new_empty(rule.v, {p.batch, p.heads, p.keys, p.values}, type);
     Tensor states = new_empty(rule.v, {p.batch, p.heads, kept_states(p), p.keys, p.values}, type);
     p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(chosen_kernels().rule_forward, p, Blocks(p));
+    run(kernels_for(rule.v).rule_forward, p, Blocks(p));
     return {out, final_state, states};
 }
 
@@ -307,7 +309,7 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
         initial_state ? new_empty(v, {p.batch, p.heads, p.keys, p.values}, type) : new_empty(v, {0}, type);
     p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = data_of(kept);
     p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    run(chosen_kernels().rule_backward, p, blocks);
+    run(kernels_for(v).rule_backward, p, blocks);
     return {total(dq, rule.q),
             total(dk, rule.k),
             dv,
@@ -339,7 +341,8 @@ Tensor step(const Rule& rule, const Tensor& state) {
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
-    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { chosen_kernels().rule_step(p, begin, end); });
+    const auto kernel = kernels_for(v).rule_step;
+    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     return out;
 }
 
@@ -409,7 +412,7 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_forward(const Tensor& u, const
     Tensor final_state = new_empty(u, {p.batch, p.channels, p.states}, type);
     Tensor kept = new_empty(u, {p.batch, call.kept_states(), p.states, p.channels}, type);
     p.out = sequence("out", out, 3), p.final_state = final_state.data_ptr(), p.kept = kept.data_ptr();
-    call.run(chosen_kernels().scan_forward);
+    call.run(kernels_for(u).scan_forward);
     return {out, final_state, kept};
 }
 
@@ -439,7 +442,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
         *to = {parts->data_ptr(), type_of(*parts), parts->stride(1), parts->stride(2), parts->stride(0)};
     }
     p.dA = dA.data_ptr(), p.dD = dD.data_ptr(), p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    call.run(chosen_kernels().scan_backward);
+    call.run(kernels_for(u).scan_backward);
     const Tensor d_skip = D ? total(dD, *D) : new_empty(u, {0}, u.scalar_type());
     return {du, d_delta, total(dA, A), total(dB, B), total(dC, C), d_skip, d_initial};
 }
@@ -453,7 +456,7 @@ Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A
     check_own_state(state, u, {p.batch, p.channels, p.states});
     p.out = sequence("out", out, 3);
     p.state = state.data_ptr(), p.state_batch = state.stride(0), p.state_channel = state.stride(1);
-    call.run(chosen_kernels().scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
+    call.run(kernels_for(u).scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
     return out;
 }
 
@@ -491,7 +494,7 @@ Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalizat
     Features p = features_of(x, map, nu, normalization, eps, scale);
     const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
     p.y = sequence("y", y);
-    run_features(chosen_kernels().features_forward, p);
+    run_features(kernels_for(x).features_forward, p);
     return y;
 }
 
@@ -502,7 +505,7 @@ Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, 
     const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
     const Tensor dx = gradient_like(x);
     p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx);
-    run_features(chosen_kernels().features_backward, p);
+    run_features(kernels_for(x).features_backward, p);
     return dx;
 }
 
@@ -521,7 +524,7 @@ Tensor random_features(const Tensor& x, const Tensor& source, double source_scal
     Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
     const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
     p.y = sequence("y", y);
-    run_features(chosen_kernels().features_forward, p);
+    run_features(kernels_for(x).features_forward, p);
     return y;
 }
 
@@ -533,7 +536,7 @@ std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const T
     const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
     const Tensor dx = gradient_like(x), d_source = gradient_like(source);
     p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx), p.d_source = sequence("d_source", d_source);
-    run_features(chosen_kernels().features_backward, p);
+    run_features(kernels_for(x).features_backward, p);
     return {dx, d_source};
 }
 
@@ -592,7 +595,7 @@ Tensor gate(const Tensor& x, const optional<Tensor>& bias, const optional<Tensor
     GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
     const Tensor out = new_empty(x, x.sizes(), dtype);
     call.p.out = sequence("out", out, 3);
-    call.run(chosen_kernels().gating_forward);
+    call.run(kernels_for(x).gating_forward);
     return out;
 }
 
@@ -617,7 +620,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d
     const Tensor d_weight = parts(weight, p.dim, p.d_weight);
     p.d_out = sequence("d_out", g, 3), p.dx = sequence("dx", dx, 3);
     if (y) p.dy = sequence("dy", dy, y->dim());
-    call.run(chosen_kernels().gating_backward);
+    call.run(kernels_for(x).gating_backward);
     const auto total_of = [](const Tensor& made, const optional<Tensor>& of) { return of ? total(made, *of) : made; };
     return {dx, total_of(d_bias, bias), total_of(d_rate, log_rate), dy, total_of(d_weight, weight)};
 }
@@ -674,7 +677,7 @@ std::tuple<Tensor, Tensor> short_convolution(const Tensor& x, const Tensor& weig
     const Tensor y = new_empty(x, x.sizes(), x.scalar_type());
     const Tensor last = new_empty(x, {p.batch, p.width - 1, p.channels}, state_type(x));
     p.y = call.time_first("y", y), p.last = sequence("last", last, 3);
-    call.run(chosen_kernels().convolution_forward);
+    call.run(kernels_for(x).convolution_forward);
     return {y, last};
 }
 
@@ -700,11 +703,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(const Tens
     const Tensor dw = new_empty(x, {p.batch, p.channels, p.width}, state_type(x));
     const Tensor db = new_empty(x, {p.batch, p.channels}, state_type(x));
     p.dw = dw.data_ptr(), p.db = db.data_ptr();
-    call.run(chosen_kernels().convolution_backward);
+    call.run(kernels_for(x).convolution_backward);
     return {dx, total(dw, weight), bias ? total(db, *bias) : nothing(x), d_before};
 }
 
-std::string cpu_instruction_set() { return chosen_kernels().instruction_set; }
+std::string cpu_instruction_set() { return kernels_for(ScalarType::Float).instruction_set; }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
     m.impl("rule_forward", FAST_WEIGHTS_OPERATOR(rule_forward));

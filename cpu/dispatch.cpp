@@ -1,59 +1,80 @@
-// Which of the compiled variants of the kernels this processor runs.
+// Which of the compiled kernels this processor runs.
 #include <cstdlib>
-#include <cstring>
+#include <string>
 
 #include "kernels.h"
 
 namespace fast_weights {
 
-namespace baseline {
-extern const Kernels table;
-}
-#ifdef FAST_WEIGHTS_HAVE_X86_VARIANTS
-namespace avx2 {
-extern const Kernels table;
-}
-namespace avx512 {
-extern const Kernels table;
-}
+// tools/native_build.py says which instruction sets are compiled, and compiles kernels.cpp for each.
+#define FAST_WEIGHTS_DECLARE(set)          \
+    namespace set {                        \
+    extern const Kernels float32, float64; \
+    }
+#ifdef FAST_WEIGHTS_HAVE_BASELINE
+FAST_WEIGHTS_DECLARE(baseline)
+#endif
+#ifdef FAST_WEIGHTS_HAVE_AVX2
+FAST_WEIGHTS_DECLARE(avx2)
+#endif
+#ifdef FAST_WEIGHTS_HAVE_AVX512
+FAST_WEIGHTS_DECLARE(avx512)
 #endif
 
 namespace {
 
-bool has_avx2() {
-#ifdef FAST_WEIGHTS_HAVE_X86_VARIANTS
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
+struct Compiled {
+    const Kernels *of_float32, *of_float64;
+    bool runs;
+};
+
+// From the least to the best.
+const Compiled* compiled(const Compiled** end) {
+    static const Compiled sets[] = {
+#ifdef FAST_WEIGHTS_HAVE_BASELINE
+        {&baseline::float32, &baseline::float64, true},
 #endif
+#ifdef FAST_WEIGHTS_HAVE_AVX2
+        {&avx2::float32, &avx2::float64, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#endif
+#ifdef FAST_WEIGHTS_HAVE_AVX512
+        {&avx512::float32, &avx512::float64,
+         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl")},
+#endif
+    };
+    *end = sets + sizeof(sets) / sizeof(*sets);
+    return sets;
 }
 
-bool has_avx512() {
-#ifdef FAST_WEIGHTS_HAVE_X86_VARIANTS
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return false;
-#endif
-}
-
-const Kernels* choose(const char* wanted) {
-    const bool any = wanted == nullptr || *wanted == '\0';
-#ifdef FAST_WEIGHTS_HAVE_X86_VARIANTS
-    if ((any || !std::strcmp(wanted, "avx512")) && has_avx512()) return &avx512::table;
-    if ((any || !std::strcmp(wanted, "avx2")) && has_avx2()) return &avx2::table;
-#endif
-    return any || !std::strcmp(wanted, "baseline") ? &baseline::table : nullptr;
+const Compiled* choose(const char* wanted) {
+    const Compiled *chosen = nullptr, *end;
+    for (const Compiled* set = compiled(&end); set != end; ++set) {
+        const bool any = wanted == nullptr || *wanted == '\0';
+        if (set->runs && (any || std::string(wanted) == set->of_float32->instruction_set)) chosen = set;
+    }
+    return chosen;
 }
 
 }  // namespace
 
-const Kernels* kernels(const char** available) {
-    if (available) {
-        *available = has_avx512() ? "baseline, avx2, avx512" : has_avx2() ? "baseline, avx2" : "baseline";
-    }
-    static const Kernels* const chosen = choose(std::getenv("FASTWEIGHTS_CPU_ISA"));
-    return chosen;
+const Kernels* kernels(bool of_float64) {
+    static const Compiled* const chosen = choose(std::getenv("FASTWEIGHTS_CPU_ISA"));
+    return chosen == nullptr ? nullptr : of_float64 ? chosen->of_float64 : chosen->of_float32;
 }
 
 }  // namespace fast_weights
+
+const char* fast_weights_instruction_sets() {
+    using namespace fast_weights;
+    static const std::string names = [] {
+        std::string listed;
+        const Compiled* end;
+        for (const Compiled* set = compiled(&end); set != end; ++set) {
+            if (set->runs) listed += (listed.empty() ? "" : ", ") + std::string(set->of_float32->instruction_set);
+        }
+        return listed;
+    }();
+    return names.c_str();
+}

@@ -169,8 +169,12 @@ struct Kernels {
     void (*convolution_backward)(const Convolution&, int64_t begin, int64_t end);
 };
 
-// The kernels for the processor at hand; the environment variable FASTWEIGHTS_CPU_ISA (baseline, avx2, avx512) may ask for
-// less. Null if it asks for what is not there, and `*available` then lists what is.
-const Kernels* kernels(const char** available = nullptr);
+// The kernels for the processor at hand, of float64 or of all other numbers; the environment variable FASTWEIGHTS_CPU_ISA
+// (baseline, avx2, avx512) may ask for one of `fast_weights_instruction_sets`. Null where that is not there.
+const Kernels* kernels(bool of_float64);
 
 }  // namespace fast_weights
+
+// The instruction sets that were compiled and that the processor has, as "baseline, avx2", the best last; or "".
+// fairseq_fastweights/ops/libraries.py asks for them when it loads the library.
+extern "C" __attribute__((visibility("default"))) const char* fast_weights_instruction_sets();

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import site_pages
 import torch
 
 from fairseq_fastweights.ops import RULES
@@ -168,6 +169,10 @@ def test_fairseq_takes_the_commands_as_the_pages_show_them(name: str, words: lis
 def test_the_readme_is_a_page_and_its_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110
+    mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS
+    assert {
+        name for name, kind in mixers.items() if f"`{name}`" not in text or kind._made.__name__ not in text
+    } == set()
     [example] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)
@@ -191,6 +196,21 @@ def test_the_example_that_averages_checkpoints_does(tmp_path: Path, monkeypatch:
     assert average["cfg"] == {"number": 3}
 
 
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    stands = {"setup.py": r'version="(.+)",', "CITATION.cff": r"version: (.+)", "CHANGELOG.md": r"## ([\d.]+)"}
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in stands}
+    found = [re.findall(rf"^ *{pattern}$", texts[file], flags=re.MULTILINE)[0] for file, pattern in stands.items()]
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.parametrize("page", site_pages.pages_with_tables(), ids=page_name)
+def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> None:
+    """`python tools/site_pages.py` makes them anew."""
+    import_plugin()
+    text = page.read_text(encoding="utf-8")
+    assert "\n| --- |" in text and text == site_pages.with_tables(text)
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
@@ -208,4 +228,4 @@ def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tm
         assert f"<code>{option}</code>" in pages["options"]
     assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
     assert pages["ops"].count("queries, already through the feature map") == 6  # also where `sum_rule` says it
-    assert not [name for name, page in pages.items() if "<!-- options" in page or "<!-- derivations" in page]
+    assert not [name for name, page in pages.items() if "<!-- derivations" in page or "<p>:::" in page]

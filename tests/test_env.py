@@ -135,5 +135,5 @@ def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.skipif(libraries.load("cpu") is not None, reason="the CPU kernels were not built")
 def test_an_instruction_set_that_is_not_there_is_shown_as_such() -> None:
     text = run(["-m", "fairseq_fastweights.env"], ROOT, FASTWEIGHTS_CPU_ISA="avx1024")
-    assert re.search("CPU kernels .*FASTWEIGHTS_CPU_ISA is avx1024; here it may be one of baseline", text)
+    assert re.search(r"CPU kernels .*FASTWEIGHTS_CPU_ISA is avx1024; here it may be one of \w+", text)
     assert "sum, cpu" in text

@@ -430,7 +430,7 @@ class CpuKernels:
         self.plan = native_build.plan_cpu(Torch.find(), sanitize=False)
         code = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        self.variant = f"kernels, {run.stdout.strip()}"
+        self.variant = f"kernels, {run.stdout.strip()}, "
         folder = WORK / "cpu"
         folder.mkdir(parents=True, exist_ok=True)
         self.objects: dict[str, Path] = {}
@@ -446,9 +446,10 @@ class CpuKernels:
         """Compiles what the fault changed in a copy; returns the environment in which tests take that library."""
         changed = "binding" if fault.path.endswith("binding.cpp") else self.variant
         objects = dict(self.objects)
-        objects[changed] = copy / "fault.o"
-        (part,) = [part for part in self.plan.compilations if part.title == changed]
-        self.compile(part.command, copy / part.source.relative_to(ROOT), objects[changed])
+        for part in self.plan.compilations:
+            if part.title.startswith(changed):
+                objects[part.title] = copy / f"fault {part.title}.o"
+                self.compile(part.command, copy / part.source.relative_to(ROOT), objects[part.title])
         library = copy / "fault.so"
         parts = [*map(str, objects.values()), *self.plan.link_libraries, "-o", str(library)]
         subprocess.run([*self.plan.link, *parts], check=True)

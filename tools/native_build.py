@@ -11,13 +11,16 @@ reads. FASTWEIGHTS_BUILD says what is built:
   (as "8.0;9.0") names GPUs in the place of those that are there.
 - ``none``.
 
+FASTWEIGHTS_BUILD_ISA says for which of the instruction sets in `VARIANTS` the CPU kernels are compiled: ``here`` (the
+default), the best one that this machine's processor has; ``all``, for a wheel or a folder that several machines share;
+or some by name, as in "avx2 avx512". Kernels of which the processor has none are refused when they are loaded.
+
 MAX_JOBS is how many compilers run at a time, by default one for each core.
 
 Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
 """
 
 import argparse
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -31,6 +34,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lock_file import wait_for
 from native_toolchain import (
     STABLE_ABI,
     STABLE_ABI_FLAG,
@@ -40,6 +44,7 @@ from native_toolchain import (
     Unavailable,
     generate_code_flags,
     is_x86,
+    output,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,12 +52,14 @@ CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
 """What FASTWEIGHTS_BUILD may say, and the parts without which that fails."""
 
 CPU_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -DNDEBUG -O3 -fno-math-errno -ffp-contract=fast".split()
+NUMBERS = {"float32": (), "float64": ("-O2",)}
+"""The numbers that cpu/kernels.cpp is compiled for; float64 in half of the time that -O3 takes, and as fast to 2%."""
 VARIANTS = {
     "baseline": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
 }
-"""The instruction sets that cpu/kernels.cpp is compiled for, two of them on x86-64 alone; which runs is seen later."""
+"""The instruction sets that cpu/kernels.cpp can be compiled for, two of them on x86-64 alone; the best comes last."""
 SANITIZERS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split()
 # Without -lineinfo, which makes the library three times as large; NVCC_APPEND_FLAGS=-lineinfo adds it.
 NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG")
@@ -89,34 +96,63 @@ class Plan(NamedTuple):
     facts: dict[str, Any]
 
 
+def instruction_sets(compiler: HostCompiler, listed: str) -> list[str]:
+    """Chooses from `VARIANTS` what `listed` asks for, as FASTWEIGHTS_BUILD_ISA does; `Unavailable` if it is unknown."""
+    known = list(VARIANTS) if is_x86() else ["baseline"]
+    if listed == "all":
+        return known
+    names = re.findall(r"[^;, ]+", listed)
+    if listed != "here" and set(names) <= set(known):
+        return [name for name in known if name in names]
+    if listed != "here":
+        asked = f"FASTWEIGHTS_BUILD_ISA is {listed!r}; let it be here, all, or some of {', '.join(known)},"
+        raise Unavailable(f"{asked} and build again")
+    macros = output([*compiler.command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    runs = [name for name in known if all(f"__{flag[2:].upper()}__ " in macros for flag in VARIANTS[name])]
+    return runs[-1:] if macros else known  # all, if the compiler cannot tell
+
+
 def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
-    """Raises `Unavailable` if it cannot be built."""
+    """Raises `Unavailable` if it cannot be built. With sanitizers it is of all instruction sets."""
     folder = ROOT / "cpu"
     if not (folder / "kernels.cpp").is_file():
         raise Unavailable("the folder cpu/ was not among the sources; build from a whole checkout")
     compiler = HostCompiler.find()
-    variants = VARIANTS if is_x86() else {"baseline": VARIANTS["baseline"]}
+    listed = "all" if sanitize else os.environ.get("FASTWEIGHTS_BUILD_ISA") or "here"
+    variants = instruction_sets(compiler, listed)
     flags = [*CPU_FLAGS, *(SANITIZERS if sanitize else ())]
-    if len(variants) > 1:
-        flags.append("-DFAST_WEIGHTS_HAVE_X86_VARIANTS=1")
     # By source the titles of its objects, with the flags of each and what else they depend on.
     # Without a stable ABI, torch's own headers start its threads.
     stable = torch.has_stable_abi
     of_torch = (*torch.include_flags, *torch.compile_flags, STABLE_ABI_FLAG if stable else "-fopenmp")
     special = {
-        "kernels": [(f"kernels, {name}", (*more, f"-DFAST_WEIGHTS_ISA={name}"), "") for name, more in variants.items()],
+        "kernels": [
+            (
+                f"kernels, {name}, {numbers}",
+                (
+                    *VARIANTS[name],
+                    *(() if sanitize else more),
+                    f"-DFAST_WEIGHTS_ISA={name}",
+                    f"-DFAST_WEIGHTS_NUMBERS={numbers}",
+                ),
+                "",
+            )
+            for name in variants
+            for numbers, more in NUMBERS.items()
+        ],
+        "dispatch": [("dispatch", tuple(f"-DFAST_WEIGHTS_HAVE_{name.upper()}=1" for name in variants), "")],
         "binding": [("binding", of_torch, f"\n{torch.version}")],
     }
     compilations = [
         Compilation(source, (*compiler.command, *flags, *more), compiler.version + also, title)
-        for source in sorted(folder.glob("*.cpp"))
+        for source in sorted(folder.glob("*.cpp"), reverse=True)  # the kernels, which take longest, first
         for title, more, also in special.get(source.stem, [(source.stem, (), "")])
     ]
     system = {"linux": ("-Wl,-z,defs", "-s"), "darwin": ("-undefined", "dynamic_lookup")}.get(sys.platform, ())
     link = [*compiler.command, "-shared", *(SANITIZERS if sanitize else system)]
     libraries = [f"-L{torch.library_folder}", "-ltorch_cpu"]
     libraries += [] if stable else ["-lc10", str(torch.openmp_library or "-fopenmp")]
-    facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags), "variants": list(variants)}
+    facts = {"compiler": f"{compiler.name}: {compiler.version}", "flags": " ".join(flags), "variants": variants}
     return Plan(compilations, link, libraries, facts | ({"oldest torch": STABLE_ABI} if stable else {}))
 
 
@@ -190,10 +226,14 @@ def compile_all(part: str, wanting: dict[Path, Compilation], plan: Plan) -> None
     gpus = f" for {', '.join(plan.facts['architectures'])}, minutes each" if part == "cuda" else ""
     print(f"{name}: compiling {len(wanting)} of {total} files{gpus}, {jobs()} at a time", flush=True)
 
+    done: list[str] = []
+
     def compile_one(target: Path) -> None:
-        work = wanting[target]
+        work, began = wanting[target], time.monotonic()
         run([*work.command, "-c", str(work.source)], target, LIBRARIES.log(part))
-        print(f"{name}: {work.title} ({time.monotonic() - started:.0f} s)", flush=True)
+        done.append(work.title)
+        took = f"{time.monotonic() - began:.0f} s, {time.monotonic() - started:.0f} s in all"
+        print(f"{name}: {len(done)} of {len(wanting)}: {work.title} ({took})", flush=True)
 
     with ThreadPoolExecutor(jobs()) as pool:
         list(pool.map(compile_one, wanting))  # the first that fails calls off those that have not begun
@@ -259,7 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     status = 0
     with (ROOT / "build" / "native" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second build in this checkout waits until this one ends, however it ends
+        # A second build in this checkout waits until this one ends, however it ends.
+        wait_for(lock, "another build of this checkout's kernels")
         for part, name in LIBRARIES.PARTS.items():
             reason = build_part(part, choice, options.sanitize)
             if reason is None:

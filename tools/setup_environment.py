@@ -10,7 +10,6 @@ of the compiled kernels, which lie in the sources' folder (tools/native_build.py
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 
 from fairseq_patches import PATCHES, SHARED
+from lock_file import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Path(__file__).open() as lock:
             # A second set-up waits until this one ends, and its steps, which may outlive it where it is killed.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for(lock, f"another set-up of {folder} (its log: {folder / LOG})")
             os.set_inheritable(lock.fileno(), True)
             if not is_finished(folder, stamp, free):
                 check(folder, options.torch)
@@ -134,12 +134,16 @@ def make(folder: Path, stamp: dict[str, str]) -> None:
 
 
 def step(title: str, command: list[str], log: Path) -> None:
-    """Runs one command, its output in the log; shows the log's end if it fails."""
+    """Runs one command, its output in the log; shows the log's end if it fails. It compiles no kernels."""
     print(f"  {title} ...", end=" ", flush=True)
     started = time.monotonic()
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
-        result = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, close_fds=False)
+        # Kernels are compiled at the end, where it shows.
+        environment = os.environ | {"FASTWEIGHTS_BUILD": "none"}
+        result = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, close_fds=False, env=environment
+        )
     print(f"{time.monotonic() - started:.0f} s" if result.returncode == 0 else "failed", flush=True)
     if result.returncode:
         print("\n".join(log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)

@@ -1,4 +1,6 @@
-"""A hook of MkDocs: brings pages that lie outside of docs/ into the site, and makes those that follow from the code.
+"""A hook of MkDocs: brings pages that lie outside of docs/ into the site, and makes what follows from the code.
+
+    python tools/site_pages.py    writes the tables of options, architectures and public names into docs/
 
 mkdocs.yml names this file. Links are written as they work in the repository; here they become the site's. What a link
 leads to and the site does not have, a source file or a record, is named instead.
@@ -12,13 +14,10 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
-from functools import partial
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = {path.parent.name: path for path in sorted((ROOT / "examples").glob("*/README.md"))}
@@ -39,6 +38,8 @@ REPOSITORY = {place: path for path, place in SITE.items()}
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds what lies outside of docs/."""
+    from mkdocs.structure.files import File
+
     for path, place in SITE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     return files
@@ -47,7 +48,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Makes the parts that follow from the code, and the site's links of the repository's."""
     place = page.file.src_uri
-    made = re.sub(r"^<!-- ([a-z ]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
+    made = re.sub(r"^<!-- derivations -->$", lambda _: derivations(), markdown, flags=re.MULTILINE)
+    made = re.sub(r"^<!--\n(:::.*?)\n-->$", r"\1", made, flags=re.MULTILINE | re.DOTALL)  # where code hosts show tables
     return outside_of_code(made, lambda text: site_links(text, place))
 
 
@@ -184,12 +186,48 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-MADE: dict[str, Callable[[], str]] = {
-    "options of language models": partial(language_model_options, own=False),
-    "options of mixers": partial(language_model_options, own=True),
-    "options of translation models": translation_model_options,
-    "options of the task": task_options,
-    "architectures": architectures,
-    "derivations": derivations,
+def public_names(page: str) -> str:
+    """Makes the table of what a page of the reference describes, for readers of the sources."""
+    rows = []
+    for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE):
+        shown = importlib.import_module(name.rpartition(".")[0]).__dict__[name.rpartition(".")[2]]
+        file = Path(inspect.getsourcefile(inspect.unwrap(shown)) or "").relative_to(ROOT).as_posix()
+        summary = (inspect.getdoc(shown) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append((f"[`{shown.__name__}`](../../{file})", summary))
+    return table(("name, and its source", "what it is"), rows)
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "options of language models": lambda page: language_model_options(own=False),
+    "options of mixers": lambda page: language_model_options(own=True),
+    "options of translation models": lambda page: translation_model_options(),
+    "options of the task": lambda page: task_options(),
+    "architectures": lambda page: architectures(),
+    "public names": public_names,
 }
-"""What makes the place of a comment in a page."""
+"""What stands between the comments `<!-- NAME -->` and `<!-- /NAME -->` of a page in docs/."""
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables as they follow from the code."""
+
+    def made(found: re.Match[str]) -> str:
+        name = found["name"]
+        return f"<!-- {name} -->\n\n{TABLES[name](page)}\n\n<!-- /{name} -->"
+
+    pattern = r"^<!-- (?P<name>[a-z ]+) -->\n.*?^<!-- /(?P=name) -->$"
+    return re.sub(pattern, made, page, flags=re.MULTILINE | re.DOTALL)
+
+
+def pages_with_tables() -> list[Path]:
+    """Lists the pages that have such tables."""
+    return [ROOT / "docs" / "options.md", *sorted((ROOT / "docs" / "api").glob("*.md"))]
+
+
+def main() -> None:
+    for path in pages_with_tables():
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

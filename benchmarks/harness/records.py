@@ -72,5 +72,8 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def is_current(record: dict[str, Any]) -> bool:
-    """True if a record was measured in the way in which its program measures now."""
-    return record.get("method", 1) == METHODS.get(record["program"], 1)
+    """True if a record was measured in the way in which its program measures now, with the kernels that there are now.
+
+    A record of former kernels says under "superseded" what they were.
+    """
+    return record.get("method", 1) == METHODS.get(record["program"], 1) and "superseded" not in record

@@ -129,6 +129,7 @@ def _to(options: argparse.Namespace) -> None:
         data=options.data,
         tokenizer=options.tokenizer,
     )
+    print(f"{options.target} is the model as a folder for transformers: AutoModelForCausalLM.from_pretrained")
 
 
 def _with_transformers(module: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -73,6 +75,10 @@ class Mixer(nn.Module):
     takes_starts = False
     beam_size = 1
 
+    def __init_subclass__(cls) -> None:
+        if "forward" in cls.__dict__:
+            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
+
     def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
         super().__init__()
         if num_heads < 1 or (embed_dim % num_heads and not head_dim):
@@ -125,6 +131,18 @@ class Mixer(nn.Module):
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""
         return None
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a `forward` refuse an input of another shape by name, where torch speaks of its own matrices."""
+
+    @wraps(forward)
+    def checked(self: Mixer, x: Tensor, *others: Any, **named: Any) -> Any:
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
+        return forward(self, x, *others, **named)
+
+    return checked
 
 
 def keeps_rows(new_order: Tensor, rows: int) -> bool:

@@ -12,6 +12,7 @@ unchecked: one that was built with sanitizers, say.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -127,10 +128,28 @@ def _load(part: str) -> str | None:
                 return reason
             path = str(library(part))
         torch.ops.load_library(path)
+        return _wrong_processor(path) if part == "cpu" else None
     except Exception as error:  # whatever it is, there is chunkwise
         told = (str(error).splitlines() or [""])[0]
         return f"{name} could not be loaded: {type(error).__name__}: {told}; {_rebuild(part)}"
-    return None
+
+
+def cpu_instruction_sets(path: str) -> list[str]:
+    """Those that the CPU kernels in the library at `path` were compiled for and this processor has, the best last."""
+    asked = ctypes.CDLL(path).fast_weights_instruction_sets
+    asked.restype = ctypes.c_char_p
+    return re.findall(r"\w+", asked().decode())
+
+
+def _wrong_processor(path: str) -> str | None:
+    """Why this processor runs none of the kernels in the library."""
+    if cpu_instruction_sets(path):
+        return None
+    built_for = ", ".join(record().get("cpu", {}).get("variants", ())) or "other processors"
+    return (
+        f"the CPU kernels were built for {built_for}, which this processor does not have; {_rebuild('cpu')}, after "
+        "FASTWEIGHTS_BUILD_ISA=all for every processor"
+    )
 
 
 def _wrong_gpu(architectures: list[str]) -> str | None:

@@ -1,7 +1,8 @@
 """Wraps functions of fairseq-train for long runs of every task, when --user-dir is imported.
 
 Signals end a run with a checkpoint, a damaged last checkpoint is replaced, and one run at a time uses a --save-dir. The
-memory of large tensors on a CPU is kept for the next ones.
+log has the time that is left. On a CPU the memory of large tensors is kept for the next ones, and small models get few
+threads.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from fairseq.logging import progress_bar
 from fairseq_fastweights.freed_memory import keep_freed_memory
 from fairseq_fastweights.tasks.changed_data import CHANGED, FileError, LastUpdate
 from fairseq_fastweights.tasks.interruptions import Interruption
+from fairseq_fastweights.tasks.pace import Pace, choose_threads
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
 
 logger = logging.getLogger(__name__)
 
 _interruption = Interruption()
+_pace = Pace()
 _last_update: LastUpdate
 """Of the epoch that is trained."""
 _saved = 0
@@ -59,6 +62,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         _look_after_signals()
         if trainer.device.type == "cpu":
             keep_freed_memory()
+            choose_threads(trainer.cfg)
         if cfg.restore_file == "checkpoint_last.pt" and not cfg.no_save:
             if trainer.is_data_parallel_master:
                 replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)
@@ -107,6 +111,7 @@ def _validate_and_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *others: Any) -> Any:
         """fairseq's, after every update; the last one if a process has been interrupted."""
         _interruption.log.open_if_unread()
+        _pace.note(cfg, trainer, epoch_itr)
         before, changed = _saved, _last_update.note(epoch_itr)
         results = original(cfg, trainer, task, epoch_itr, *others)
         number = _largest(trainer, changed or _interruption.number)

@@ -175,12 +175,13 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_of_the_original_files_those_of_known_names_come_back(folders, tmp_path):
+def test_of_the_original_files_those_of_known_names_come_back(folders, tmp_path, capsys):
     """Whatever else somebody put beside them."""
     shutil.copytree(folders["converted"], tmp_path / "ours")
     kept = tmp_path / "ours" / "huggingface"
     (kept / "chat_template.jinja").symlink_to("config.json")  # within the folder
     assert main(["to-huggingface", str(tmp_path / "ours"), str(tmp_path / "plain")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'plain'} is the model as a folder for transformers")
     for name in (SAFETENSORS, INDEX, BIN, "modeling_mine.py", "note.txt"):
         (kept / name).write_bytes(b"other")
     (kept / "link").symlink_to("/dev/zero")

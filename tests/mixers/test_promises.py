@@ -72,6 +72,14 @@ def draw(time: int = TIME, seed: int = 1) -> Tensor:
     return contract.draw(time, WIDTH, seed)
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_an_input_of_another_shape_is_named(name):
+    mixer = build_mixer(name, WIDTH, SHARED)
+    for shape in ((TIME, 2, WIDTH + 1), (TIME, WIDTH)):
+        with pytest.raises(ValueError, match=rf"x has shape \({TIME}, .*; it must be \(time, batch, embed_dim = 16\)"):
+            mixer(torch.zeros(shape))
+
+
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *STATELESS])
 def test_parts_give_what_the_whole_gives_and_padding_takes_no_place(name, settings):
     mixer, x = build(name, settings), draw()

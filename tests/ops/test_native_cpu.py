@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import libraries, native
 from tests.ops import test_selective_scan as scans
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same, parts
 from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
@@ -115,17 +115,40 @@ def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
             yield scans.SCAN, inputs, step, [], scans.tolerance_of(inputs)
 
 
-def in_a_process(instruction_set: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"FASTWEIGHTS_CPU_ISA": instruction_set, "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module")
+def every_set() -> str:
+    """A library of all instruction sets, where the checkout's own is of this processor's best one alone."""
+    if named := os.environ.get("FASTWEIGHTS_NATIVE_CPU"):  # with sanitizers, or with a fault
+        return named
+    from native_toolchain import HostCompiler, Unavailable  # which the processes below have not on their path
+
+    try:
+        HostCompiler.find()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    folder = ROOT / "build" / "every-set"
+    environment = os.environ | {"FASTWEIGHTS_BUILD": "cpu", "FASTWEIGHTS_BUILD_ISA": "all"}
+    subprocess.run([sys.executable, "tools/native_build.py", "--into", folder], cwd=ROOT, env=environment, check=True)
+    library = str(folder / "_native_cpu.so")
+    sets = libraries.cpu_instruction_sets(library)
+    assert sets == KNOWN[: len(sets)]
+    return library
+
+
+def in_a_process(instruction_set: str, library: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    chosen = {"FASTWEIGHTS_CPU_ISA": instruction_set, "FASTWEIGHTS_NATIVE_CPU": library}
+    environment = os.environ | chosen | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @on_cpu
 @pytest.mark.slow
-def test_every_instruction_set_agrees(tmp_path):
+def test_every_instruction_set_agrees(every_set, tmp_path):
     """Over all rules and regimes. The one that this process has is what the other tests run."""
-    for name in KNOWN[: KNOWN.index(native.cpu_instruction_set())]:
-        result = in_a_process(name, "-m", "tests.ops.test_native_cpu", str(tmp_path / name))
+    for name in libraries.cpu_instruction_sets(every_set):
+        if name == native.cpu_instruction_set():
+            continue
+        result = in_a_process(name, every_set, "-m", "tests.ops.test_native_cpu", str(tmp_path / name))
         assert result.returncode == 0, result.stderr
         assert result.stdout.strip() == name
         found = torch.load(tmp_path / name)
@@ -162,14 +185,14 @@ def main() -> None:
 
 @on_cpu
 @pytest.mark.slow
-def test_an_instruction_set_that_is_not_there_is_named():
+def test_an_instruction_set_that_is_not_there_is_named(every_set):
     """And of those that are there, the last is the one that is taken."""
-    result = in_a_process("mmx", "-c", "from fairseq_fastweights.ops import native; native.cpu_instruction_set()")
+    asks = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
+    result = in_a_process("mmx", every_set, "-c", asks)
     assert result.returncode != 0
-    _, there = result.stderr.split("FASTWEIGHTS_CPU_ISA is mmx; here it may be one of ")
-    there = there.split("\n")[0].split(", ")
-    assert there == KNOWN[: len(there)]
-    assert native.cpu_instruction_set() == os.environ.get("FASTWEIGHTS_CPU_ISA", there[-1])
+    there = libraries.cpu_instruction_sets(every_set)
+    assert f"FASTWEIGHTS_CPU_ISA is mmx; here it may be one of {', '.join(there)}\n" in result.stderr
+    assert in_a_process("", every_set, "-c", asks).stdout.strip() == there[-1]
 
 
 if __name__ == "__main__":

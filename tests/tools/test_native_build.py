@@ -1,6 +1,7 @@
 """The kernels are built from what changed, refused where they do not fit, and never in the way where they cannot be."""
 
 import ctypes
+import fcntl
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,20 +19,31 @@ import native_build
 import native_toolchain
 import pytest
 import torch
+from lock_file import wait_for
 from native_toolchain import Nvcc, Torch, Unavailable
 
 from fairseq_fastweights.ops import libraries as real_libraries
+from fairseq_fastweights.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
 THIS_TORCH = str(torch.__version__)
 
 VARIANTS = ["baseline", "avx2", "avx512"] if native_toolchain.is_x86() else ["baseline"]
 # A library without torch's headers, which take seconds to compile.
+VISIBLE = 'extern "C" __attribute__((visibility("default")))'
 SOURCES = {
-    "kernels.h": "".join(f"namespace {name} {{ int one(); }}\n" for name in VARIANTS),
-    "kernels.cpp": '#include "kernels.h"\nint FAST_WEIGHTS_ISA::one() { return 1; }\n',
-    "binding.cpp": '#include "kernels.h"\nextern "C" __attribute__((visibility("default"))) '
-    f"int answer() {{ return 40 + {' + '.join(f'{name}::one()' for name in VARIANTS)}; }}\n",
+    "kernels.h": "".join(f"namespace {name} {{ int float32(), float64(); }}\n" for name in VARIANTS),
+    "kernels.cpp": '#include "kernels.h"\nint FAST_WEIGHTS_ISA::FAST_WEIGHTS_NUMBERS() { return 1; }\n',
+    "dispatch.cpp": '#include "kernels.h"\n'
+    + "".join(
+        f"#ifdef FAST_WEIGHTS_HAVE_{name.upper()}\n"
+        f"int of_{name}() {{ return {name}::float32() + {name}::float64(); }}\n"
+        f"#else\nint of_{name}() {{ return 0; }}\n#endif\n"
+        for name in VARIANTS
+    )
+    + f'{VISIBLE} const char* fast_weights_instruction_sets() {{ return "baseline"; }}\n',
+    "binding.cpp": "".join(f"int of_{name}();\n" for name in VARIANTS)
+    + f"{VISIBLE} int answer() {{ return 40 + {' + '.join(f'of_{name}()' for name in VARIANTS)}; }}\n",
 }
 LIBRARY, RECORD, LOG = (f"fairseq_fastweights/_native_{name}" for name in ("cpu.so", "build.json", "cpu.log"))
 
@@ -50,10 +63,22 @@ def libraries_of(root: Path) -> ModuleType:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with small sources; what is built is built in it."""
-    for name in ("FASTWEIGHTS_BUILD", "FASTWEIGHTS_NATIVE_CPU", "CXX", "MAX_JOBS", "TORCH_CUDA_ARCH_LIST"):
+    for name in (
+        "FASTWEIGHTS_BUILD",
+        "FASTWEIGHTS_BUILD_ISA",
+        "FASTWEIGHTS_NATIVE_CPU",
+        "CXX",
+        "MAX_JOBS",
+        "TORCH_CUDA_ARCH_LIST",
+    ):
         monkeypatch.delenv(name, raising=False)
     root = tmp_path / "checkout"
-    for path in ("fairseq_fastweights/ops/libraries.py", "tools/native_build.py", "tools/native_toolchain.py"):
+    for path in (
+        "fairseq_fastweights/ops/libraries.py",
+        "tools/lock_file.py",
+        "tools/native_build.py",
+        "tools/native_toolchain.py",
+    ):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, root / path)
     (root / "cpu").mkdir()
@@ -89,13 +114,15 @@ def test_what_changed_is_built_recorded_and_loads_and_an_interrupted_build_is_no
         whole(command, target, log)
 
     monkeypatch.setattr(native_build, "run", run)
+    monkeypatch.setenv("FASTWEIGHTS_BUILD_ISA", "all")
     assert native_build.main([]) == 0
-    files = len(VARIANTS) + 1
-    assert len(re.findall(r"^CPU kernels: .+ \(\d+ s\)$", capsys.readouterr().out, re.MULTILINE)) == files
-    assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + len(VARIANTS)
+    files = 2 * len(VARIANTS) + 2
+    told = re.findall(r"^CPU kernels: (\d) of (\d): .+ \(\d+ s, \d+ s in all\)$", capsys.readouterr().out, re.MULTILINE)
+    assert told == [(str(number + 1), str(files)) for number in range(files)]
+    assert ctypes.CDLL(str(root / LIBRARY)).answer() == 40 + 2 * len(VARIANTS)
     entry = recorded(root)["cpu"]
     assert entry["torch"] == THIS_TORCH and entry["variants"] == VARIANTS and "-O3" in str(entry["flags"])
-    for source, compiled in {"binding.cpp": 1, "kernels.cpp": len(VARIANTS), "kernels.h": files}.items():
+    for source, compiled in {"binding.cpp": 1, "kernels.cpp": 2 * len(VARIANTS), "kernels.h": files}.items():
         made.clear()
         assert native_build.main([]) == 0 and not made
         with (root / "cpu" / source).open("a") as file:
@@ -144,6 +171,7 @@ def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Pat
         ({"FASTWEIGHTS_BUILD": "none"}, 0, "(?s)CPU .*FASTWEIGHTS_BUILD was none.*CUDA .*FASTWEIGHTS_BUILD was none"),
         ({"FASTWEIGHTS_BUILD": "cuda"}, 1, r"CPU .*no C\+\+ compiler"),
         ({"FASTWEIGHTS_BUILD": "gpu"}, 2, "error: .*'gpu'"),
+        ({"CXX": "{broken}", "FASTWEIGHTS_BUILD_ISA": "avx3"}, 0, "CPU .*'avx3'; let it be here, all, or some of base"),
     ],
 )
 def test_without_a_compiler_only_what_was_asked_for_is_an_error(
@@ -159,6 +187,51 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
     printed = capsys.readouterr()
     assert re.search(says, printed.err if status == 2 else printed.out)
     assert ((root / LIBRARY).exists(), (root / "build").exists()) == (status == 2, status != 2)
+
+
+@needs_compiler
+def test_kernels_are_compiled_for_this_processor_alone_unless_others_are_asked_for() -> None:
+    """As the compiler knows it; where it does not, for all. A wheel and a build with sanitizers are for all."""
+    compiler, unknowing = native_toolchain.HostCompiler.find(), native_toolchain.HostCompiler(("false",), "14.1")
+    for who, listed, names in (
+        (compiler, "all", VARIANTS),
+        (compiler, f"{VARIANTS[-1]}; baseline", list(dict.fromkeys(["baseline", VARIANTS[-1]]))),
+        (unknowing, "here", VARIANTS),
+    ):
+        assert native_build.instruction_sets(who, listed) == names
+    everything = "FASTWEIGHTS_BUILD_ISA=all .venv/bin/python -m build"
+    assert everything in (ROOT / "Makefile").read_text()
+    if native_toolchain.is_x86() and real_libraries.why_not("cpu", THIS_TORCH) is None:
+        [here] = native_build.instruction_sets(compiler, "here")
+        assert here == native.cpu_instruction_set() or os.environ.get("FASTWEIGHTS_CPU_ISA")
+
+
+def test_a_build_with_sanitizers_is_of_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTWEIGHTS_BUILD_ISA", "baseline")
+    for sanitize, names in ((True, VARIANTS), (False, ["baseline"])):
+        plan = native_build.plan_cpu(Torch.find(), sanitize)
+        titles = [work.title for work in plan.compilations if work.source.stem == "kernels"]
+        assert titles == [f"kernels, {name}, {numbers}" for name in names for numbers in ("float32", "float64")]
+
+
+@needs_compiler
+def test_kernels_for_another_processor_are_refused_in_one_line(root: Path) -> None:
+    """As in a folder that machines share: none is run that this processor does not have."""
+    dispatch = root / "cpu/dispatch.cpp"
+    dispatch.write_text(SOURCES["dispatch.cpp"].replace('return "baseline"', 'return ""'))
+    assert native_build.main([]) == 0
+    reason = libraries_of(root).load("cpu")
+    built_for = recorded(root)["cpu"]["variants"][0]
+    assert f"were built for {built_for}, which this processor does not have; build them with" in reason
+    assert "FASTWEIGHTS_BUILD_ISA=all" in reason and "\n" not in reason
+
+
+def test_a_second_build_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open("w") as second:
+        wait_for(first, "nobody")
+        threading.Timer(0.2, fcntl.flock, (first, fcntl.LOCK_UN)).start()
+        wait_for(second, "the first")
+    assert capsys.readouterr().out == "waiting for the first to end ...\n"
 
 
 def test_a_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

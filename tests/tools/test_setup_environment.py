@@ -102,6 +102,17 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(
     assert not steps.taken and [path.name for path in root.glob(".venv/*")] == ([there] if there else [])
 
 
+def test_a_second_set_up_waits_and_steps_leave_the_kernels_to_the_end(root: Path, steps, monkeypatch) -> None:
+    waits, run = Mock(), Mock(return_value=Mock(returncode=0))
+    monkeypatch.setattr(setup_environment, "wait_for", waits)
+    assert setup_environment.main([]) == 0
+    assert str(root / ".venv" / "setup.log") in waits.call_args.args[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(setup_environment.subprocess, "run", run)
+    setup_environment.step("this project", ["pip"], root / "setup.log")
+    assert run.call_args.kwargs["env"]["FASTWEIGHTS_BUILD"] == "none"
+
+
 def test_a_step_that_fails_shows_its_output(root: Path, capsys) -> None:
     with pytest.raises(SetupError, match=r"could not install torch 9\.9; .*setup.log"):
         setup_environment.step("torch 9.9", ["sh", "-c", "echo none found; exit 3"], root / "setup.log")

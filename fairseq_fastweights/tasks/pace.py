@@ -1,0 +1,73 @@
+"""Says early in a training's log how fast it is and how much is left, and chooses threads for small models."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FIRST, LATER = 30.0, 600.0
+"""Seconds from the first update to the first line, and between two lines."""
+WIDTH_OF_A_THREAD = 128
+
+
+class Pace:
+    """Logs the time of an update, and the time that is left, where no terminal shows a progress bar."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, int] | None = None  # after the first update, which sets up more than others
+        self._next = 0.0
+
+    def note(self, cfg: Any, trainer: Any, epoch_itr: Any) -> None:
+        """Takes note of an update; logs a line if it is time for one."""
+        now, updates = time.monotonic(), trainer.get_num_updates()
+        if self._began is None or updates < self._began[1]:
+            self._began, self._next = (now, updates), now + FIRST
+        began, before = self._began
+        if now < self._next or updates == before or not trainer.is_data_parallel_master or sys.stderr.isatty():
+            return
+        self._next = now + LATER
+        seconds = (now - began) / (updates - before)
+        left = _updates_left(cfg, trainer, epoch_itr)
+        rest = "" if math.isinf(left) else f", about {_duration(left * seconds)} left for {math.ceil(left):,} updates"
+        logger.info(f"{updates:,} updates, {seconds:.2g} s each{rest}")
+
+
+def _updates_left(cfg: Any, trainer: Any, epoch_itr: Any) -> float:
+    """Updates until --max-update or --max-epoch ends the training; infinity if neither does."""
+    options = cfg.optimization
+    left = (options.max_update or math.inf) - trainer.get_num_updates()
+    if options.max_epoch:
+        batches = (options.max_epoch - epoch_itr.epoch + 1) * len(epoch_itr) - epoch_itr.iterations_in_epoch
+        frequency = options.update_freq[min(epoch_itr.epoch, len(options.update_freq)) - 1]
+        left = min(left, batches / frequency)
+    return max(left, 0)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def choose_threads(cfg: Any) -> None:
+    """Gives a small model fewer threads than there are cores, unless OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+
+    Threads that share matrices of this size mostly wait for one another; on busy cores an update can take five times
+    as long. The number follows from the width alone, so that a training that is continued has the same bits.
+    """
+    width = getattr(cfg.model, "decoder_embed_dim", None) or getattr(cfg.model, "encoder_embed_dim", None)
+    if width is None or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
+        return
+    there = torch.get_num_threads()
+    threads = min(there, max(1, width // WIDTH_OF_A_THREAD))
+    if threads < there:
+        torch.set_num_threads(threads)
+        logger.info(f"threads: {threads} of {there}, as the model has width {width}; OMP_NUM_THREADS={there} takes all")

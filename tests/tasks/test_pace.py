@@ -1,0 +1,55 @@
+"""What a training's log says early, and the threads of small models."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from fairseq_fastweights.tasks import pace
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ({"max_update": 1000}, "3 updates, 20 s each, about 5.5 h left for 997 updates"),
+        ({"max_epoch": 2}, "3 updates, 20 s each, about 12 min left for 37 updates"),
+        ({"max_epoch": 2, "max_update": 4}, "3 updates, 20 s each, about 1 min left for 1 updates"),
+        ({"max_epoch": 2, "update_freq": [1, 2]}, "3 updates, 20 s each, about 12 min left for 37 updates"),
+        ({}, "3 updates, 20 s each"),
+    ],
+)
+def test_a_log_says_in_its_first_minute_how_long_a_training_will_take(ends, says, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stderr", mock.Mock(isatty=lambda: False))
+    optimization = SimpleNamespace(**{"max_update": 0, "max_epoch": 0, "update_freq": [1], **ends})
+    noted = pace.Pace()
+    for update in range(1, 34):  # of 20 seconds each
+        trainer = SimpleNamespace(get_num_updates=lambda update=update: update, is_data_parallel_master=True)
+        epoch_itr = mock.MagicMock(epoch=1, iterations_in_epoch=update, __len__=lambda _: 20)
+        with (
+            caplog.at_level(logging.INFO),
+            mock.patch.object(pace.time, "monotonic", return_value=20.0 * update),
+        ):
+            noted.note(SimpleNamespace(optimization=optimization), trainer, epoch_itr)
+    assert caplog.records[0].message == says
+    assert [record.message.partition(" ")[0] for record in caplog.records] == ["3", "33"]
+
+
+@pytest.mark.parametrize(
+    ("width", "environment", "threads"),
+    [(64, {}, 1), (256, {}, 2), (4096, {}, 4), (None, {}, 4), (64, {"OMP_NUM_THREADS": "4"}, 4)],
+)
+def test_small_models_get_few_threads_unless_it_is_said_how_many(width, environment, threads, monkeypatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    chosen = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", chosen)
+    pace.choose_threads(SimpleNamespace(model=SimpleNamespace(decoder_embed_dim=width)))
+    assert chosen.mock_calls == ([] if threads == 4 else [mock.call(threads)])
