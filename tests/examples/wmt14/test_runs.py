@@ -212,10 +212,10 @@ def test_a_run_of_changed_files_says_so_unless_it_changed_them_itself(tmp_path: 
 def test_the_page_says_what_the_ledger_does_and_has_blocks_of_nothing_else() -> None:
     entries = ledger.read_ledger(ledger.COMMITTED)
     assert report.current(entries) == entries
-    text = report.PAGE.read_text(encoding="utf-8")
-    assert report.page(text, entries) == text
+    text = (report.DOCS / "results.md").read_text(encoding="utf-8")
+    assert report.page("results.md", text, entries) == text
     with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
-        report.page(text, [])
+        report.page("results.md", text, [])
 
 
 def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path) -> None:
