@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct with other mixers in some or all of its 30 layers. `reproduce.py run` trains and scores them."""
+"""SmolLM2-135M-Instruct with other mixers in some of its layers, or all. `reproduce.py run` trains and scores them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,20 @@ _LAYERS = {6: "5,10,15,20,25,30", 12: "3,5,8,10,13,15,18,20,23,25,28,30", 30: "1
 """Those that get another mixer, by their number."""
 
 
-def _trained(start: str, updates: int, lr: str, becomes_source: bool = False) -> LanguageModel:
+def _trained(start: str, updates: int, schedule: str, becomes_source: bool = False) -> LanguageModel:
     """`start`: options that say what it begins from. `becomes_source`: whether others begin from it."""
-    schedule = f"--optimizer adam --lr {lr} --lr-scheduler cosine --warmup-updates 2 --max-update {updates}"
+    schedule = f"--optimizer adam {schedule} --max-update {updates}"
     # A training of minutes is saved at its end alone, for its model.
     ends = f"--validate-interval-updates {updates} --no-last-checkpoints --no-save-optimizer-state"
     options = f"--cpu --num-workers 0 {_SHAPE} {start} {schedule} {ends}"
     return replace(_RECIPE, options=options, becomes_source=becomes_source)
 
 
-_FINE_TUNING = _trained("--finetune-from-model SOURCE --clip-norm 1", _TUNED, "0.0001")
+def _cosine(lr: str) -> str:
+    return f"--lr {lr} --lr-scheduler cosine --warmup-updates 2"
+
+
+_FINE_TUNING = _trained("--finetune-from-model SOURCE --clip-norm 1", _TUNED, _cosine("0.0001"))
 
 
 def _converted(mixer: str, layers: int, seeds: int) -> dict[str, Row]:
@@ -57,7 +61,8 @@ def _converted(mixer: str, layers: int, seeds: int) -> dict[str, Row]:
     words, flags, lr = _MIXERS[mixer]
     name, title = f"{mixer}-{layers}", f"{words} in {layers} of 30 layers"
     mixers = f"--mixers softmax,{mixer}:{_LAYERS[layers]} {flags}"
-    transfer = _trained("--transfer-from SOURCE --criterion attention_transfer", _TRANSFERRED, lr, becomes_source=True)
+    start = "--transfer-from SOURCE --criterion attention_transfer"
+    transfer = _trained(start, _TRANSFERRED, _cosine(lr), becomes_source=True)
     return {
         f"{name}-transfer": Row(f"{title}, attention transfer", transfer, mixers, ()),
         name: Row(
@@ -68,13 +73,13 @@ def _converted(mixer: str, layers: int, seeds: int) -> dict[str, Row]:
 
 def _rows() -> dict[str, Row]:
     # One update that changes nothing: the source, as a row that is scored like the others.
-    copied = _trained("--transfer-from SOURCE", 1, "0")
+    copied = _trained("--transfer-from SOURCE", 1, "--lr 0 --lr-scheduler fixed")
     rows = {
         SOURCE: Row("the source", copied, "--mixers softmax", ()),
         "source-tuned": Row("the source, fine-tuned", _FINE_TUNING, "--mixers softmax", ()),
     }
-    for layers, mixers in ((6, _MIXERS), (12, _MIXERS), (30, _MIXERS)):
-        for mixer in mixers:
+    for layers in _LAYERS:
+        for mixer in _MIXERS:
             rows |= _converted(mixer, layers, 3 if layers == 6 and mixer in ("window-sum", "gated-delta") else 1)
     return rows
 
