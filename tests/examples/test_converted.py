@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import encode
+import last_words
 import pytest
 
 from tests.conversion import llamas
@@ -76,6 +77,31 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
     assert trained("8") == "102\n"
 
 
+@pytest.mark.slow
+def test_smollm2_is_converted_its_text_cut_and_last_words_are_asked_for(smollm2: Path, smollm2_data: Path) -> None:
+    """Of the split of each size: all lines, two lines of 53 words, and one."""
+    counts = {split: 54 * lines for split, lines in (("train", 4), ("valid", 2), ("test", 1))}
+    found = json.loads((smollm2_data / "words.json").read_text())
+    assert {split: count["words"] for split, count in found.items()} == counts
+    assert (smollm2_data / "dict.txt").read_text() == (smollm2 / "dict.txt").read_text()
+    asked = [json.loads(line) for line in (smollm2.with_name("tasks") / "last_words.jsonl").open()]
+    assert asked == [{"text": f"{'the cat ' * 24}sat on the mat"}] * 4
+    assert not smollm2.with_name("text").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "passage"),
+    [
+        ("a " * 39 + "b . c .", "a " * 39 + "b"),
+        ("a " * 38 + "b . c 7 . d .", "a " * 38 + "b . c 7 . d"),  # too early, no letters
+        ("a " * 50 + "7 .", None),
+    ],
+)
+def test_a_passage_ends_with_a_sentence_and_not_before(text: str, passage: str | None, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(f" = Title = \n {text} \n")
+    assert list(last_words.passages(tmp_path / "text")) == ([passage] if passage else [])
+
+
 def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Path, tmp_path: Path, capfd) -> None:
     (tmp_path / "valid.txt").write_text("a\n")
     damaged = "is damaged, or not what its name says"
@@ -98,8 +124,11 @@ def test_text_is_cut_by_any_tokenizer_that_a_converted_model_has(tmp_path: Path)
     tokenizer = llamas.tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 1}')
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe mat")
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe\nmat")
     assert encode.main([str(tmp_path)] * 3) == 0
-    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the mat")]
+    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the\nmat")]
     assert (tmp_path / "valid.bpe").read_text().splitlines() == numbers
+    # Line ends are words, too: those of a text and those between texts.
+    counts = {"words": len(llamas.TEXT.split()) + 1 + 2 + 2, "subwords": sum(len(x.split()) + 1 for x in numbers)}
+    assert json.loads((tmp_path / "words.json").read_text()) == dict.fromkeys(("train", "valid", "test"), counts)
