@@ -7,14 +7,15 @@ from dataclasses import replace
 from papers.language_models import LanguageModel
 from papers.rows import Row, Table
 
-# What from-huggingface writes to options.txt.
-_SHAPE = (
+# As from-huggingface writes it to options.txt.
+SHAPE = (
     "--arch fast_weight_lm --decoder-layers 30 --decoder-embed-dim 576 --decoder-input-dim 576 --decoder-output-dim 576"
     " --decoder-ffn-embed-dim 1536 --decoder-attention-heads 9 --kv-heads 3 --decoder-normalize-before"
     " --no-scale-embedding --share-decoder-input-output-embed --max-target-positions 8192 --mask-special-symbols"
     " --no-token-positional-embeddings --dropout 0 --attention-dropout 0 --rms-norm-eps 1e-05 --swiglu"
     " --projection-bias none --rotary-dim 64 --rotary-base 100000.0"
 )
+"""The options of the source's shape."""
 _TRANSFERRED, _TUNED = 48, 16
 _RECIPE = LanguageModel(
     "",
@@ -45,7 +46,7 @@ def _trained(start: str, updates: int, schedule: str, becomes_source: bool = Fal
     schedule = f"--optimizer adam {schedule} --max-update {updates}"
     # A training of minutes is saved at its end alone, for its model.
     ends = f"--validate-interval-updates {updates} --no-last-checkpoints --no-save-optimizer-state"
-    options = f"--cpu --num-workers 0 {_SHAPE} {start} {schedule} {ends}"
+    options = f"--cpu --num-workers 0 {SHAPE} {start} {schedule} {ends}"
     return replace(_RECIPE, options=options, becomes_source=becomes_source)
 
 
@@ -59,7 +60,7 @@ _FINE_TUNING = _trained("--finetune-from-model SOURCE --clip-norm 1", _TUNED, _c
 def _converted(mixer: str, layers: int, seeds: int) -> dict[str, Row]:
     """After attention transfer alone, and fine-tuned from there."""
     words, flags, lr = _MIXERS[mixer]
-    name, title = f"{mixer}-{layers}", f"{words} in {layers} of 30 layers"
+    name, title = f"{mixer}-{layers}", f"{words} in {f'{layers} of' if layers < 30 else 'all'} 30 layers"
     mixers = f"--mixers softmax,{mixer}:{_LAYERS[layers]} {flags}"
     start = "--transfer-from SOURCE --criterion attention_transfer"
     transfer = _trained(start, _TRANSFERRED, _cosine(lr), becomes_source=True)
