@@ -20,8 +20,8 @@ here=$(dirname "$0")
 
 [ $# = 2 ] || usage
 out=${1%/} folder=${2%/} gguf=${GGUF:-}
-train=0 valid=${VALID_WORDS:-600} test=${TEST_WORDS:-3000}
-check_positive VALID_WORDS "$valid" TEST_WORDS "$test"
+declare -A most=([train]=0 [valid]=${VALID_WORDS:-600} [test]=${TEST_WORDS:-3000}) # 0 is all
+check_positive VALID_WORDS "${most[valid]}" TEST_WORDS "${most[test]}"
 for split in train valid test; do
     [ -e "$folder/wiki.$split.tokens" ] || [ -e "$folder/wiki.$split.tokens.gz" ] ||
         die "$folder holds neither wiki.$split.tokens nor wiki.$split.tokens.gz"
@@ -44,7 +44,7 @@ if [ ! -e "$out/data/dict.txt" ]; then
     for split in train valid test; do
         file=$folder/wiki.$split.tokens
         { if [ -e "$file" ]; then cat "$file"; else gzip --decompress --stdout "$file.gz"; fi; } |
-            LC_ALL=C awk -v most="${!split}" '!most || words < most; { words += NF }' > "$out/text/$split.txt"
+            LC_ALL=C awk -v most="${most[$split]}" '!most || words < most; { words += NF }' > "$out/text/$split.txt"
     done
 fi
 plain=$folder/wiki.test.tokens
