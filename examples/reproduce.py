@@ -45,7 +45,7 @@ from papers import SCALED, TABLES, estimate
 from papers.drawing import draw_table
 from papers.grid import plan, run_grid
 from papers.ledger import COMMITTED, code_digest, command_lines, read_ledger
-from papers.report import PAGE, block, current, is_stale, page
+from papers.report import DOCS, block, current, is_stale, page
 from papers.rows import Call, Places, RowError, Table
 
 ALL = TABLES | SCALED
@@ -155,14 +155,14 @@ def _report(arguments: list[str]) -> int:
     """Reads what follows `report`, and does it; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="reproduce.py report",
-        description="Prints a table of the results of `run`. Without TABLE it makes those of docs/results.md.",
+        description="Prints a table of the results of `run`. Without TABLE it makes those of the pages in docs/.",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", choices=ALL, help=", ".join(ALL))
     parser.add_argument("--ledger", type=Path, default=COMMITTED, metavar="FILE", help="(default: the one committed)")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of TABLE there")
     options = parser.parse_args(arguments)
     if options.figures and not options.table:
-        parser.error("--figures goes with TABLE; without it the figures are those of docs/results.md")
+        parser.error("--figures goes with TABLE; without it the figures are those of docs/")
 
     def work() -> None:
         entries = read_ledger(options.ledger)
@@ -177,9 +177,10 @@ def _report(arguments: list[str]) -> int:
             if options.figures:
                 draw_table(options.table, ALL[options.table], entries, options.figures)
         else:
-            write_whole(PAGE, page(PAGE.read_text(encoding="utf-8"), entries))
+            for path in {DOCS / table.page: None for table in SCALED.values()}:
+                write_whole(path, page(path.name, path.read_text(encoding="utf-8"), entries))
             for name, table in SCALED.items():
-                draw_table(name, table, current(entries), PAGE.parent)
+                draw_table(name, table, current(entries), DOCS)
 
     return run_to_the_end(work, RowError)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 _GPU = re.compile(r"rank +(\d+): capabilities = .*? total memory = ([\d.]+) GB ; name = (.*?) *$", re.MULTILINE)
 _BACKEND = re.compile(r"\| (\w+) \| [\w.]+ \| fast weight rules run by ([^;\n]+)")
-_JSON_LINE = re.compile(r"\| (train_inner|valid) \| (\{.*)$", re.MULTILINE)
+_JSON_LINE = re.compile(r"\| (train_inner|train|valid) \| (\{.*)$", re.MULTILINE)
 
 
 @dataclass
@@ -20,10 +20,11 @@ class Training:
 
     `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
     that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
-    medians of the reports. `seconds`: that its updates took, all parts of an interrupted training together. `finished`:
-    whether the training came to the end. `gpus`: the name of each, of the last part. `gpu_memory`: GiB that torch had
-    of the first GPU at most, in the updates that were reported. `backends`: what the fast weight rules ran by;
-    `without_kernels`, those of them that took the place of kernels which were missing.
+    medians of the reports, or of the epochs of a training that is shorter than the time to its first report. `seconds`:
+    that its updates took, all parts of an interrupted training together. `finished`: whether the training came to the
+    end. `gpus`: the name of each, of the last part. `gpu_memory`: GiB that torch had of the first GPU at most, in the
+    updates that were reported. `backends`: what the fast weight rules ran by; `without_kernels`, those of them that
+    took the place of kernels which were missing.
     """
 
     parameters: int | None = None
@@ -41,7 +42,7 @@ class Training:
 
 def parse_training(log: str) -> Training:
     """Reads what there is, which may be nothing."""
-    training, speeds, steps, free = Training(), [], [], []
+    training, speeds, steps, free, epochs = Training(), [], [], [], []
     if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
         training.parameters = int(parameters[-1].replace(",", ""))
     last = 0
@@ -49,6 +50,9 @@ def parse_training(log: str) -> Training:
         last = found.end()
         with suppress(ValueError, KeyError):  # of a line that is cut off
             values = json.loads(found[2])
+            if found[1] == "train":
+                epochs.append([float(values[f"train_{name}"]) for name in ("wps", "ups", "train_wall")])
+                continue
             perplexities, prefix = (training.valid, "valid_") if found[1] == "valid" else (training.train, "")
             update = int(values[f"{prefix}num_updates"])
             if f"{prefix}ppl" in values:  # not of attention that is transferred
@@ -58,6 +62,9 @@ def parse_training(log: str) -> Training:
                 steps.append(float(values.get("ups", 0)))
                 training.seconds += float(values.get("train_wall", 0))
                 free += [float(values["gb_free"])] if "gb_free" in values else []
+    if epochs and not speeds:
+        speeds, steps, walls = map(list, zip(*epochs, strict=True))
+        training.seconds = sum(walls)
     if speeds:
         training.speed, training.updates_per_second = median(speeds), median(steps)
     workers = re.findall(r"CUDA enviroments for all (\d+) workers", log)

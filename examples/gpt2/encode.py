@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Cuts text into the subwords of a converted model, a document a line. See prepare.sh.
 
-    encode.py SOURCE FOLDER OUT [--train-tokens N] [--valid-tokens N] [--workers N]
+    encode.py SOURCE FOLDER OUT [--train-tokens N] [--valid-tokens N] [--test-tokens N] [--workers N]
 
-Makes OUT/{train,valid}.bpe of the text in FOLDER. Beside a file that is whole lies what it was made from,
-OUT/{train,valid}.json; it is not made again of the same.
+Makes OUT/{train,valid,test}.bpe of the text in FOLDER, which may be without test. Beside a file that is whole lies what
+it was made from, as OUT/train.json; it is not made again of the same. OUT/words.json has the words and the subwords of
+each split, line ends among them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SEPARATOR = "<|endoftext|>"
 """The line between two documents of a text file."""
 KINDS = tuple(f".{kind}{packed}" for kind in ("txt", "jsonl") for packed in ("", ".gz", ".zst"))
-NAMES = {"train": ("train",), "valid": ("valid", "val")}
+NAMES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 """What the files, or folders of files, of a split may be called."""
+OPTIONAL = "test"
 TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
 OTHER_TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
 """What from-huggingface leaves of a byte-level BPE such as GPT-2's, and of any other tokenizer."""
@@ -40,7 +42,7 @@ _DOCUMENTS = 64
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Encodes both splits; returns the exit status."""
+    """Encodes all splits; returns the exit status."""
     parser = argparse.ArgumentParser(description="Cuts text into the subwords of a converted model.")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted model's folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="has the text")
@@ -53,9 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         files = {split: find_files(options.folder, split) for split in NAMES}  # before any work
+        counts = {}
         for split, paths in files.items():
             most = getattr(options, f"{split}_tokens")
-            encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
+            if paths:
+                counts[split] = encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
+        (options.out / "words.json").write_text(json.dumps(counts) + "\n")
     except (TextError, OSError) as error:
         print(f"encode.py: {error}", file=sys.stderr)
         return 1
@@ -72,7 +77,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
         for path in [*(folder / f"{name}{kind}" for kind in KINDS), *sorted((folder / name).glob("*"))]
         if path.is_file() and path.name.endswith(KINDS)
     ]
-    if not found:
+    if not found and split != OPTIONAL:
         raise TextError(
             f"{folder} holds no {' or '.join(NAMES[split])}, neither a file nor a folder of files; they must be "
             f"{', '.join(KINDS)}"
@@ -80,9 +85,9 @@ def find_files(folder: Path, split: str) -> list[Path]:
     return found
 
 
-def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, workers: int) -> None:
-    """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends. Raises
-    TextError if there is no document, or a file cannot be read.
+def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, workers: int) -> dict[str, int]:
+    """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends. Returns
+    how many "words" and "subwords" these are. Raises TextError if there is no document, or a file cannot be read.
     """
     record = out.with_suffix(".json")
     made_from = {
@@ -90,25 +95,29 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
         "files": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "tokens": most,
     }
-    if record.exists() and json.loads(record.read_text()) == made_from:
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if before.get("made from") == made_from:
         print(f"{out} is there")
-        return
+        return before["counts"]
     record.unlink(missing_ok=True)
     part = out.with_name(f"{out.name}.part")
-    written = tokens = 0
+    written = tokens = words = 0
     with part.open("w", encoding="ascii") as file:
-        for line in _encode_all(chain.from_iterable(map(documents, paths)), source, workers):
+        for line, count in _encode_all(chain.from_iterable(map(documents, paths)), source, workers):
             file.write(f"{line}\n")
             written += 1
+            words += count
             tokens += line.count(" ") + 2  # with the line end
             if most is not None and tokens >= most:
                 break
     if not written:
         raise TextError(f"{', '.join(map(str, paths))}: there is no text")
     part.replace(out)
-    part.write_text(json.dumps(made_from))
+    counts = {"words": words, "subwords": tokens}
+    part.write_text(json.dumps({"made from": made_from, "counts": counts}))
     part.replace(record)
     print(f"{out}: {written:,} documents, {tokens:,} tokens with an end for each")
+    return counts
 
 
 def documents(path: Path) -> Iterator[str]:
@@ -196,15 +205,15 @@ def _start_worker(source: Path) -> None:
     _tokenizer = load_tokenizer(source)
 
 
-def _encode(document: str) -> str:
-    return _tokenizer(document)
+def _encode(document: str) -> tuple[str, int]:
+    return _tokenizer(document), len(document.split()) + document.count("\n") + 1
 
 
-def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[str]:
-    """Encodes texts, in order, without reading far ahead of what is taken."""
-    encode = load_tokenizer(source)  # its imports and its errors, once and here
+def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[tuple[str, int]]:
+    """Encodes texts, in order, without reading far ahead of what is taken, and counts words with line ends."""
+    _start_worker(source)  # its imports and its errors, once and here
     if workers == 1:
-        yield from map(encode, texts)
+        yield from map(_encode, texts)
         return
     with pool(workers, _start_worker, source) as processes:
         while batch := list(islice(texts, _DOCUMENTS * workers)):

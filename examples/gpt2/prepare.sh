@@ -5,7 +5,7 @@
 #
 # OUT     where the binarised data go; it appears when all is done, and a finished OUT is left as it is
 # SOURCE  the model, as `python -m fairseq_fastweights.conversion from-huggingface` leaves it
-# FOLDER  the text: train and valid (or val), files or folders of files. .txt has documents with a line <|endoftext|>
+# FOLDER  the text: train and valid (or val), and test if there is one, files or folders of files. .txt has documents with a line <|endoftext|>
 #         between them; .jsonl an object a line, of which "text" is a document, as The Pile has it; also .gz and .zst
 #
 # In the environment, with their defaults:
@@ -47,9 +47,11 @@ python "$here/encode.py" "$source" "$folder" "$work" --train-tokens "${TRAIN_TOK
     exit 1
 }
 rm -rf "${work:?}/bin"
-fairseq-preprocess --only-source --srcdict "$source/dict.txt" --workers "$workers" --destdir "$work/bin" \
-    --trainpref "$work/train.bpe" --validpref "$work/valid.bpe"
+splits=(--trainpref "$work/train.bpe" --validpref "$work/valid.bpe")
+[ ! -e "$work/test.bpe" ] || splits+=(--testpref "$work/test.bpe")
+fairseq-preprocess --only-source --srcdict "$source/dict.txt" --workers "$workers" --destdir "$work/bin" "${splits[@]}"
+cp "$work/words.json" "$work/bin"
 [ ! -d "$out" ] || rmdir "$out"
 mv "$work/bin" "$out"
 rm -r "$work"
-echo "$out: train and valid, in the subwords of $source"
+echo "$out: the text in the subwords of $source"

@@ -21,7 +21,7 @@ from common.json_lines import append_line, whole_lines
 from papers.rows import PACKAGE, ROOT, Call, Places, RowError, plugin, shown
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
-"""The runs that docs/results.md is made of."""
+"""The runs that the tables of docs/results.md and docs/convert.md are made of."""
 _NO_LEDGER = ("--", ":(exclude)examples/papers/ledger.jsonl")
 """All files but that one, which a run itself changes."""
 _COMPUTES = ("fairseq_fastweights", "cpu")

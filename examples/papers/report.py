@@ -1,11 +1,11 @@
-"""Tables and verdicts of what a ledger has, and those of docs/results.md."""
+"""Tables and verdicts of what a ledger has, and those of the pages in docs/."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -17,7 +17,7 @@ from papers.ledger import Entry
 from papers.rows import ROOT, Claim, Places, RowError, Table
 from papers.scaled import SCALED
 
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
 _WITHOUT = " (without kernels)"
 _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95%, by the number of seeds; of more than ten it would be a little smaller."""
@@ -74,19 +74,21 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
     if len({entry.data for entry in found}) > 1 or len({entry.inputs for entry in found if entry.inputs}) > 1:
         raise RowError(f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own")
     measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
-    header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *table.measures]
+    above = [f"loss above {table.rows[table.baseline[0]].model}, %"] if table.baseline else []
+    header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *above, *table.measures]
     rows = []
     for key, row in table.rows.items():
         of_row = [entry for entry in found if entry.row == key]
         if not of_row:
-            rows.append([row.model, "0", *[""] * (3 + len(measures)), *row.numbers])
+            rows.append([row.model, "0", *[""] * (3 + len(measures) + len(above)), *row.numbers])
             continue
         scores = [_cell([entry.scores[name] for entry in of_row if name in entry.scores], name) for name in measures]
         perplexity = _cell([min(value for _, value in entry.valid) for entry in of_row if entry.valid])
         hours = mean(entry.seconds for entry in of_row) / 3600
         numbers = [str(len(of_row)), f"{of_row[0].parameters:,}", f"{hours:.2f}", perplexity]
         mark = _WITHOUT if any(entry.without_kernels for entry in of_row) else ""
-        rows.append([f"{row.model}{mark}", *numbers, *scores, *row.numbers])
+        compared = [_above(of_row, found, *table.baseline)] if table.baseline else []
+        rows.append([f"{row.model}{mark}", *numbers, *scores, *compared, *row.numbers])
     verdicts = [[claim.text, *verdict(claim, found)] for claim in table.claims]
     claims = [format_table(["claim", "measured", "verdict"], verdicts)] if verdicts else []
     drawn = [f"![Validation perplexity by update]({name}-curves.png)"] if has_curves(found) else []
@@ -109,6 +111,14 @@ def _cell(values: Sequence[float], measure: str = "") -> str:
     if values and max(values) > 2 * min(values):  # of what broke down a mean says nothing
         return f"{min(values):,.0f} – {max(values):,.0f}"
     return str(interval(values)) if values else ""
+
+
+def _above(of_row: Sequence[Entry], entries: Sequence[Entry], baseline: str, measure: str) -> str:
+    """By how many percent the loss of a row is above that of another."""
+    of_other = [log(entry.scores[measure]) for entry in entries if entry.row == baseline]
+    if not of_other:
+        return ""
+    return str(interval([100 * (log(entry.scores[measure]) / mean(of_other) - 1) for entry in of_row]))
 
 
 def difference(claim: Claim, entries: Sequence[Entry]) -> Interval | None:
@@ -160,15 +170,18 @@ def _made_by(entries: Sequence[Entry]) -> str:
     return " ".join(f"{name[0].upper()}{name[1:]}: {'; '.join(values)}." for name, values in seen.items() if values)
 
 
-def page(text: str, entries: Iterable[Entry]) -> str:
-    """The page with its blocks made anew. Raises RowError if what was run has no block, or a block has nothing."""
+def page(name: str, text: str, entries: Iterable[Entry]) -> str:
+    """The page of this name in `DOCS` with its blocks made anew. Raises RowError if what was run has no block, or a
+    block has nothing.
+    """
     entries = current(entries)
-    for name, table in SCALED.items():
-        begin, end = f"<!-- {name}: made by examples/reproduce.py report -->", f"<!-- /{name} -->"
+    tables = {name_of: table for name_of, table in SCALED.items() if table.page == name}
+    for name_of, table in tables.items():
+        begin, end = f"<!-- {name_of}: made by examples/reproduce.py report -->", f"<!-- /{name_of} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        made = f"{begin}\n\n{block(name, table, entries, pictures=True)}\n{end}"
+        made = f"{begin}\n\n{block(name_of, table, entries, pictures=True)}\n{end}"
         text, count = pattern.subn(lambda _, made=made: made, text)
-        wanted = int(any(entry.table == name for entry in entries))
+        wanted = int(any(entry.table == name_of for entry in entries))
         if count != wanted:
-            raise RowError(f"{PAGE} has {count} blocks between {begin} and {end}; it must have {wanted}")
+            raise RowError(f"{DOCS / name} has {count} blocks between {begin} and {end}; it must have {wanted}")
     return text

@@ -122,7 +122,8 @@ class Table:
     """A table of a paper.
 
     `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: what the paper's
-    numbers are. `rows`: by their names on the command line. `claims`: of tables that are scaled down.
+    numbers are. `rows`: by their names on the command line. `claims`: of tables that are scaled down. `page`: of docs/,
+    where the results are. `baseline`: the row, and its perplexity, that the losses of all are compared with.
     """
 
     title: str
@@ -130,6 +131,8 @@ class Table:
     measures: tuple[str, ...]
     rows: dict[str, Row]
     claims: tuple[Claim, ...] = ()
+    page: str = "results.md"
+    baseline: tuple[str, str] | None = None
 
 
 def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from papers.language_models import LanguageModel
 from papers.rows import Claim, Row, Table
+from papers.smollm2 import SMOLLM2
 from papers.translation import Translation
 
 # Schlag et al. 2021, Table 1, on Multi30k: 30 epochs, at whose end the learning rate is 0.
@@ -312,5 +313,6 @@ SCALED = {
             )
         ),
     ),
+    "smollm2": SMOLLM2,
 }
 """As they are called on the command line. The numbers are the paper's, of its own models and data."""

@@ -197,10 +197,13 @@ def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions
         hidden = model.decoder.extract_features(tokens)[1]["inner_states"]
         inputs = [layer.self_attn_layer_norm(x) for layer, x in zip(model.decoder.layers, hidden, strict=False)]
         targets = [m(x, None, tokens.eq(1))[0] for m, x in zip(model.decoder.mixers, inputs, strict=True)]
+    passed = []
     for layer, value in zip(model.decoder.layers, (0.0, 0.5), strict=True):
         layer.self_attn = Constant(value)
+        layer.final_layer_norm.register_forward_hook(lambda norm, *_: passed.append(norm))
     mixers = model.decoder.mixers
     errors = AttentionTransfer(source, model.decoder).errors(model, {"src_tokens": tokens})
+    assert passed == [model.decoder.layers[0].final_layer_norm]  # nothing is computed after the last mixer
     real = tokens.t().ne(1)
     for mixer, x, target, error in zip(mixers, inputs, targets, errors, strict=True):
         assert torch.allclose(mixer.read[0][real], x[real], atol=1e-5)

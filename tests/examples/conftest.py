@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
-sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "wmt14", "xatl")]  # as when their programs are started
+sys.path += [
+    str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")
+]  # as when their programs are started
 import reproduce as reproduce_command  # noqa: E402
 
 Result = subprocess.CompletedProcess[str]
@@ -43,6 +45,9 @@ TINY = {
         --decoder-attention-heads 2""",
 }
 TINY["finetuning"] = TINY["wikitext103"]
+TINY["smollm2"] = """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
+    --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64 --rms-norm-eps 1e-6
+    --rotary-dim 8 --rotary-base 10000"""
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
@@ -51,6 +56,8 @@ def tiny(table: str, row: str) -> list[str]:
     flags = TINY[reproduce_command.ALL[table].folder].split()
     if "hybrid" in row:  # of two layers, the second has softmax
         flags += ["--softmax-attention-layers", "2"]
+    if found := re.fullmatch(r"(.*)-(6|12|30)(-transfer)?", row if table == "smollm2" else ""):
+        flags += ["--mixers", f"softmax,{found[1]}:1"]
     if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
         flags += ["--feature-dim", "8"]
     return flags
@@ -267,6 +274,30 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def gpt2_data(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_documents(gpt2, tmp_path_factory.mktemp("gpt2-data"), "gpt2/prepare.sh")
+
+
+@pytest.fixture(scope="session")
+def smollm2_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data that examples/smollm2 makes, with a random model's file in place of the published one."""
+    import gguf
+
+    from tests.conversion import llamas, test_gguf
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    model = llamas.model("Llama", tie_word_embeddings=True, **test_gguf.SETTINGS)
+    test_gguf.write(folder / "model.gguf", model, gguf.GGMLQuantizationType.Q4_1)
+    for split in ("train", "valid", "test"):
+        (folder / f"wiki.{split}.tokens").write_text(f" {'the cat ' * 24}sat on the mat . \n" * 4)
+    env = {"GGUF": folder / "model.gguf", "VALID_WORDS": 60, "TEST_WORDS": 10, "WORKERS": 1}
+    result = run_script(EXAMPLES / "smollm2" / "prepare.sh", folder / "out", folder, env=env)
+    assert result.returncode == 0, result.stderr
+    return folder / "out" / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_data: Path) -> Path:
+    """The converted model beside them."""
+    return smollm2_data.with_name("source")
 
 
 @pytest.fixture(scope="session")

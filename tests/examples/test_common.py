@@ -153,6 +153,11 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twi
         parts = [f'x | train_inner | {{{what}, "wps": 1, "num_updates": {n}, "train_wall": 3}}\n' for n in (6, 12)]
         training = fairseq_logs.parse_training("".join(parts))
         assert (training.seconds, len(training.train)) == (6, 2 * ("ppl" in what))
+    # One that ends before its first report has the sums of its epochs, which count for no other.
+    epoch = 'x | train | {"train_wps": "50", "train_ups": "2", "train_train_wall": "7"}\n'
+    for log, told in ((epoch * 2, (14, 50, 2)), ("".join(parts) + epoch, (6, 1, 0))):
+        training = fairseq_logs.parse_training(log)
+        assert (training.seconds, training.speed, training.updates_per_second) == told
     with pytest.raises(ValueError, match="its log has no training"):
         fairseq_logs.read_training("Traceback (most recent call last):\n")
     assert fairseq_logs.describe_training("", 8) == "starting"

@@ -2,17 +2,25 @@
 
 import gzip
 import json
+import os
+import shlex
 import shutil
 import subprocess
 from argparse import Namespace
 from pathlib import Path
 
 import encode
+import last_words
 import pytest
+import torch
+from papers.smollm2 import SHAPE
 
-from tests.conversion import llamas
+from fairseq_fastweights.conversion.__main__ import main as conversion
+from tests.conversion import llamas, sources
 
-from .conftest import DOCUMENTS, EXAMPLES, run_script
+from .conftest import DOCUMENTS, EXAMPLES, options, run_script
+
+FILE = Path(os.environ.get("SMOLLM2_GGUF") or "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @pytest.mark.slow
@@ -76,6 +84,49 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
     assert trained("8") == "102\n"
 
 
+@pytest.mark.slow
+def test_smollm2_is_converted_its_text_cut_and_last_words_are_asked_for(smollm2: Path, smollm2_data: Path) -> None:
+    """Of the split of each size: all lines, two lines of 53 words, and one."""
+    counts = {split: 54 * lines for split, lines in (("train", 4), ("valid", 2), ("test", 1))}
+    found = json.loads((smollm2_data / "words.json").read_text())
+    assert {split: count["words"] for split, count in found.items()} == counts
+    assert (smollm2_data / "dict.txt").read_text() == (smollm2 / "dict.txt").read_text()
+    asked = [json.loads(line) for line in (smollm2.with_name("tasks") / "last_words.jsonl").open()]
+    assert asked == [{"text": f"{'the cat ' * 24}sat on the mat"}] * 4
+    assert not smollm2.with_name("text").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FILE.is_file(), reason=f"SMOLLM2_GGUF is not set, and there is no {FILE}")
+def test_smollm2s_own_file_has_the_rows_shape_and_the_logits_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    assert conversion(["from-huggingface", str(FILE), str(tmp_path / "ours")]) == 0
+    shape = shlex.split((tmp_path / "ours" / "options.txt").read_text())
+    assert {name: float(x) if x[:1].isdigit() else x for name, _, x in (word.partition("=") for word in shape)} == {
+        name: float(x) if x[:1].isdigit() else x for name, x in options(["", *shlex.split(SHAPE)]).items()
+    }
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
+    model, _, numbers = sources.load(tmp_path / "ours", theirs)
+    tokens = torch.randint(theirs.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = model(numbers[tokens])[0][..., numbers], theirs(tokens).logits
+    assert torch.allclose(found, expected, atol=1e-3)  # of logits of about 20
+
+
+@pytest.mark.parametrize(
+    ("text", "passage"),
+    [
+        ("a " * 39 + "b . c .", "a " * 39 + "b"),
+        ("a " * 38 + "b . c 7 . d .", "a " * 38 + "b . c 7 . d"),  # too early, no letters
+        ("a " * 50 + "7 .", None),
+    ],
+)
+def test_a_passage_ends_with_a_sentence_and_not_before(text: str, passage: str | None, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(f" = Title = \n {text} \n")
+    assert list(last_words.passages(tmp_path / "text")) == ([passage] if passage else [])
+
+
 def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Path, tmp_path: Path, capfd) -> None:
     (tmp_path / "valid.txt").write_text("a\n")
     damaged = "is damaged, or not what its name says"
@@ -98,8 +149,11 @@ def test_text_is_cut_by_any_tokenizer_that_a_converted_model_has(tmp_path: Path)
     tokenizer = llamas.tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 1}')
-    for split in ("train", "valid"):
-        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe mat")
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"{llamas.TEXT}\n<|endoftext|>\nthe\nmat")
     assert encode.main([str(tmp_path)] * 3) == 0
-    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the mat")]
+    numbers = [" ".join(map(str, tokenizer.encode(document).ids)) for document in (llamas.TEXT, "the\nmat")]
     assert (tmp_path / "valid.bpe").read_text().splitlines() == numbers
+    # Line ends are words, too: those of a text and those between texts.
+    counts = {"words": len(llamas.TEXT.split()) + 1 + 2 + 2, "subwords": sum(len(x.split()) + 1 for x in numbers)}
+    assert json.loads((tmp_path / "words.json").read_text()) == dict.fromkeys(("train", "valid", "test"), counts)

@@ -27,6 +27,7 @@ PLACES = {
     "xatl": "pythia pythia_data",
     "wmt14": "parallel",
     "finetuning": "data",
+    "smollm2": "smollm2 smollm2_data",
 }
 # Those that start from another row of their table are run with it, below.
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows if table.rows[row].source is None]
@@ -41,6 +42,7 @@ SCORED = {
     "mao-table3 linformer-64": 0,
     "mao-table3 abc-32": 0,
     "choi-table2 400m-ffn-retnet": 1,
+    "smollm2 window-sum-6-transfer": 1,
 }
 """Rows that are trained, with options of their evaluation, and how often each is scored."""
 CHOI = ("400m-scratch-retnet", "400m-ffn-mamba", "1b-attention-hybrid", "ffn-frozen")

@@ -16,12 +16,13 @@ def test_the_scripts_pass_shellcheck() -> None:
     assert subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT).returncode == 0 < len(scripts)
 
 
-# DATA, TEXT, GPT2 and MODEL have the files that the scripts look for, and nothing in them.
+# DATA, TEXT, GPT2, MODEL and WIKI have the files that the scripts look for, and nothing in them.
 FILES = {
     "DATA": ("dict.txt", "preparation.json"),
     "TEXT": ("train.txt", "valid.txt", *(f"{split}.{x}" for split in ("train", "valid", "test") for x in ("en", "de"))),
     "GPT2": ("model.pt", "dict.txt", "encoder.json", "vocab.bpe", "byte_level.json"),
     "MODEL": ("checkpoint_best.pt",),
+    "WIKI": [f"wiki.{split}.tokens" for split in ("train", "valid", "test")],
 }
 
 
@@ -33,6 +34,9 @@ wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface makes it
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
+smollm2/prepare.sh OUT TEXT -> TEXT holds neither wiki.train.tokens nor wiki.train.tokens.gz
+TEST_WORDS=few smollm2/prepare.sh OUT TEXT -> TEST_WORDS is few; it must be a positive number
+GGUF=nowhere smollm2/prepare.sh OUT WIKI -> GGUF is nowhere; there is no such file
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
 xatl/benchmarks.sh -> benchmarks.sh RUN
 xatl/benchmarks.sh nowhere -> RUN is nowhere, which holds no checkpoint_best.pt

@@ -7,7 +7,7 @@ RADLADS, step 1). No text is predicted, and only the mixers are trained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 class AttentionTransfer:
     """Compares mixers with the attention of the source model.
 
-    Each layer passes on the output of the attention, so that all layers read what the source's layers read.
+    Each layer passes on the output of the attention, so that all layers read what the source's layers read: one pass of
+    the source gives the errors of all mixers. It ends at the last of them; what follows that is not computed.
 
     Args:
         source: the source model, whose attention weights are kept here.
@@ -52,15 +53,16 @@ class AttentionTransfer:
         """
         errors: list[Tensor] = []
         wanted = torch.is_grad_enabled()
-        with torch.no_grad(), self._taught(errors, wanted):
+        with torch.no_grad(), self._taught(errors, wanted), suppress(_NoMore):
             model(**inputs, features_only=True)
         return torch.stack(errors)
 
     @contextmanager
     def _taught(self, errors: list[Tensor], gradients: bool) -> Iterator[None]:
         """Replaces the mixers' outputs by those of attention, and collects the mixers' errors."""
+        last, _ = self._pairs[-1]
         for mixer, attention in self._pairs:
-            mixer.forward = _Taught(mixer, attention, errors, gradients)
+            mixer.forward = _Taught(mixer, attention, errors, gradients, mixer is last)
         try:
             yield
         finally:
@@ -68,11 +70,18 @@ class AttentionTransfer:
                 del mixer.forward
 
 
-class _Taught:
-    """Replaces a mixer's `forward`."""
+class _NoMore(Exception):
+    """Ends the pass of a model of which nothing more is asked."""
 
-    def __init__(self, mixer: Mixer, attention: SoftmaxAttention, errors: list[Tensor], gradients: bool) -> None:
+
+class _Taught:
+    """Replaces a mixer's `forward`; that of the last one ends the model's."""
+
+    def __init__(
+        self, mixer: Mixer, attention: SoftmaxAttention, errors: list[Tensor], gradients: bool, last: bool
+    ) -> None:
         self._forward, self._attention, self._errors, self._gradients = mixer.forward, attention, errors, gradients
+        self._last = last
 
     def __call__(
         self, x: Tensor, state: State | None = None, padding: Tensor | None = None, **options: Any
@@ -84,6 +93,8 @@ class _Taught:
             if padding is not None:
                 difference, size = (y.masked_fill(padding.t()[..., None], 0) for y in (difference, size))
             self._errors.append(difference.sum() / size.sum())
+        if self._last:
+            raise _NoMore
         return target, state
 
 

@@ -184,6 +184,21 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
     assert re.search(r"linear \(ELU \+ 1\) +\| +1 \| +10 \| +1.00 \| +\| +36.50 \|", made)  # it transferred attention
 
 
+def test_losses_are_compared_with_that_of_the_tables_baseline() -> None:
+    """In percent of its loss: one of log(16) is by a third above one of log(8)."""
+    table, score = papers.SCALED["smollm2"], "test, context-0"
+
+    def above(**perplexities: list[float]) -> list[str]:
+        runs = [(name.replace("_", "-"), n, x) for name, values in perplexities.items() for n, x in enumerate(values)]
+        made = [replace(entry(name, n, 0.0), table="smollm2", scores={score: x}) for name, n, x in runs]
+        lines = report.block("smollm2", table, made).splitlines()
+        return [line.split("|")[-2].strip() for line in lines if "| 10 |" in line.replace("  ", "")]
+
+    assert above(source=[8.0], sum_6=[16.0]) == ["0.00", "33.33"]
+    assert above(source=[8.0], sum_6=[16.0, 16.0]) == ["0.00", "33.33 ± 0.00"]
+    assert above(sum_6=[16.0]) == [""]
+
+
 def test_what_was_run_with_other_commands_is_stale() -> None:
     """An entry of a row that starts from another one by its own commands."""
     for table, row, seed in (("multi30k", "dpfp", 1), ("conversion", "add-800", 2)):
@@ -209,13 +224,14 @@ def test_a_run_of_changed_files_says_so_unless_it_changed_them_itself(tmp_path: 
     assert len(clean) == 12 and ledger.circumstances(tmp_path)["commit"] == f"{clean}-dirty"
 
 
-def test_the_page_says_what_the_ledger_does_and_has_blocks_of_nothing_else() -> None:
+def test_the_pages_say_what_the_ledger_does_and_have_blocks_of_nothing_else() -> None:
     entries = ledger.read_ledger(ledger.COMMITTED)
     assert report.current(entries) == entries
-    text = report.PAGE.read_text(encoding="utf-8")
-    assert report.page(text, entries) == text
+    for name in ("convert.md", "results.md"):
+        text = (report.DOCS / name).read_text(encoding="utf-8")
+        assert report.page(name, text, entries) == text and text.count(": made by examples/reproduce.py") > 0
     with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
-        report.page(text, [])
+        report.page("results.md", text, [])
 
 
 def test_a_table_has_a_figure_of_its_curves_and_one_of_its_claims(tmp_path: Path) -> None:
