@@ -391,7 +391,7 @@ CUDA = (
     without("cuda/chunked/walk.cu", "                state.each([&](int, int, float& x) { x *= whole; });\n"),
     without(
         "cuda/chunked/walk.cu",
-        "                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);\n",
+        "                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);",
     ),
     Fault("cuda/chunked/tiles.cuh", "to_end(step) * strength(step)", "to_end(step)"),
     Fault("cuda/chunked/local.cu", "log_gate, complement, at.batch", "log_gate, false, at.batch"),

@@ -26,6 +26,7 @@ constexpr const WalkCosts& costs_of(bool corrects, bool backward) {
 constexpr double kPartForwards = 1.5,
                  kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
 constexpr double kFreeWarps = 8;         // of a multiprocessor, that do not slow one another down
+constexpr double kUnrounded = 3;  // times as long as in bfloat16; the other kernels took 2.1 to 3.2 times, measured
 constexpr double kClearMargin =
     1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
@@ -140,7 +141,8 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
 
     const auto weigh = [&](int segments) {
         plan.segment = (plan.slice + segments - 1) / segments;
-        plan.cycles = slices * kClearMargin * cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
+        plan.cycles = slices * kClearMargin * (kRounded<T> ? 1 : kUnrounded) *
+                      cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
         best = plan;
         best.bytes = walk_bytes<Factor<T>>(sizes, plan);

@@ -166,8 +166,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 passed_log += steps[kWholeLog];
                 state.each([&](int, int, float& x) { x *= whole; });
                 given.scale(steps + (reverse ? kFromStart : kToEnd));
-                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);
                 multiply_kept<kPasses, true>(state, given, k);
+                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);
             }
         } else {
             Strip<kSteps> read;

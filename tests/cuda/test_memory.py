@@ -40,7 +40,7 @@ GATES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_takes_a_quarter_more_or_half_as_much(emulator, name, rule, monkeypatch):
     """A retention network's states are so large that it may take as much again. Decays of 512 keys with a correction go
-    step by step, and leave parts of the keys' gradients, in float. Half as much where chunks are worked on side by side."""
+    step by step, and leave parts of the keys' gradients, in float. Half as much where chunks are side by side."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
     monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
