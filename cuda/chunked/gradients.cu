@@ -243,12 +243,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
 }
 
 template <typename T>
-WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device) {
-    return find_walk<T>(sizes, device, {corrects, gated, true}, [&](int keys, int values) {
-        return with_flags(corrects, gated, [&](auto corrects, auto gated) {
-            return GradientLayout<T, corrects, gated>(Carver(nullptr), keys, values).bytes;
-        });
-    });
+WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
+    return find_walk<T, GradientLayout>(sizes, device, {corrects, gated, true});
 }
 
 template <typename T>
@@ -301,13 +297,13 @@ ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool correct
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr, Device()), stream);
+        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
     });
 }
 
 size_t walked_backward_workspace(const RuleBackward& p, bool corrects) {
     return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr, Device()).bytes;
+        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
     });
 }
 

@@ -78,12 +78,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
 }
 
 template <typename T>
-WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device) {
-    return find_walk<T>(sizes, device, {corrects, gated, false}, [&](int keys, int values) {
-        return with_flags(corrects, gated, [&](auto corrects, auto gated) {
-            return OutputLayout<T, corrects, gated>(Carver(nullptr), keys, values).bytes;
-        });
-    });
+WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
+    return find_walk<T, OutputLayout>(sizes, device, {corrects, gated, false});
 }
 
 template <typename T>
@@ -122,13 +118,13 @@ ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects
 cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr, Device()), stream);
+        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
     });
 }
 
 size_t walked_forward_workspace(const RuleForward& p, bool corrects) {
     return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr, Device()).bytes;
+        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
     });
 }
 

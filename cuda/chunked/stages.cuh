@@ -30,6 +30,14 @@ constexpr double kUnrounded = 3;  // times as long as in bfloat16; the other ker
 constexpr double kClearMargin =
     1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
+// f(a, b), each as an integral constant.
+template <typename F>
+auto with_flags(bool a, bool b, F f) {
+    const std::true_type yes{};
+    const std::false_type no{};
+    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
+}
+
 struct WalkPlan {
     RulePass pass;
     int keys, parts, strips, stages;  // keys of a warp; warps that share a strip; strips of a block
@@ -116,9 +124,9 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
     return cycles + kLaunch + chunks * costs.tile * keys * values;
 }
 
-// The plan that should take the fewest cycles. measure(keys, values) gives the bytes of the last stage's block.
-template <typename T, typename Measure>
-WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass, Measure measure) {
+// The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
+template <typename T, template <typename, bool, bool> class Layout>
+WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
     plan.pass = pass;
     const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
@@ -132,7 +140,9 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
-        const size_t bytes = measure(plan.key_part, plan.value_part);
+        const size_t bytes = with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) {
+            return Layout<T, corrects, gated>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
+        });
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
     if (plan.last_shared == 0) return best;
@@ -184,14 +194,6 @@ inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int l
 }
 
 // ---- Launches ----------------------------------------------------------------------------------------------------
-
-// f(a, b), each as an integral constant.
-template <typename F>
-auto with_flags(bool a, bool b, F f) {
-    const std::true_type yes{};
-    const std::false_type no{};
-    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
-}
 
 // The local stage, local.cu, and what it is given.
 struct Local {
