@@ -15,10 +15,11 @@
 //
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
-// part; what they make of a chunk's steps they exchange through shared memory, if it is asked for. But for that there is one barrier a chunk.
+// part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
+// barrier a chunk.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
-// for that product, not rounded. So is what gates scale.
+// for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
 
 namespace fairseq_fastweights {

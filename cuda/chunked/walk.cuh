@@ -17,8 +17,8 @@ struct WalkStates {
 template <typename F>
 struct Walks {
     Slice<F> slice;
-    Sequence keys,
-        values;  // backwards the gradients of outputs are the values and, if nothing corrects, queries the keys
+    Sequence keys;               // backwards the queries, of a rule that does not correct
+    Sequence values;             // backwards the gradients of outputs
     Sequence queries, d_values;  // backwards, of a rule that corrects
     Sizes sizes;
     RulePass pass;
