@@ -17,8 +17,8 @@
 #include "../choice.h"
 #include "by_dimension.h"
 #include "delta.cuh"
-#include "delta_walk.h"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -287,32 +287,24 @@ struct DeltaBackwardPass {
     static constexpr auto carry = launch_carry_transformed;
 };
 
-ChunkedPlan plan_in_one_chain(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit)
-                 : describe<DeltaBackwardPass<false>>(sizes, dtype, limit);
-}
-
-// Whether a call is better off with its chunks side by side (delta_walk_backward.cu).
-bool walks(const RuleBackward& p) {
-    const int limit = shared_memory_limit();
-    const bool gated = p.log_gate.data != nullptr;
-    return is_faster(walked_plan_delta_backward(p.sizes, p.v.dtype, gated, limit),
-                     plan_in_one_chain(p.sizes, p.v.dtype, gated, limit));
-}
-
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    const ChunkedPlan walk = walked_plan_delta_backward(sizes, dtype, gated, limit);
-    const ChunkedPlan chain = plan_in_one_chain(sizes, dtype, gated, limit);
-    return is_faster(walk, chain) ? walk : chain;
+    return faster_plan(walked_plan_backward(sizes, dtype, true, gated, limit),
+                       gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit)
+                             : describe<DeltaBackwardPass<false>>(sizes, dtype, limit));
+}
+
+// Whether a call's chunks are worked on side by side (gradients.cu).
+static bool walks(const RuleBackward& p) {
+    return chunked_plan_delta_backward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk != 0;
 }
 
 extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
     if (params->log_value_decay.data) return cudaErrorInvalidValue;
     if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward(*params, stream);
-    if (walks(*params)) return walked_delta_backward(*params, stream);
+    if (walks(*params)) return walked_backward(*params, true, stream);
     return params->log_gate.data ? run<DeltaBackwardPass<true>>(*params, stream)
                                  : run<DeltaBackwardPass<false>>(*params, stream);
 }
@@ -320,7 +312,7 @@ extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* pa
 extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
     if (params->sizes.batch == 0) return 0;
     if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_backward_workspace(*params);
-    if (walks(*params)) return walked_delta_backward_workspace(*params);
+    if (walks(*params)) return walked_backward_workspace(*params, true);
     return params->log_gate.data ? workspace<DeltaBackwardPass<true>>(*params)
                                  : workspace<DeltaBackwardPass<false>>(*params);
 }

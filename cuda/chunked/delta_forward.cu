@@ -2,8 +2,8 @@
 #include "../choice.h"
 #include "by_dimension.h"
 #include "delta.cuh"
-#include "delta_walk.h"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -145,32 +145,24 @@ struct DeltaForwardPass {
     static constexpr auto carry = launch_carry_transformed;
 };
 
-ChunkedPlan plan_in_one_chain(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit)
-                 : describe<DeltaForwardPass<false>>(sizes, dtype, limit);
-}
-
-// Whether a call is better off with its chunks side by side (delta_walk_forward.cu).
-bool walks(const RuleForward& p) {
-    const int limit = shared_memory_limit();
-    const bool gated = p.log_gate.data != nullptr;
-    return is_faster(walked_plan_delta_forward(p.sizes, p.v.dtype, gated, limit),
-                     plan_in_one_chain(p.sizes, p.v.dtype, gated, limit));
-}
-
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    const ChunkedPlan walk = walked_plan_delta_forward(sizes, dtype, gated, limit);
-    const ChunkedPlan chain = plan_in_one_chain(sizes, dtype, gated, limit);
-    return is_faster(walk, chain) ? walk : chain;
+    return faster_plan(walked_plan_forward(sizes, dtype, true, gated, limit),
+                       gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit)
+                             : describe<DeltaForwardPass<false>>(sizes, dtype, limit));
+}
+
+// Whether a call's chunks are worked on side by side (outputs.cu).
+static bool walks(const RuleForward& p) {
+    return chunked_plan_delta_forward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk != 0;
 }
 
 extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
     if (params->log_value_decay.data) return cudaErrorInvalidValue;
     if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_forward(*params, stream);
-    if (walks(*params)) return walked_delta_forward(*params, stream);
+    if (walks(*params)) return walked_forward(*params, true, stream);
     return params->log_gate.data ? run<DeltaForwardPass<true>>(*params, stream)
                                  : run<DeltaForwardPass<false>>(*params, stream);
 }
@@ -178,7 +170,7 @@ extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* para
 extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
     if (params->sizes.batch == 0) return 0;
     if (params->erase.data || params->log_key_decay.data) return chunked_delta_decays_forward_workspace(*params);
-    if (walks(*params)) return walked_delta_forward_workspace(*params);
+    if (walks(*params)) return walked_forward_workspace(*params, true);
     return params->log_gate.data ? workspace<DeltaForwardPass<true>>(*params)
                                  : workspace<DeltaForwardPass<false>>(*params);
 }

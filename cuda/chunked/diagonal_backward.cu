@@ -15,6 +15,7 @@
 #include "by_dimension.h"
 #include "gates.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -240,13 +241,21 @@ struct DiagonalBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DiagonalBackwardPass<true>>(sizes, dtype, limit)
-                 : describe<DiagonalBackwardPass<false>>(sizes, dtype, limit);
+    return faster_plan(walked_plan_backward(sizes, dtype, false, gated, limit),
+                       gated ? describe<DiagonalBackwardPass<true>>(sizes, dtype, limit)
+                             : describe<DiagonalBackwardPass<false>>(sizes, dtype, limit));
+}
+
+// Whether a call's chunks are worked on side by side (gradients.cu).
+static bool walks(const RuleBackward& p) {
+    return chunked_plan_diagonal_backward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk !=
+           0;
 }
 
 extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
     if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward(*params, stream);
+    if (walks(*params)) return walked_backward(*params, false, stream);
     return params->log_gate.data ? run<DiagonalBackwardPass<true>>(*params, stream)
                                  : run<DiagonalBackwardPass<false>>(*params, stream);
 }
@@ -254,6 +263,7 @@ extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward*
 extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params) {
     if (params->sizes.batch == 0) return 0;
     if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_backward_workspace(*params);
+    if (walks(*params)) return walked_backward_workspace(*params, false);
     return params->log_gate.data ? workspace<DiagonalBackwardPass<true>>(*params)
                                  : workspace<DiagonalBackwardPass<false>>(*params);
 }

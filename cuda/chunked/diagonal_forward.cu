@@ -8,6 +8,7 @@
 #include "by_dimension.h"
 #include "gates.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -159,13 +160,21 @@ struct DiagonalForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return gated ? describe<DiagonalForwardPass<true>>(sizes, dtype, limit)
-                 : describe<DiagonalForwardPass<false>>(sizes, dtype, limit);
+    return faster_plan(walked_plan_forward(sizes, dtype, false, gated, limit),
+                       gated ? describe<DiagonalForwardPass<true>>(sizes, dtype, limit)
+                             : describe<DiagonalForwardPass<false>>(sizes, dtype, limit));
+}
+
+// Whether a call's chunks are worked on side by side (outputs.cu).
+static bool walks(const RuleForward& p) {
+    return chunked_plan_diagonal_forward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk !=
+           0;
 }
 
 extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream) {
     if (params->sizes.batch == 0) return cudaSuccess;
     if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward(*params, stream);
+    if (walks(*params)) return walked_forward(*params, false, stream);
     return params->log_gate.data ? run<DiagonalForwardPass<true>>(*params, stream)
                                  : run<DiagonalForwardPass<false>>(*params, stream);
 }
@@ -173,6 +182,7 @@ extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* p
 extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params) {
     if (params->sizes.batch == 0) return 0;
     if (has_decays(params->log_key_decay, params->log_value_decay)) return chunked_decays_forward_workspace(*params);
+    if (walks(*params)) return walked_forward_workspace(*params, false);
     return params->log_gate.data ? workspace<DiagonalForwardPass<true>>(*params)
                                  : workspace<DiagonalForwardPass<false>>(*params);
 }

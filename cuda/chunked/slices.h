@@ -7,14 +7,21 @@
 
 namespace fairseq_fastweights {
 
-// Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es (in the
-// notation of delta.cuh), and D.
+// A pass of a rule, as far as what stages hand one another depends on it.
+struct RulePass {
+    bool corrects;  // the delta rule; else what is written does not depend on the state
+    bool gated, backward;
+};
+
+// Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
+// notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
 constexpr int kSide = kLongestChunk;  // a chunk here
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
+constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 
 // A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
-// states at chunks' starts, U, the gradients of states at chunks' ends, and dR. F is Factor<T>.
+// states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
@@ -37,7 +44,7 @@ inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Lays a slice out in a workspace; with a null one it counts the bytes.
 template <typename F>
-Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, bool backward,
+Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, const RulePass& pass,
                  unsigned char* workspace, size_t& bytes) {
     Slice<F> slice{first_head, heads, begin, chunks, round_up(sizes.key_dim, 16), round_up(sizes.value_dim, 16)};
     size_t used = 0;
@@ -46,13 +53,13 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
         place = workspace == nullptr ? nullptr : reinterpret_cast<Number*>(workspace + used);
         used += up_to_256(static_cast<size_t>(slice.heads) * chunks * numbers * sizeof(Number));
     };
-    take(slice.inverse, kSide * kSide);
-    take(slice.steps, kStepNumbers);
+    if (pass.corrects) take(slice.inverse, kSide * kSide);
+    if (pass.corrects || pass.gated) take(slice.steps, kStepNumbers);
     take(slice.states, slice.columns * slice.key_rows);
-    take(slice.updates, slice.columns * kSide);
-    if (backward) {
+    if (pass.corrects) take(slice.updates, slice.columns * kSide);
+    if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
+    if (pass.corrects && pass.backward) {
         take(slice.scores, kSide * kSide);
-        take(slice.d_states, slice.columns * slice.key_rows);
         take(slice.d_right, slice.columns * kSide);
     }
     bytes = used;

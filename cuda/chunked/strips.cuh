@@ -116,11 +116,12 @@ struct Strip {
 enum class Part { kAll, kLower };
 
 // sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the
-// left factor is rounded to it, else all is multiplied in tf32, in one pass with a right factor that is exact in it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, int N, int M, typename T>
+// left factor is rounded to it, and beside float16 if that is `Exact`; else all is multiplied in tf32, in one pass with a right
+// factor that is exact in it.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, int N, int M, typename T>
 __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Matrix<T>& right) {
     const int lane = warp_lane();
-    if constexpr (kRounded<T>) {
+    if constexpr (kRounded<T> || (Exact && sizeof(T) == 2)) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
         for (int e = 0; e < M / 2; ++e) {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, i
 
 constexpr int kWidest = 64;  // keys, or values, that are taken at once
 
-// A chunk's gates and write strengths, in shared memory.
+// A chunk's gates, what steps of the delta rule write of their errors, and strengths of writes, in shared memory.
 template <bool Gated>
 struct ChunkSteps {
     ChunkGates gates;
@@ -39,14 +39,14 @@ struct ChunkSteps {
         : gates(carver, Gated ? kSide : 0), beta(carver.take<float>(kSide)) {}
 
     // Ends with a barrier.
-    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
-                                         int start, int time) const {
+    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, bool complement,
+                                         int batch, int head, int start, int time) const {
         const int thread = threadIdx.x;
         if (thread < kSide) beta[thread] = load_step(strengths, batch, head, start, kSide, time);
         if constexpr (Gated) {
             if (thread < kSide) gates.log_gate()[thread] = load_step(log_gate, batch, head, start, kSide, time);
             __syncthreads();
-            gates.find_blocks(false);
+            gates.find_blocks(complement);
             __syncthreads();
             gates.find_chunk();
         }
@@ -54,7 +54,19 @@ struct ChunkSteps {
     }
     __device__ __forceinline__ float from_start(int t) const { return Gated ? gates.from_chunk()[t] : 1.0f; }
     __device__ __forceinline__ float to_end(int t) const { return Gated ? gates.to_chunk()[t] : 1.0f; }
-    __device__ __forceinline__ float whole() const { return Gated ? gates.whole() : 1.0f; }
+    __device__ __forceinline__ float strength(int s) const { return Gated ? gates.write()[s] : 1.0f; }
+
+    // As the walk reads them, by the first kSide threads.
+    __device__ __forceinline__ void store(float* numbers) const {
+        const int step = threadIdx.x;
+        if (step >= kSide) return;
+        numbers[kBeta + step] = beta[step];
+        numbers[kReadBeta + step] = beta[step] * from_start(step);
+        numbers[kFromStart + step] = from_start(step);
+        numbers[kToEnd + step] = to_end(step) * strength(step);
+        if (step < kStepNumbers - kWholeGate)
+            numbers[kWholeGate + step] = Gated ? (step == 0 ? gates.whole() : gates.whole_log()) : step == 0;
+    }
     __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
         keep_pairs_before<Gated>(tile, gates, diagonal);
     }
@@ -70,5 +82,24 @@ struct Place {
           batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
           start(n * kSide) {}
 };
+
+// What a chunk's steps write, of a part of the values: U of the delta rule, transposed, which the walk found; else V.
+template <typename T, bool Corrects>
+using Written = std::conditional_t<Corrects, Factor<T>, T>;
+
+template <typename T, bool Corrects>
+__host__ __device__ Matrix<Written<T, Corrects>> matrix_of_writes(Carver& carver, int values) {
+    return carver.matrix<Written<T, Corrects>>(Corrects ? values : kSide, Corrects ? kSide : values);
+}
+
+// Starts to copy `values` of them from `value` on.
+template <bool Corrects, typename U, typename F>
+__device__ __forceinline__ void copy_writes(const Matrix<U>& to, const Slice<F>& slice, const Place& at,
+                                            const Sequence& v, const Sizes& sizes, int value, int values) {
+    if constexpr (Corrects)
+        copy_found(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, kSide);
+    else
+        copy_rows(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), kSide, values, at.start, sizes.time);
+}
 
 }  // namespace fairseq_fastweights

@@ -1,18 +1,25 @@
 // The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
 // and leaves for the stages that take all chunks at once each chunk's state and what depends on it. In the notation of
-// delta.cuh and delta_walk_backward.cu, everything transposed, so that what a product makes is the left factor of the next in
-// the same warp's registers (strips.cuh):
+// delta.cuh and gradients.cu, everything transposed, so that what a product makes is the left factor of the next in the same
+// warp's registers (strips.cuh):
 //
 //   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
 //   dU' = dY' P + (dS' K') diag(D_es)  dR' = dU' T    dV' = dR' B
 //                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (dR' B diag(D_t0)) K
 //
+// and of rules that do not correct, whose U is V and w the strengths of writes,
+//
+//   S'  <- D S' + (V' diag(D_es w_s)) K                dS' <- D dS' + (dY' diag(D_t0)) Q
+//
+// which are one and the same, from either end.
+//
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
-// part; what they make of a chunk's steps they exchange through shared memory. But for that there is one barrier a chunk.
+// part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
+// barrier a chunk.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
-// for that product, not rounded.
+// for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
 
 namespace fairseq_fastweights {
@@ -66,26 +73,27 @@ __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchan
         }
 }
 
-// `Keys`: those of a warp.
-template <typename T, int Keys, bool Backward>
+// `Keys`: those of a warp. `Backward` is of rules that correct; of others `pass.backward` says where a walk begins.
+template <typename T, int Keys, bool Corrects, bool Backward>
 __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>> w) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kSteps = kSide / 8;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Slice<F>& slice = w.slice;
+    const bool reverse = Corrects ? Backward : w.pass.backward;
     const int parts = w.parts, warp = threadIdx.x / kWarp;
-    const WalkLayout<T> shared(Carver(memory), Backward, w.stages, Keys * parts, w.strips, parts);
+    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, w.stages, Keys * parts, w.strips, parts);
     const int strip = warp % w.strips, part = warp / w.strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
     const int batch = (slice.first_head + head_index) / w.sizes.heads,
               head = (slice.first_head + head_index) % w.sizes.heads;
     const int of_values = w.blocks_of(w.sizes.value_dim);
-    const bool transformation = block >= of_values;  // of a probe
+    const bool transformation = Corrects && block >= of_values;  // of a probe
     const int first = (transformation ? block - of_values : block) * w.strips * kTileRows,
               column = first + strip * kTileRows;
     const int keys = w.sizes.key_dim, columns = transformation ? keys : w.sizes.value_dim, time = w.sizes.time;
     // Nobody asks what the slice's last segment makes of zeros, or backwards its first.
-    const int number = blockIdx.y + (Backward && w.probe ? 1 : 0);
+    const int number = blockIdx.y + (reverse && w.probe ? 1 : 0);
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
     const auto fetch = [&](int n) {
@@ -98,18 +106,22 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         }
         copy_rows(shared.values[stage], Head<T>(w.values, batch, head, first, transformation ? 0 : columns), kSide,
                   w.strips * kTileRows, start, time);
-        copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
+        if constexpr (Corrects)
+            copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
+        else if (!w.pass.gated)
+            return;
         for (int i = 4 * threadIdx.x; i < kStepNumbers; i += 4 * blockDim.x)
             copy_async<16>(shared.steps[stage].data + i, slice.steps + slice.index(head_index, n) * kStepNumbers + i);
     };
-    const auto nth = [&](int i) { return Backward ? end - 1 - i : begin + i; };
+    const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
 
+    float passed_log = 0.0f;  // of a rule that does not correct
     Strip<Keys / 8> state;
     state.clear();
     if (transformation) {
         state.each([&](int place, int j, float& x) { x = first_key + place == column + j ? 1.0f : 0.0f; });
     } else if (!w.probe) {
-        const WalkStates& from = number == (Backward ? w.count - 1 : 0) ? w.first : w.others;
+        const WalkStates& from = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
         if (from.data != nullptr)
             load_state(state, from.data + from.index(head_index, number) * keys * columns, first_key, keys, column,
                        columns);
@@ -134,62 +146,80 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const bool records = w.record && column < slice.columns;
         if (records) {
             F* const to =
-                slice.state_of(Backward ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
+                slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
             state.store(to + first_key, slice.key_rows, slice.key_rows - first_key);
         }
-        if constexpr (!Backward) {
+        if (!reverse && w.kept != nullptr) {
             const int interval = w.sizes.interval / kSide;
-            if (w.kept != nullptr && n > 0 && n % interval == 0)
+            if (n > 0 && n % interval == 0)
                 store_state(state,
                             w.kept + (static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1) *
                                          state_floats,
                             first_key, keys, column, columns);
         }
-        Strip<kSteps> read;
-        read.clear();
-        multiply_kept<kPasses, false>(read, state, k);
-        if constexpr (Backward && kRounded<T>) multiply_kept<kPasses, false>(read, state.template rest<T>(), k);
-        if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
-        Strip<kSteps> given, found;
-        given.load(shared.values[stage], strip * kTileRows);
-        found.clear();
-        if constexpr (Backward) {
-            read.scale(steps + kToEnd);
-            multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
-            multiply_kept<kPasses, true, Part::kLower>(found, read, shared.inverse[stage]);
-        } else {
-            given.scale(steps + kBeta);
-            read.scale(steps + kReadBeta);
-#pragma unroll
-            for (int a = 0; a < kSteps; ++a)
-#pragma unroll
-                for (int b = 0; b < 4; ++b) given.value[a][b] -= read.value[a][b];
-            multiply_kept<kPasses, false, Part::kLower>(found, given, shared.inverse[stage]);
-        }
-        if (records && part == 0)
-            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide,
-                        kSide);
-        const float whole = steps[kWholeGate];
-        state.each([&](int, int, float& x) { x *= whole; });
-        if constexpr (Backward) {
-            if (records && part == 0) {
-                Strip<kSteps> d_values = found;
-                d_values.scale(steps + kBeta);
-                d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
+        if constexpr (!Corrects) {
+            Strip<kSteps> given;
+            given.load(shared.values[stage], strip * kTileRows);
+            if (!w.pass.gated) {
+                multiply_kept<kPasses, true, Part::kAll, true>(state, given, k);
+            } else {
+                const float whole = steps[kWholeGate];
+                passed_log += steps[kWholeLog];
+                state.each([&](int, int, float& x) { x *= whole; });
+                given.scale(steps + (reverse ? kFromStart : kToEnd));
+                multiply_kept<kPasses, true>(state, given, k);
+                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);
             }
-            const Matrix<T> all_queries = shared.queries[stage], q{all_queries.data + first_key, all_queries.stride};
-            given.scale(steps + kFromStart);
-            multiply_kept<kPasses, true>(state, given, q);
-            if constexpr (kRounded<T>)
-                if (w.gated) multiply_kept<kPasses, true>(state, given.template rest<T>(), q);
-            found.scale(steps + kReadBeta);
-            found.each([](int, int, float& x) { x = -x; });
         } else {
-            found.scale(steps + kToEnd);
+            Strip<kSteps> read;
+            read.clear();
+            multiply_kept<kPasses, false>(read, state, k);
+            if constexpr (Backward && kRounded<T>) multiply_kept<kPasses, false>(read, state.template rest<T>(), k);
+            if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
+            Strip<kSteps> given, found;
+            given.load(shared.values[stage], strip * kTileRows);
+            found.clear();
+            if constexpr (Backward) {
+                read.scale(steps + kToEnd);
+                multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
+                multiply_kept<kPasses, true, Part::kLower>(found, read, shared.inverse[stage]);
+            } else {
+                given.scale(steps + kBeta);
+                read.scale(steps + kReadBeta);
+#pragma unroll
+                for (int a = 0; a < kSteps; ++a)
+#pragma unroll
+                    for (int b = 0; b < 4; ++b) given.value[a][b] -= read.value[a][b];
+                multiply_kept<kPasses, false, Part::kLower>(found, given, shared.inverse[stage]);
+            }
+            if (records && part == 0)
+                found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
+                            kSide, kSide);
+            const float whole = steps[kWholeGate];
+            state.each([&](int, int, float& x) { x *= whole; });
+            if constexpr (Backward) {
+                if (records && part == 0) {
+                    Strip<kSteps> d_values = found;
+                    d_values.scale(steps + kBeta);
+                    d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
+                }
+                const Matrix<T> all_queries = shared.queries[stage],
+                                q{all_queries.data + first_key, all_queries.stride};
+                given.scale(steps + kFromStart);
+                multiply_kept<kPasses, true>(state, given, q);
+                if constexpr (kRounded<T>)
+                    if (w.pass.gated) multiply_kept<kPasses, true>(state, given.template rest<T>(), q);
+                found.scale(steps + kReadBeta);
+                found.each([](int, int, float& x) { x = -x; });
+            } else {
+                found.scale(steps + kToEnd);
+            }
+            multiply_kept<kPasses, true>(state, found, k);
         }
-        multiply_kept<kPasses, true>(state, found, k);
     }
-    const bool ends = w.probe || number == (Backward ? 0 : w.count - 1);
+    if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0)
+        w.passed[static_cast<int64_t>(number) * slice.heads + head_index] = expf(passed_log);
+    const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
     if (!ends || w.ends.data == nullptr) return;
     if (transformation)
         store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys,
@@ -199,16 +229,17 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     columns);
 }
 
-template <typename T, bool Backward>
+template <typename T, bool Corrects, bool Backward>
 cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
     const auto with = [&](auto keys) {
-        const int identity = w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
+        const int identity = Corrects && w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
         const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
                         w.count - w.probe);
         const size_t shared =
-            WalkLayout<T>(Carver(nullptr), Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts).bytes;
-        return launch(walk<T, decltype(keys)::value, Backward>, grid, dim3(w.strips * w.parts * kWarp), shared, stream,
-                      w);
+            WalkLayout<T>(Carver(nullptr), Corrects, Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts)
+                .bytes;
+        return launch(walk<T, decltype(keys)::value, Corrects, Backward>, grid, dim3(w.strips * w.parts * kWarp),
+                      shared, stream, w);
     };
     switch (w.keys_of_warp) {
         case 16: return with(std::integral_constant<int, 16>());
@@ -221,12 +252,13 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
 }  // namespace
 
 template <typename T>
-cudaError_t launch_walks(const Walks<Factor<T>>& w, bool backward, cudaStream_t stream) {
-    return backward ? launch_kernel<T, true>(w, stream) : launch_kernel<T, false>(w, stream);
+cudaError_t launch_walks(const Walks<Factor<T>>& w, cudaStream_t stream) {
+    if (!w.pass.corrects) return launch_kernel<T, false, false>(w, stream);
+    return w.pass.backward ? launch_kernel<T, true, true>(w, stream) : launch_kernel<T, true, false>(w, stream);
 }
 
-template cudaError_t launch_walks<float>(const Walks<float>&, bool, cudaStream_t);
-template cudaError_t launch_walks<__half>(const Walks<float>&, bool, cudaStream_t);
-template cudaError_t launch_walks<__nv_bfloat16>(const Walks<__nv_bfloat16>&, bool, cudaStream_t);
+template cudaError_t launch_walks<float>(const Walks<float>&, cudaStream_t);
+template cudaError_t launch_walks<__half>(const Walks<float>&, cudaStream_t);
+template cudaError_t launch_walks<__nv_bfloat16>(const Walks<__nv_bfloat16>&, cudaStream_t);
 
 }  // namespace fairseq_fastweights

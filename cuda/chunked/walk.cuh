@@ -17,18 +17,19 @@ struct WalkStates {
 template <typename F>
 struct Walks {
     Slice<F> slice;
-    Sequence keys, values;       // of values, backwards the gradients of outputs
-    Sequence queries, d_values;  // backwards
+    Sequence keys;               // backwards the queries, of a rule that does not correct
+    Sequence values;             // backwards the gradients of outputs
+    Sequence queries, d_values;  // backwards, of a rule that corrects
     Sizes sizes;
-    WalkStates first, others,
-        ends;           // where the slice's first walk (backwards its last) starts, and the others; where they end
-    float* kept;        // where the forward pass keeps states; null: nowhere
-    float* passed;      // of a probe: what walks make of the identity
-    int length, count;  // chunks of a walk; walks of the slice
+    RulePass pass;
+    WalkStates first, others;  // where the slice's first walk (backwards its last) starts, and the others
+    WalkStates ends;           // where they end
+    float* kept;               // where the forward pass keeps states; null: nowhere
+    float* passed;             // of a probe: what walks make of the identity, or their gates multiplied
+    int length, count;         // chunks of a walk; walks of the slice
     int keys_of_warp, parts, strips, stages;  // as in WalkPlan
-    int probe;                                // 1: only what walks make of zeros, and of the identity
+    int probe;                                // 1: only what walks make of zeros, and `passed`
     int record;                               // 1: leaves the chunks' states and updates
-    int gated;                                // 1: there are gates
 
     __host__ __device__ __forceinline__ int blocks_of(int columns) const {
         return (columns + kTileRows * strips - 1) / (kTileRows * strips);
@@ -43,15 +44,16 @@ struct WalkLayout {
     float4* exchange;
     size_t bytes;
 
-    __host__ __device__ WalkLayout(Carver carver, bool backward, int stages, int key_rows, int strips, int parts)
-        : keys(carver, stages, kSide, key_rows), queries(carver, backward ? stages : 0, kSide, key_rows),
+    __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, int stages, int key_rows, int strips,
+                                   int parts)
+        : keys(carver, stages, kSide, key_rows), queries(carver, corrects && backward ? stages : 0, kSide, key_rows),
           values(carver, stages, kSide, strips * kTileRows) {
-        inverse.first = carver.matrix<float>(stages * kSide, kSide, 8);
+        inverse.first = carver.matrix<float>(corrects ? stages * kSide : 0, kSide, 8);
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
         steps.distance = kStepNumbers;
-        scores = Stages<Factor<T>>(carver, backward ? stages : 0, kSide, kSide);
-        exchange = carver.take<float4>(parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
+        scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
+        exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
         bytes = carver.used;
     }
 };
@@ -62,6 +64,6 @@ template <typename T>
 constexpr int kMostKeys = kRounded<T> ? 128 : 64;
 
 template <typename T>
-cudaError_t launch_walks(const Walks<Factor<T>>& w, bool backward, cudaStream_t stream);
+cudaError_t launch_walks(const Walks<Factor<T>>& w, cudaStream_t stream);
 
 }  // namespace fairseq_fastweights

@@ -33,7 +33,7 @@ def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
         assert emulator.choose(operation, sizes, torch.bfloat16) == "recurrent"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS[2:])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
     for columns, stages, segments in itertools.product((16, 32, 64), (1, 2), (1, 2)):
@@ -57,8 +57,9 @@ def test_as_many_segments_as_asked_for_or_as_there_are_chunks(emulator, segments
 
 
 @pytest.mark.parametrize(("heads", "segments"), [(1, 32), (8, 16), (33, 8), (66, 4), (132, 1), (400, 1)])
-def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads, segments):
+def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads, segments, monkeypatch):
     """Of 132, each of which has room for two blocks and more; into 4 of 128 chunks or more."""
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "walk=-1")
     asked = "diagonal_forward", (1, 4096, heads, 64, 64, 128), torch.bfloat16
     assert emulator.plan(*asked).segments == segments
 

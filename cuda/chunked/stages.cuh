@@ -12,20 +12,35 @@ namespace fairseq_fastweights {
 
 // Cycles of an H200, predicted: a prototype's local stage took 3,500 cycles of a multiprocessor for a chunk, and its walk
 // without outputs 2,500 (64 keys) and 3,500 (128) for a chunk of 64 steps with one block on a multiprocessor; others are
-// these by the ratio of their products.
+// these by the ratio of their products, and walks of rules that do not correct by that of their instructions.
 struct WalkCosts {
-    double local;          // of a multiprocessor for a chunk, and for each 64 keys
+    double local;          // of a multiprocessor for a chunk, and of the delta rule half as much again for each 64 keys
     double chain, of_key;  // of a chunk of a walk, and for each key of a warp
     double tile;           // of the last stage: of a multiprocessor for a chunk, and for each 64 keys and 64 values
 };
-constexpr WalkCosts kForwardCosts{3000, 1500, 16, 3500}, kBackwardCosts{4500, 2600, 34, 12000};
+constexpr WalkCosts kDeltaCosts[2] = {{3000, 1500, 16, 3500}, {4500, 2600, 34, 12000}};  // forwards, backwards
+constexpr WalkCosts kSumCosts[2] = {{600, 900, 10, 3500}, {600, 900, 10, 9000}};
+constexpr const WalkCosts& costs_of(bool corrects, bool backward) {
+    return corrects ? kDeltaCosts[backward] : kSumCosts[backward];
+}
 constexpr double kPartForwards = 1.5,
                  kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
 constexpr double kFreeWarps = 8;         // of a multiprocessor, that do not slow one another down
+constexpr double kUnrounded =
+    3;  // times as long, in float32 and float16, as in bfloat16; the other kernels took 1.3 to 3.2 times, measured
 constexpr double kClearMargin =
     1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
+// f(a, b), each as an integral constant.
+template <typename F>
+auto with_flags(bool a, bool b, F f) {
+    const std::true_type yes{};
+    const std::false_type no{};
+    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
+}
+
 struct WalkPlan {
+    RulePass pass;
     int keys, parts, strips, stages;  // keys of a warp; warps that share a strip; strips of a block
     int heads, slice, segment;        // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
     int key_part, value_part;         // that the last stage takes at once
@@ -48,26 +63,32 @@ inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const 
     return kLaunch + chunks * waves * (costs.chain + costs.of_key * plan.keys);
 }
 
+// What a segment makes of a state is this times it, and more: a matrix, a number or, for 0, as it is.
+inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
+    return pass.corrects ? sizes.key_dim * sizes.key_dim : pass.gated;
+}
+
 // Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
 template <typename F>
-size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan, bool backward) {
+size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan) {
     const size_t heads = plan.heads, segments = plan.segments_of(plan.slice);
     const size_t state = sizeof(float) * sizes.key_dim * sizes.value_dim,
-                 passed = sizeof(float) * sizes.key_dim * sizes.key_dim;
+                 passed = sizeof(float) * passed_floats(plan.pass, sizes);
     size_t bytes = 0;
-    lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, backward, nullptr, bytes);
+    lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, plan.pass, nullptr, bytes);
     if (segments > 1) bytes += up_to_256(heads * segments * (state + passed));
-    return bytes + (backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
+    return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
 }
 
 // Slices that leave the workspace a part of the bytes of inputs and outputs, backwards with their gradients: fewer chunks, in
 // whole intervals between states that are kept; where one interval is too much, fewer heads.
 template <typename T>
-void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward) {
+void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
+    const bool backward = plan.pass.backward;
     const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
     const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
-    lay_out<Factor<T>>(sizes, 0, 1, 0, 1, backward, nullptr, of_chunk);
+    lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
     const double passed = 2.0 * heads * sizes.time * (sizes.key_dim + sizes.value_dim) * sizeof(T);
     const double room = passed * (backward ? 2 * kPartBackwards : kPartForwards) / of_chunk;  // chunks of all heads
     const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
@@ -81,31 +102,34 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device, bool 
 }
 
 // What a slice takes. `length`: chunks between states that are kept.
-inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, bool backward,
-                              int length) {
-    const WalkCosts& costs = backward ? kBackwardCosts : kForwardCosts;
+inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
+    const auto [corrects, gated, backward] = plan.pass;
+    const WalkCosts& costs = costs_of(corrects, backward);
     const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
     const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
     const int segments = plan.segments_of(plan.slice);
     double cycles = cycles_of_walks(plan, device, costs, of_values * segments, plan.segment);
     if (segments > 1) {
-        const int64_t of_identity = static_cast<int64_t>(plan.heads) * blocks_of(sizes.key_dim);
+        const int64_t of_identity = corrects ? static_cast<int64_t>(plan.heads) * blocks_of(sizes.key_dim) : 0;
         cycles += kCarry + kCarryOver * segments +
                   cycles_of_walks(plan, device, costs, (of_values + of_identity) * (segments - 1), plan.segment);
     }
     if (backward) {
         const int walks = (plan.slice + length - 1) / length;
-        cycles += cycles_of_walks(plan, device, kForwardCosts, of_values * walks, std::min(length, plan.slice));
+        cycles +=
+            cycles_of_walks(plan, device, costs_of(corrects, false), of_values * walks, std::min(length, plan.slice));
     }
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = (sizes.key_dim + 63) / 64, values = (sizes.value_dim + 63) / 64;
-    return cycles + 2 * kLaunch + chunks * (costs.local * (2 + keys) / 3 + costs.tile * keys * values);
+    if (corrects || gated) cycles += kLaunch + chunks * costs.local * (corrects ? (2 + keys) / 3 : 1);
+    return cycles + kLaunch + chunks * costs.tile * keys * values;
 }
 
-// The plan that should take the fewest cycles. measure(keys, values) gives the bytes of the last stage's block.
-template <typename T, typename Measure>
-WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Measure measure) {
+// The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
+template <typename T, template <typename, bool, bool> class Layout>
+WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
+    plan.pass = pass;
     const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
     const bool keeps = kept_states(sizes) > 0;
     if (heads == 0 || !device.asked.allows_walk() || (keeps && sizes.interval % kSide != 0)) return best;
@@ -117,29 +141,31 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, bool backward, Meas
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
-        const size_t bytes = measure(plan.key_part, plan.value_part);
+        const size_t bytes = with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) {
+            return Layout<T, corrects, gated>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
+        });
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
     if (plan.last_shared == 0) return best;
-    find_slices<T>(plan, sizes, device, backward);
+    find_slices<T>(plan, sizes, device);
     const int slices = ((chunks + plan.slice - 1) / plan.slice) * ((heads + plan.heads - 1) / plan.heads);
 
     const auto weigh = [&](int segments) {
         plan.segment = (plan.slice + segments - 1) / segments;
-        plan.cycles =
-            slices * kClearMargin * cycles_of_slice(plan, sizes, device, backward, interval_of(sizes, kSide) / kSide);
+        plan.cycles = slices * kClearMargin * (kRounded<T> ? 1 : kUnrounded) *
+                      cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
         best = plan;
-        best.bytes = walk_bytes<Factor<T>>(sizes, plan, backward);
+        best.bytes = walk_bytes<Factor<T>>(sizes, plan);
     };
     for (plan.strips = 4; plan.strips >= 1; plan.strips /= 2) {
         if (plan.strips * plan.parts > kMostWarps || 16 * plan.strips >= 2 * round_up(sizes.value_dim, 16)) continue;
         if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
         for (plan.stages = 2; plan.stages >= 1; --plan.stages) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
-            plan.shared =
-                WalkLayout<T>(Carver(nullptr), backward, plan.stages, plan.keys * plan.parts, plan.strips, plan.parts)
-                    .bytes;
+            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, plan.stages,
+                                        plan.keys * plan.parts, plan.strips, plan.parts)
+                              .bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
             if (device.asked.segments > 0)
                 weigh(std::min(device.asked.segments, plan.slice));
@@ -170,10 +196,14 @@ inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int l
 
 // ---- Launches ----------------------------------------------------------------------------------------------------
 
-// The local stage, delta_local.cu.
+// The local stage, local.cu, and what it is given.
+struct Local {
+    Sizes sizes;
+    Sequence q, k, strengths, log_gate;
+    bool complement;
+};
 template <typename T>
-cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& k, const Sequence& strengths,
-                         const Sequence& log_gate, bool backward, const Slice<Factor<T>>& slice, cudaStream_t stream);
+cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
 
 // What all walks of a slice are given.
 template <typename F, typename Params>
@@ -188,21 +218,22 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
     w.strips = plan.strips;
     w.stages = plan.stages;
     w.record = 1;
-    w.gated = p.log_gate.data != nullptr;
+    w.pass = plan.pass;
     return w;
 }
 
 // The walk of a slice that leaves results, from `first` on, a state for each of its heads; in segments where there are several,
 // which are carried in `room`.
 template <typename T>
-cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, bool backward, float* first, unsigned char* room,
+cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first, unsigned char* room,
                         cudaStream_t stream) {
     w.length = plan.segment;
     w.count = plan.segments_of(w.slice.chunks);
     w.first = {first, 1, 0};
     if (w.count > 1) {
+        const bool corrects = plan.pass.corrects;
         Segments segments{
-            w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim, w.sizes.key_dim * w.sizes.key_dim,
+            w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim, passed_floats(plan.pass, w.sizes),
             nullptr, nullptr};
         segments.place(room);
         const WalkStates all{segments.states, 1, w.slice.heads};
@@ -212,17 +243,20 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, bool backward
         probe.kept = nullptr;
         probe.passed = segments.passed;
         probe.ends = all;
-        cudaError_t error = launch_walks<T>(probe, backward, stream);
-        if (error == cudaSuccess) error = launch_carry_transformed(segments, w.sizes, first, backward, stream);
+        cudaError_t error = launch_walks<T>(probe, stream);
+        if (error == cudaSuccess)
+            error = (corrects ? launch_carry_transformed : launch_carry_scaled)(segments, w.sizes, first,
+                                                                                plan.pass.backward, stream);
         if (error != cudaSuccess) return error;
         w.first = w.others = all;
     }
-    return launch_walks<T>(w, backward, stream);
+    return launch_walks<T>(w, stream);
 }
 
 // f(slice, bytes of it) for the slices of a call: those of the same heads in time's order or, backwards, the reverse.
 template <typename F, typename Work>
-cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, bool backward, void* workspace, Work f) {
+cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, void* workspace, Work f) {
+    const bool backward = plan.pass.backward;
     const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
     const int slices = (chunks + plan.slice - 1) / plan.slice;
     for (int head = 0; head < heads; head += plan.heads)
@@ -231,7 +265,7 @@ cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, bool backwa
             size_t bytes = 0;
             const Slice<F> slice =
                 lay_out<F>(sizes, head, std::min(plan.heads, heads - head), begin, std::min(plan.slice, chunks - begin),
-                           backward, static_cast<unsigned char*>(workspace), bytes);
+                           plan.pass, static_cast<unsigned char*>(workspace), bytes);
             const cudaError_t error = f(slice, bytes);
             if (error != cudaSuccess) return error;
         }

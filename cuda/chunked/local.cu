@@ -1,12 +1,12 @@
-// The local stage of the delta rule, in the notation of delta.cuh: of all chunks of a slice at once, T = (I + B G)^-1, backwards
-// P = tril(D_ts Q K^T) as well, and what gates and write strengths make of a chunk's steps. Four of a block's warps have 16
-// columns of T each.
+// The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
+// notation of delta.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four of a block's warps have 16 columns
+// of T each.
 //
 // T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
 // are: its errors reach all later steps.
 #include <algorithm>
 
-#include "delta_walk.cuh"
+#include "stages.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kTileThreads)
         multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
         if constexpr (Backward) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
     }
-    steps.find(strengths, log_gate, batch, head, start, time);
+    steps.find(strengths, log_gate, false, batch, head, start, time);
     if (has_pairs(products)) {
         steps.keep_pairs(products, false);
         write_tile(products, shared.products);
@@ -109,15 +109,7 @@ __global__ void __launch_bounds__(kTileThreads)
         }
     }
     const int thread = threadIdx.x, warp = thread / kWarp;
-    if (thread < kSide) {
-        float* const numbers = slice.steps + index * kStepNumbers;
-        const float beta = steps.beta[thread], from = steps.from_start(thread);
-        numbers[kBeta + thread] = beta;
-        numbers[kReadBeta + thread] = beta * from;
-        numbers[kFromStart + thread] = from;
-        numbers[kToEnd + thread] = steps.to_end(thread);
-        if (thread < kStepNumbers - kWholeGate) numbers[kWholeGate + thread] = steps.whole();
-    }
+    steps.store(slice.steps + index * kStepNumbers);
     __syncthreads();
     invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
     __syncthreads();
@@ -130,30 +122,40 @@ __global__ void __launch_bounds__(kTileThreads)
     });
 }
 
+// Of a rule that does not correct: a block of kSide threads.
+template <typename F>
+__global__ void __launch_bounds__(kSide)
+    gates_local(const Sizes sizes, const Sequence log_gate, const bool complement, const Slice<F> slice) {
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    Carver carver(memory);
+    const ChunkSteps<true> steps(carver);
+    const Place at(slice, sizes);
+    steps.find(Sequence{}, log_gate, complement, at.batch, at.head, at.start, sizes.time);
+    steps.store(slice.steps + slice.index(at.local, at.n) * kStepNumbers);
+}
+
 }  // namespace
 
 template <typename T>
-cudaError_t launch_local(const Sizes& sizes, const Sequence& q, const Sequence& k, const Sequence& strengths,
-                         const Sequence& log_gate, bool backward, const Slice<Factor<T>>& slice, cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks), block(kTileThreads);
-    const auto with = [&](auto gated, auto back) {
-        constexpr bool kGated = decltype(gated)::value, kBackward = decltype(back)::value;
-        const size_t bytes =
-            LocalLayout<T, kGated>(Carver(nullptr), kBackward, std::min(kWidest, slice.key_rows)).bytes;
-        return launch(delta_local<T, kGated, kBackward>, grid, block, bytes, stream, sizes, q, k, strengths, log_gate,
-                      slice);
-    };
-    const std::true_type yes{};
-    const std::false_type no{};
-    if (log_gate.data != nullptr) return backward ? with(yes, yes) : with(yes, no);
-    return backward ? with(no, yes) : with(no, no);
+cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
+    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks);
+    if (!pass.corrects) {
+        if (!pass.gated) return cudaSuccess;
+        Carver carver(nullptr);
+        ChunkSteps<true>{carver};
+        return launch(gates_local<Factor<T>>, grid, dim3(kSide), carver.used, stream, given.sizes, given.log_gate,
+                      given.complement, slice);
+    }
+    return with_flags(pass.gated, pass.backward, [&](auto gated, auto backward) {
+        const size_t bytes = LocalLayout<T, gated>(Carver(nullptr), backward, std::min(kWidest, slice.key_rows)).bytes;
+        return launch(delta_local<T, gated, backward>, grid, dim3(kTileThreads), bytes, stream, given.sizes, given.q,
+                      given.k, given.strengths, given.log_gate, slice);
+    });
 }
 
-template cudaError_t launch_local<float>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
-                                         const Sequence&, bool, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__half>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
-                                          const Sequence&, bool, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__nv_bfloat16>(const Sizes&, const Sequence&, const Sequence&, const Sequence&,
-                                                 const Sequence&, bool, const Slice<__nv_bfloat16>&, cudaStream_t);
+template cudaError_t launch_local<float>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__half>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__nv_bfloat16>(const Local&, const RulePass&, const Slice<__nv_bfloat16>&,
+                                                 cudaStream_t);
 
 }  // namespace fairseq_fastweights

@@ -1,43 +1,45 @@
-// The forward pass of the delta rule, gated or not, chunks side by side, in the notation of delta.cuh:
+// The forward pass of the delta rule and of the sum rule, gated or not, chunks side by side, in the notation of delta.cuh:
 //
-//   local    of all chunks at once: T = (I + B G)^-1                                  (delta_local.cu)
+//   local    of all chunks at once: T = (I + B G)^-1, and gates                       (local.cu)
 //   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
-#include "delta_walk.cuh"
-#include "delta_walk.h"
+//
+// Where nothing corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is.
+#include "stages.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Gated>
+template <typename T, bool Corrects, bool Gated>
 struct OutputLayout {
-    Matrix<T> q, k;
-    Matrix<Factor<T>> state, update, scores;  // of a part of the keys and values; transposed but for the last
+    Matrix<T> q, k;                   // of a part of the keys and values, as all here
+    Matrix<Factor<T>> state, scores;  // the former transposed
+    Matrix<Written<T, Corrects>> update;
     ChunkSteps<Gated> steps;
     size_t bytes;
 
     __host__ __device__ OutputLayout(Carver carver, int keys, int values)
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
-          state(carver.matrix<Factor<T>>(values, keys)), update(carver.matrix<Factor<T>>(values, kSide)),
-          scores(carver.matrix<Factor<T>>(kSide, kSide)), steps(carver) {
+          state(carver.matrix<Factor<T>>(values, keys)), scores(carver.matrix<Factor<T>>(kSide, kSide)),
+          update(matrix_of_writes<T, Corrects>(carver, values)), steps(carver) {
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Gated>
+template <typename T, bool Corrects, bool Gated>
 __global__ void __launch_bounds__(kTileThreads, 2)
-    delta_outputs(const RuleForward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
+    outputs(const RuleForward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputLayout<T, Gated> shared(Carver(memory), key_part, value_part);
+    const OutputLayout<T, Corrects, Gated> shared(Carver(memory), key_part, value_part);
     const Place at(slice, p.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
     const F* const states = slice.state_of(slice.states, at.local, at.n);
-    const F* const updates = slice.rows_of(slice.updates, at.local, at.n);
 
-    shared.steps.find(Sequence{}, p.log_gate, batch, head, start, time);
+    shared.steps.find(Sequence{}, p.log_gate, !Corrects && p.complement != 0, batch, head, start, time);
     Tile scores = own_tile(kSide);
     for (int key = 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
@@ -51,6 +53,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     }
     if (has_pairs(scores)) {
         shared.steps.keep_pairs(scores, true);
+        if constexpr (Gated && !Corrects) scores.each([&](int, int s, float& x) { x *= shared.steps.strength(s); });
         write_tile(scores, shared.scores);
     }
     for (int value = 0; value < slice.columns; value += value_part) {
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
             __syncthreads();
             if (slice.key_rows > key_part) copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
             copy_found(shared.state, states + value * slice.key_rows + key, slice.key_rows, values, keys);
-            if (key == 0) copy_found(shared.update, updates + value * kSide, kSide, values, kSide);
+            if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
             copies_commit();
             copies_wait<0>();
             __syncthreads();
@@ -69,27 +72,24 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         }
         if (!is_in(out, values)) continue;
         if constexpr (Gated) out.each([&](int t, int, float& x) { x *= shared.steps.from_start(t); });
-        multiply_stored<kPasses, false, true>(out, 0, out.row + kTileRows, shared.scores, shared.update);
+        multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.scores, shared.update);
         store_tile(out, Head<T>(p.out, batch, head, value, p.sizes.value_dim), start, time);
     }
 }
 
 template <typename T>
-WalkPlan plan_of(const Sizes& sizes, bool gated, const Device& device) {
-    return find_walk<T>(sizes, device, false, [&](int keys, int values) {
-        return gated ? OutputLayout<T, true>(Carver(nullptr), keys, values).bytes
-                     : OutputLayout<T, false>(Carver(nullptr), keys, values).bytes;
-    });
+WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
+    return find_walk<T, OutputLayout>(sizes, device, {corrects, gated, false});
 }
 
-template <typename T, bool Gated>
-cudaError_t run_pass(const RuleForward& p, cudaStream_t stream) {
+template <typename T>
+cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t stream) {
     using F = Factor<T>;
-    const WalkPlan plan = plan_of<T>(p.sizes, Gated, Device());
     if (plan.slice == 0) return cudaErrorInvalidValue;
+    const Local local{p.sizes, p.q, p.k, p.beta, p.log_gate, p.complement != 0};
     unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-    return for_each_slice<F>(plan, p.sizes, false, workspace, [&](const Slice<F>& slice, size_t bytes) {
-        cudaError_t error = launch_local<T>(p.sizes, p.q, p.k, p.beta, p.log_gate, false, slice, stream);
+    return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
+        cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
         if (error != cudaSuccess) return error;
         Walks<F> w = walks_of(p, plan, slice);
         float* const last =
@@ -98,31 +98,33 @@ cudaError_t run_pass(const RuleForward& p, cudaStream_t stream) {
         const int kept = kept_states(p.sizes);
         w.kept = kept > 0 ? nth_state(p.states, p.sizes, static_cast<int64_t>(slice.first_head) * kept) : nullptr;
         float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
-        error = launch_walk<T>(plan, w, false, first, workspace + bytes, stream);
+        error = launch_walk<T>(plan, w, first, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        return launch(delta_outputs<T, Gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
-                      dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
+            return launch(outputs<T, corrects, gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
+                          dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        });
     });
 }
 
 }  // namespace
 
-ChunkedPlan walked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
+ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        return describe_walk(plan_of<decltype(zero)>(sizes, gated, Device(limit)), sizes, limit);
+        return describe_walk(plan_of<decltype(zero)>(sizes, corrects, gated, Device(limit)), sizes, limit);
     });
 }
 
-cudaError_t walked_delta_forward(const RuleForward& p, cudaStream_t stream) {
+cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        return p.log_gate.data ? run_pass<T, true>(p, stream) : run_pass<T, false>(p, stream);
+        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
     });
 }
 
-size_t walked_delta_forward_workspace(const RuleForward& p) {
+size_t walked_forward_workspace(const RuleForward& p, bool corrects) {
     return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return plan_of<decltype(zero)>(p.sizes, p.log_gate.data != nullptr, Device()).bytes;
+        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
     });
 }
 

@@ -1,0 +1,310 @@
+// The backward pass of the delta rule and of the sum rule, gated or not, chunks side by side, in the notation of delta.cuh and of
+// the equations in delta_backward.cu and diagonal_backward.cu:
+//
+//   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (local.cu)
+//   states     from each state that was kept to the next: states and U                       (walk.cu)
+//   walk       chunk after chunk, from the last: dS, dR = T^T dU, dV = B dR                  (walk.cu)
+//   gradients  of all chunks at once, with dP = tril(dY U^T) and dA = -dR U^T:               (here)
+//     dQ = diag(D_t0) dY S_0^T + (D_ts dP) K
+//     dK = (D_ts dP)^T Q + diag(D_es) U dS^T + (D_ts B dA + (D_ts B dA)^T) K - diag(D_t0) dV S_0^T
+//     d beta_t = <dR_t, V_t> - D_t0 <dR_t, S_0^T k_t> + <dA_t, G_t>
+//
+// The last is <dR_t, E_t> + <dA_t, G_t> without E: what E is made of has been multiplied by the same dR anyway, for dK.
+//
+// Where nothing corrects, U is diag(w) V with the strengths of writes, there is neither dR nor dA, and
+//     dV = diag(w) (P^T dY + diag(D_es) K dS)
+#include "stages.cuh"
+#include "stages.h"
+
+namespace fairseq_fastweights {
+namespace {
+
+template <typename T, bool Corrects, bool Gated>
+struct GradientLayout {
+    Matrix<T> q, k, d_out;
+    Matrix<Written<T, Corrects>> update;
+    Matrix<Factor<T>> d_right, state, d_state;  // transposed
+    Matrix<Factor<T>> d_scores, pairs;          // the gradient of the system or, where nothing corrects, the scores
+    ChunkSteps<Gated> steps;
+    GateGradient gradient;
+    float* d_beta;  // by step, for each tile across
+    size_t bytes;
+
+    __host__ __device__ GradientLayout(Carver carver, int keys, int values)
+        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)), d_out(carver.matrix<T>(kSide, values)),
+          update(matrix_of_writes<T, Corrects>(carver, values)),
+          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)),
+          state(carver.matrix<Factor<T>>(values, keys)), d_state(carver.matrix<Factor<T>>(values, keys)),
+          d_scores(carver.matrix<Factor<T>>(kSide, kSide)), pairs(carver.matrix<Factor<T>>(kSide, kSide)),
+          steps(carver), gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
+        d_beta = carver.take<float>(2 * kSide);
+        bytes = carver.used;
+    }
+};
+
+template <typename T, bool Corrects, bool Gated>
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
+    gradients(const RuleBackward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
+    using F = Factor<T>;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const GradientLayout<T, Corrects, Gated> shared(Carver(memory), key_part, value_part);
+    const ChunkSteps<Gated>& steps = shared.steps;
+    const GateGradient& gradient = shared.gradient;
+    const Place at(slice, p.sizes);
+    const int thread = threadIdx.x, batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
+    const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
+    const auto value_head = [&](const Sequence& x, int value) {
+        return Head<T>(x, batch, head, value, p.sizes.value_dim);
+    };
+    const bool complement = !Corrects && p.complement != 0;
+    const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
+    const auto copy_values = [&](int value, int values) {
+        copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
+        copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
+        if constexpr (Corrects)
+            copy_found(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
+                       kSide);
+    };
+    const auto copy_state = [&](const Matrix<F>& to, F* all, int key, int keys, int value, int values) {
+        copy_found(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
+                   keys);
+    };
+    const auto arrive = [] {
+        copies_commit();
+        copies_wait<0>();
+        __syncthreads();
+    };
+
+    for (int i = thread; i < 2 * kSide; i += kTileThreads) {
+        shared.d_beta[i] = 0.0f;
+        if constexpr (Gated) gradient.read()[i] = gradient.written()[i] = gradient.write_strength()[i] = 0.0f;
+    }
+    steps.find(p.beta, p.log_gate, complement, batch, head, start, time);
+    // The same lane each time adds to a step's sum of a tile across.
+    const auto add_to = [&](float* sums, const Tile& tile, int t, float sum) {
+        sums[tile.column / kTileColumns * kSide + t] += sum;
+    };
+
+    Tile products = own_tile(kSide), scores = products;
+    for (int key = 0; key < slice.key_rows; key += key_part) {
+        const int keys = min(key_part, slice.key_rows - key);
+        if (key > 0) __syncthreads();
+        copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
+        copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+        arrive();
+        if (!has_pairs(products)) continue;
+        if constexpr (Corrects) multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
+        if constexpr (Gated || !Corrects) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
+    }
+    Tile d_scores = own_tile(kSide), d_system = d_scores;
+    for (int value = 0; value < slice.columns; value += value_part) {
+        const int values = min(value_part, slice.columns - value);
+        if (value > 0) __syncthreads();
+        copy_values(value, values);
+        arrive();
+        if (has_pairs(d_scores)) {
+            multiply_stored<kPasses, false, !Corrects>(d_scores, 0, values, shared.d_out, shared.update);
+            if constexpr (Corrects)
+                multiply_stored<kPasses, true, false>(d_system, 0, values, shared.d_right, shared.update);
+        }
+        if constexpr (Corrects) {
+            Tile errors = own_tile(values);  // of which only V is taken here
+            if (!is_in(errors, values)) continue;
+            const Head<T> v = value_head(p.v, value);
+            errors.sum_rows(
+                [&](int t, int j, float) {
+                    const bool there = start + t < time && j < v.dim;
+                    return there ? shared.d_right.get(j, t) * widen<float>(v.data[(start + t) * v.stride + j]) : 0.0f;
+                },
+                [&](int t, float sum) { add_to(shared.d_beta, errors, t, sum); });
+        }
+    }
+    if (has_pairs(d_scores)) {
+        if constexpr (Corrects) {
+            steps.keep_pairs(products, false);
+            d_system.each([](int, int, float& value) { value = -value; });
+            Tile by_strength = d_system;
+            by_strength.each_with(products, [](int, int, float& value, float& product) { value *= product; });
+            by_strength.sum_rows([](int, int, float value) { return value; },
+                                 [&](int t, float sum) { add_to(shared.d_beta, by_strength, t, sum); });
+            d_system.each([&](int t, int, float& value) { value *= steps.beta[t]; });
+        }
+        if constexpr (Gated || !Corrects) steps.keep_pairs(scores, true);
+        if constexpr (!Corrects) {
+            if constexpr (Gated) scores.each([&](int, int s, float& value) { value *= steps.strength(s); });
+            write_tile(scores, shared.pairs);
+        }
+        if constexpr (Gated) {
+            scores.each_with(d_scores, [](int, int, float& value, float& other) { value *= other; });
+            if constexpr (Corrects) {
+                products.each_with(d_system, [](int, int, float& value, float& other) { value *= other; });
+                scores.each_with(products, [](int, int, float& value, float& other) { value += other; });
+            }
+            scores.each([&](int t, int s, float& value) { gradient.inside(t, s) = value; });
+        }
+        steps.keep_pairs(d_scores, true);
+        write_tile(d_scores, shared.d_scores);
+        if constexpr (Corrects) {
+            steps.keep_pairs(d_system, false);
+            write_tile(d_system, shared.pairs);
+        }
+    }
+    if constexpr (Gated) {
+        __syncthreads();
+        gradient.sum_rows(kSide);
+    }
+
+    float passed = 0.0f;  // this thread's part of <S_0, dS>
+    for (int key = 0; key < slice.key_rows; key += key_part) {
+        const int keys = min(key_part, slice.key_rows - key);
+        Tile dq = own_tile(keys), read = dq, dk = dq;
+        for (int value = 0; value < slice.columns; value += value_part) {
+            const int values = min(value_part, slice.columns - value);
+            __syncthreads();
+            if (value == 0 && !all_keys) {
+                copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
+                copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+            }
+            if (!all_values) copy_values(value, values);
+            copy_state(shared.state, slice.states, key, keys, value, values);
+            copy_state(shared.d_state, slice.d_states, key, keys, value, values);
+            arrive();
+            if constexpr (Gated)
+                for (Walk i(keys); i.row < values; i.next())
+                    passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
+            if (!is_in(dq, keys)) continue;
+            multiply_stored<kPasses, false, false>(dq, 0, values, shared.d_out, shared.state);
+            if constexpr (Corrects)
+                multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
+            multiply_stored<kPasses, Corrects, false>(dk, 0, values, shared.update, shared.d_state);
+        }
+        if (!is_in(dq, keys)) continue;
+        const auto of_query = [&](int t, int i, float value) { return value * shared.q.get(t, i); };
+        const auto of_key = [&](int t, int i, float value) { return value * shared.k.get(t, i); };
+        if constexpr (Corrects) {
+            read.each([&](int t, int, float& value) { value *= -steps.from_start(t); });
+            read.sum_rows(of_key, [&](int t, float sum) { add_to(shared.d_beta, read, t, sum); });
+            read.each([&](int t, int, float& value) { value *= steps.beta[t]; });
+        }
+        if constexpr (Gated) {
+            dq.each([&](int t, int, float& value) { value *= steps.from_start(t); });
+            dk.each([&](int t, int, float& value) { value *= steps.to_end(t); });
+            dq.sum_rows(of_query, [&](int t, float sum) { add_to(gradient.read(), dq, t, sum); });
+            if constexpr (Corrects)
+                read.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.read(), read, t, sum); });
+            dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.written(), dk, t, sum * steps.strength(t)); });
+        }
+        if (Gated && complement)
+            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k,
+                                                   steps.gates.write());
+        else
+            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k);
+        store_tile(dq, key_head(p.dq, key), start, time);
+        if constexpr (Corrects) dk.each_with(read, [](int, int, float& value, float& other) { value += other; });
+        multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.d_scores, shared.q);
+        if constexpr (Corrects) {
+            multiply_stored<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.pairs, shared.k);
+            multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.pairs, shared.k);
+        } else if constexpr (Gated) {
+            dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.write_strength(), dk, t, sum); });
+            dk.each([&](int t, int, float& value) { value *= steps.strength(t); });
+        }
+        store_tile(dk, key_head(p.dk, key), start, time);
+    }
+    if constexpr (!Corrects) {
+        const bool there = all_keys && all_values;  // in shared memory
+        for (int value = 0; value < slice.columns; value += value_part) {
+            const int values = min(value_part, slice.columns - value);
+            Tile dv = own_tile(values);
+            for (int key = 0; key < slice.key_rows; key += key_part) {
+                const int keys = min(key_part, slice.key_rows - key);
+                if (!there) {
+                    __syncthreads();
+                    if (!all_keys) copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
+                    if (!all_values && key == 0)
+                        copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
+                    copy_state(shared.d_state, slice.d_states, key, keys, value, values);
+                    arrive();
+                }
+                if (is_in(dv, values)) multiply_stored<kPasses, false, true>(dv, 0, keys, shared.k, shared.d_state);
+            }
+            if (!is_in(dv, values)) continue;
+            if constexpr (Gated) dv.each([&](int s, int, float& x) { x *= steps.to_end(s) * steps.strength(s); });
+            multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.pairs, shared.d_out);
+            store_tile(dv, value_head(p.dv, value), start, time);
+        }
+    }
+    if constexpr (Gated) gradient.put_passing(passed);
+    __syncthreads();
+    if (Corrects && p.d_beta.data != nullptr && thread < kSide && start + thread < time)
+        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread], false);
+    if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement, false);
+}
+
+template <typename T>
+WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
+    return find_walk<T, GradientLayout>(sizes, device, {corrects, gated, true});
+}
+
+template <typename T>
+cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
+    using F = Factor<T>;
+    if (plan.slice == 0) return cudaErrorInvalidValue;
+    const int interval = interval_of(p.sizes, kSide) / kSide, kept = kept_states(p.sizes);
+    const Local local{p.sizes, p.q, p.k, p.beta, p.log_gate, p.complement != 0};
+    unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+    return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
+        cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
+        if (error != cudaSuccess) return error;
+
+        Walks<F> w = walks_of(p, plan, slice);
+        w.pass.backward = false;
+        w.length = interval;
+        w.count = (slice.chunks + interval - 1) / interval;
+        const int64_t head = slice.first_head;
+        w.others = {nth_state(p.states, p.sizes, head * kept + slice.begin / interval - 1), kept, 1};
+        w.first = slice.begin > 0 ? w.others : WalkStates{nth_state(p.initial_state, p.sizes, head), 1, 0};
+        error = launch_walks<T>(w, stream);
+        if (error != cudaSuccess) return error;
+
+        w.pass.backward = true;
+        (plan.pass.corrects ? w.queries : w.keys) = p.q;
+        w.values = p.d_out;
+        w.d_values = p.dv;
+        const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
+        float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
+        w.ends = {slice.begin > 0 ? between : nth_state(p.d_initial_state, p.sizes, head), 1, 0};
+        const bool last = (slice.begin + slice.chunks) * kSide >= p.sizes.time;
+        error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
+                               stream);
+        if (error != cudaSuccess) return error;
+        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
+            return launch(gradients<T, corrects, gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
+                          dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        });
+    });
+}
+
+}  // namespace
+
+ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
+    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
+        return describe_walk(plan_of<decltype(zero)>(sizes, corrects, gated, Device(limit)), sizes, limit);
+    });
+}
+
+cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
+        using T = decltype(zero);
+        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
+    });
+}
+
+size_t walked_backward_workspace(const RuleBackward& p, bool corrects) {
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
+        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
+    });
+}
+
+}  // namespace fairseq_fastweights
