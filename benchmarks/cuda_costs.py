@@ -56,8 +56,8 @@ class Plan(NamedTuple):
     at_once: int
     milliseconds: float
 
-    def marched(self) -> float:
-        """Chunks that are worked through again for each, backwards: `March` in cuda/chunked/plan.h."""
+    def swept(self) -> float:
+        """Chunks that are worked through again for each, backwards: `Sweep` in cuda/chunked/plan.h."""
         chunks = math.ceil(min(SHAPES[self.shape].time, self.interval) / self.chunk)
         spacing = 1
         while spacing**2 < chunks:
@@ -74,7 +74,7 @@ def cycles(costs: Sequence[float], plan: Plan) -> float:
     heads, keys = shape.batch * shape.heads, math.ceil(shape.key_dim / 16) * 16
     chunks = math.ceil(math.ceil(shape.time / plan.chunk) / plan.segments)
     rows = row * plan.chunk * (keys + plan.columns) / 8 + product * plan.chunk * keys * plan.columns / 512
-    work = of_chunk + (1 + 0.3 * (plan.marched() if plan.backward else 0)) * rows
+    work = of_chunk + (1 + 0.3 * (plan.swept() if plan.backward else 0)) * rows
     waits = (waiting + waiting_of_step * plan.chunk) * (FEW_THREADS if plan.threads == 128 else 1)
     waits += 0 if plan.backward or plan.stages == 2 else ONE_STAGE
 

@@ -62,7 +62,7 @@ void check_device(const Tensor& x, const Tensor& v, const char* name) {
 }
 
 Sequence sequence(const Tensor& x, const char* name) {
-    // What has no elements has any strides, and contiguous() changes none of them.
+    // A tensor without elements has any strides, and contiguous() changes none of them.
     TORCH_CHECK(x.dim() < 4 || x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, name, " has strides ", x.strides(),
                 "; its last dimension must be contiguous");
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), dtype_of(x.scalar_type(), name)};
@@ -184,7 +184,7 @@ void run(Operation operation, const char* name, const Algorithms<Params>& algori
     TORCH_CHECK(error == cudaSuccess, "fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
 }
 
-// What all calls have in common.
+// The fields that all calls have in common.
 template <typename Params>
 Params params_of(const Rule& rule, int64_t interval) {
     Params params{};
@@ -518,7 +518,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(
     p.d_out = rows(g, "d_out"), p.dx = rows(dx, "dx");
     if (given(y)) p.dy = rows(dy, "dy");
     const int64_t parts = fastweights_gating_parts(&p);
-    // Of what is absent an empty tensor is the gradient; the kernels leave parts of the others, to be added up.
+    // The gradient of an absent input is an empty tensor; the kernels leave parts of the others, to be added up.
     const auto part = [&](const OptionalTensor& of, int64_t size, void*& where) {
         const Tensor made = given(of) ? at::empty({parts, size}, precise) : at::empty({0}, x.options());
         where = given(of) ? made.data_ptr() : nullptr;

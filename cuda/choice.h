@@ -1,11 +1,11 @@
-// What the choice of algorithm (choice.cu) asks the chunked kernels.
+// Questions of the choice of algorithm (choice.cu) to the chunked kernels.
 #pragma once
 
 #include "kernels.h"
 
 namespace fairseq_fastweights {
 
-// What they do with blocks of `limit` bytes of shared memory.
+// Their plan with blocks of `limit` bytes of shared memory.
 ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
 ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit);
 ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit);

@@ -1,4 +1,4 @@
-// What all kernels share: conversions between storage and arithmetic types, the launch, shared memory, asynchronous
+// Code that all kernels share: conversions between storage and arithmetic types, the launch, shared memory, asynchronous
 // copies. Compiled by nvcc for a GPU, and by a host compiler with FASTWEIGHTS_EMULATION for the tests' emulator.
 #pragma once
 
@@ -181,7 +181,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 // x, of which the compiler does not know that it is the same each time: what is computed from it in a loop it would
 // otherwise compute once and keep, all of it in registers.
 template <typename I>
-__device__ __forceinline__ I forgotten(I x) {
+__device__ __forceinline__ I opaque(I x) {
 #ifdef __CUDA_ARCH__
     if constexpr (sizeof(I) == 8)
         asm volatile("" : "+l"(x));

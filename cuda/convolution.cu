@@ -21,14 +21,14 @@ constexpr int kRun = 32;  // steps
 
 __host__ __device__ __forceinline__ int64_t runs(int64_t steps) { return (steps + kRun - 1) / kRun; }
 
-// What a thread works on.
+// The work of a thread.
 template <typename A>
 struct Channel {
     const Convolution& call;
     const int R;
     int64_t c, b, run;
 
-    // Of `steps` steps. Those beyond the last channel do nothing.
+    // For `steps` steps. Threads beyond the last channel do nothing.
     __device__ Channel(const Convolution& p, int64_t steps) : call(p), R(p.width - 1) {
         const int64_t blocks = (p.channels + kThreads - 1) / kThreads, number = blockIdx.x / blocks;
         c = blockIdx.x % blocks * kThreads + threadIdx.x;
@@ -64,7 +64,7 @@ struct Channel {
         return Activated<A>(kSilu, u);
     }
     __device__ int64_t length() const { return call.lengths ? call.lengths[b] : call.time; }
-    // Whether the next call is given input t, one of the last R: no document has begun after it.
+    // True if the next call is given input t, one of the last R: no document has begun after it.
     __device__ bool is_kept(int64_t t) const {
         for (int64_t s = t < 0 ? 0 : t + 1; s < length(); ++s)
             if (begins(s)) return false;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 8) differentiate_inputs(const Convol
     }
 }
 
-// Of so many steps of each row, by a kernel for float64 or another one.
+// For so many steps of each row, by a kernel for float64 or another one.
 cudaError_t launch_on(void (*wide)(Convolution), void (*narrow)(Convolution), const Convolution& call, int64_t steps,
                       cudaStream_t stream) {
     const int64_t blocks = (call.channels + kThreads - 1) / kThreads * call.batch * runs(steps);

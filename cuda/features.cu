@@ -40,7 +40,7 @@ struct Row {
     int64_t x, y, dy, dx, source, d_source;  // where it begins
     A base = A(0), epsilon = A(0);           // of random features: s - m and exp(log_epsilon - m)
 
-    // What all lanes of a vector need to know of random features.
+    // Prepares what all lanes of a vector need to know of random features.
     __device__ __forceinline__ void prepare(int lane, int lanes) {
         if (!Random) return;
         A squares = A(0), largest = A(0);

@@ -1,4 +1,4 @@
-// What crosses from the binding (or a test) to the kernels: pointers, sizes, strides and a stream.
+// The structs that cross from the binding (or a test) to the kernels: pointers, sizes, strides and a stream.
 //
 // No torch here, so that the kernels compile with `nvcc -c` alone and run under the host emulator of tests/cuda. The
 // functions have C linkage: the emulator's tests call them through ctypes with these very structs.
@@ -189,12 +189,12 @@ size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params);
 size_t fastweights_delta_backward_recurrent_workspace(const RuleBackward* params);
 size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params);
 
-// Whether the chunked kernels take this: `dtype` of q, k and v, `separate_decays` whether there are decays of keys or of
+// True if the chunked kernels take this: `dtype` of q, k and v, `separate_decays` whether there are decays of keys or of
 // values, or an erase key, `capability` 10 * major + minor.
 int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                      int32_t capability);
 
-// What they would do; `gated` whether there is a log_gate.
+// Their plan; `gated` whether there is a log_gate.
 ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
                                      int32_t separate_decays, int32_t capability);
 

@@ -1,7 +1,7 @@
-// What the blocks of all chunked kernels share: how they divide the work, their shared memory, and rows of sequences on
+// Code that the blocks of all chunked kernels share: how they divide the work, their shared memory, and rows of sequences on
 // their way to it and back.
 //
-// A block owns one (batch, head) and `columns` of the state's value columns, and marches over the chunks of the
+// A block owns one (batch, head) and `columns` of the state's value columns, and sweeps over the chunks of the
 // sequence with its part of the state in float32 in its registers, and a copy in shared memory for products to read.
 // Key dimensions are not divided. Rows past the sequence's end and columns past a dimension's are zeros in shared
 // memory: a key of 0 writes nothing.
@@ -306,7 +306,7 @@ private:
     }
 };
 
-// Where the block's part of one of the (..., key_dim, value_dim) states lies.
+// The place of the block's part of one of the (..., key_dim, value_dim) states.
 struct StatePart {
     int key_dim, value_dim, first, columns, key_rows;
 
@@ -316,7 +316,7 @@ struct StatePart {
     __device__ __forceinline__ void load(StateTiles<Places, Parts>& to, const float* from, int64_t index) const {
         to.clear();
         if (from == nullptr) return;
-        const int width = forgotten(value_dim);
+        const int width = opaque(value_dim);
         const float* const data = from + index * key_dim * value_dim + first;
         to.each(key_rows, columns, [&](Tile& tile) {
             if (Often && whole(tile, data))
@@ -343,7 +343,7 @@ struct StatePart {
 
     template <int Places, int Parts>
     __device__ __forceinline__ void store(StateTiles<Places, Parts>& from, float* to, int64_t index) const {
-        const int width = forgotten(value_dim);
+        const int width = opaque(value_dim);
         float* const data = to + index * key_dim * value_dim + first;
         from.each(key_rows, columns, [&](Tile& tile) {
             if (whole(tile, data))
@@ -358,7 +358,7 @@ struct StatePart {
     }
 
 private:
-    // Whether all of a tile is in the state, its pairs of neighbours aligned.
+    // True if all of a tile is in the state, its pairs of neighbours aligned.
     __device__ __forceinline__ bool whole(const Tile& tile, const float* data) const {
         return tile.row + kTileRows <= key_dim && first + tile.column + 8 * tile.parts <= value_dim &&
                value_dim % 2 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(float2) == 0;

@@ -14,7 +14,7 @@ cudaError_t chunked_decays_backward(const RuleBackward& p, cudaStream_t stream);
 size_t chunked_decays_forward_workspace(const RuleForward& p);
 size_t chunked_decays_backward_workspace(const RuleBackward& p);
 
-// Of rules that correct.
+// For rules that correct.
 cudaError_t chunked_delta_decays_forward(const RuleForward& p, cudaStream_t stream);
 cudaError_t chunked_delta_decays_backward(const RuleBackward& p, cudaStream_t stream);
 size_t chunked_delta_decays_forward_workspace(const RuleForward& p);

@@ -58,7 +58,7 @@ struct StepWalk {
     int row, column, width;
 
     __device__ __forceinline__ explicit StepWalk(int width)
-        : row(thread_anew() / kAcross), column(thread_anew() % kAcross - kAcross), width(width) {
+        : row(opaque_thread() / kAcross), column(opaque_thread() % kAcross - kAcross), width(width) {
         next();
     }
     __device__ __forceinline__ void next() {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
     for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
     if (logs.data == nullptr || dimension >= dim) return;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
-    const int64_t stride = forgotten(logs.time);
+    const int64_t stride = opaque(logs.time);
     const auto load = [&](const auto* from) {
         if (start + kSteps <= time) {
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
 // One of two sequences, chosen anew at each use; field by field, as the address of a parameter would put it into
 // memory.
 __device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool of_other) {
-    const int second = forgotten(static_cast<int>(of_other));
+    const int second = opaque(static_cast<int>(of_other));
     return {second ? other.data : first.data, second ? other.batch : first.batch, second ? other.time : first.time,
             second ? other.head : first.head, second ? other.dtype : first.dtype};
 }
@@ -115,7 +115,7 @@ struct Column {
     int stride;
 
     __device__ __forceinline__ Column(const Matrix<T>& matrix, int column)
-        : first(&matrix(0, column)), stride(forgotten(matrix.stride)) {}
+        : first(&matrix(0, column)), stride(opaque(matrix.stride)) {}
     __device__ __forceinline__ float get(int t) const { return widen<float>(first[t * stride]); }
     __device__ __forceinline__ void set(int t, float value) const { first[t * stride] = narrow<T>(value); }
 };
@@ -134,7 +134,7 @@ __device__ __forceinline__ void write_column(const Matrix<T>& to, const float (&
     for (int t = 0; t < kSteps; ++t) target.set(t, from[t]);
 }
 
-// What is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
+// The part that is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
 template <int Half>
 __device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const float (&gates)[kSteps], int middle) {
     float product = 1.0f;
@@ -254,7 +254,7 @@ struct Deal {
     template <typename F>
     __device__ __forceinline__ void each(int count, F f) {
         constexpr int kWarps = kDecayThreads / kWarp;
-        for (int i = (thread_anew() / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
+        for (int i = (opaque_thread() / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
         next = (next + count) % kWarps;
     }
     // f(tile) for the tiles of a chunk's rows of `columns`.
@@ -304,7 +304,7 @@ __device__ __forceinline__ void pass_chunk(State& state, const float* rows, Colu
     });
 }
 
-// What a segment's decays leave, by sums of their logs: products of rounded factors would drift over thousands of steps
+// The factors of a segment's decays, by sums of their logs: products of rounded factors would drift over thousands of steps
 // with gates near 1. Thread i keeps columns i and i + 256.
 struct PassedLogs {
     static constexpr int kColumns = kMostDecays / kDecayThreads;

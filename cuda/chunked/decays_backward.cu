@@ -34,7 +34,7 @@ struct Side {
     Matrix<float> weights;  // D_ts of keys, P_ts of values
     float* total;           // the products of all gates
     Stages<T> levels;
-    // Where the levels were. Of keys S_0 (dy_t * Z_t0) and dS (v_s * Z_es), of values S_0^T (q_t * F_t0) and
+    // In the place of the levels. For keys S_0 (dy_t * Z_t0) and dS (v_s * Z_es), of values S_0^T (q_t * F_t0) and
     // dS^T (k_s * F_es); then the gradients of the logs, and of `early`.
     Matrix<float> reads, writes;
     Matrix<float> passing;  // parts of the sums of S_0 * dS, weighted with the other side's totals
@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
 
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto rows_of = [&](auto zero, const Sequence& x, bool of_value) {
-        return Head<decltype(zero)>(x, forgotten(batch), forgotten(head), of_value ? first : 0,
-                                    of_value ? values : keys);
+        return Head<decltype(zero)>(x, opaque(batch), opaque(head), of_value ? first : 0, of_value ? values : keys);
     };
 
     // Dimensions are dealt out to threads: f(side, its column), its gates in `gates`. There are those of the thread's
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     const int items = plan.key_rows + plan.columns;
     const auto load_item = [&](float (&logs)[kSteps], int item) {
         const bool of_value = item >= plan.key_rows;
-        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
+        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), opaque(batch), opaque(head),
                      of_value ? first + item - plan.key_rows : item, of_value ? values : keys, now, time);
     };
     const auto each_column = [&](auto f) {
@@ -147,17 +146,17 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         copy_rows<StepWalk>(of_keys.late, rows_of(T(), p.q, false), kSteps, plan.key_rows, from, time);
         copy_rows<StepWalk>(of_values.late, rows_of(T(), p.d_out, true), kSteps, plan.columns, from, time);
     };
-    const int64_t march = segments.index(segment, head_index);
-    // The chunk after it was of the same interval: on the march to that one states have been put down.
-    const auto is_marched = [&](int n) { return n + 1 < end && (n + 1) * kSteps % checkpoints.interval != 0; };
+    const int64_t sweep = segments.index(segment, head_index);
+    // The chunk after it was of the same interval: on the sweep to that one states have been put down.
+    const auto is_swept = [&](int n) { return n + 1 < end && (n + 1) * kSteps % checkpoints.interval != 0; };
     const auto base_of = [&](int n) { return n * kSteps / checkpoints.interval * checkpoints.interval; };
-    // Sets out for chunk n: its state's, inputs' and gates' way to where the march begins.
+    // Sets out for chunk n: its state's, inputs' and gates' way to where the sweep begins.
     const auto set_out = [&](int n) {
         const int start = n * kSteps;
         now = start;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march, base_of(n), start,
-                                   is_marched(n));
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, sweep, base_of(n), start,
+                                   is_swept(n));
         place = (start - now) / kSteps & 1;
         if constexpr (Outputs) fetch_early(now, place);
         if (now == start) fetch_late(now);
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * kSteps;
         for (;; place ^= 1) {
-            if (Outputs && !is_marched(n)) checkpoints.put_down(state, part, march, base_of(n), now);
+            if (Outputs && !is_swept(n)) checkpoints.put_down(state, part, sweep, base_of(n), now);
             exponentiate(gates);
             copies_wait<0>();
             __syncthreads();

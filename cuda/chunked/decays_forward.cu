@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     const int segment = blockIdx.y, begin = segment * segments.chunks, end = min(chunks, begin + segments.chunks);
     // Found anew at each use: kept, these would hold some 20 registers.
     const auto rows_of = [&](const Sequence& x, bool of_value) {
-        return Head<T>(x, forgotten(batch), forgotten(head), of_value ? first : 0, of_value ? values : keys);
+        return Head<T>(x, opaque(batch), opaque(head), of_value ? first : 0, of_value ? values : keys);
     };
 
     // Dimensions are dealt out to threads, those of values first. The gates of a thread's first one are in `gates`, for
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
     const int items = plan.columns + plan.key_rows;
     const auto load_item = [&](float (&logs)[kSteps], int item, int start) {
         const bool of_value = item < plan.columns;
-        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), forgotten(batch), forgotten(head),
+        load_logs<T>(logs, either(p.log_key_decay, p.log_value_decay, of_value), opaque(batch), opaque(head),
                      of_value ? first + item : item - plan.columns, of_value ? values : keys, start, time);
     };
     const auto fetch = [&](int n) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
         copy_rows<StepWalk>(shared.k, rows_of(p.k, false), kSteps, plan.key_rows, start, time);
         copy_rows<StepWalk>(shared.v[n % 2], rows_of(p.v, true), kSteps, plan.columns, start, time);
         copies_commit();
-        load_item(gates, forgotten(static_cast<int>(threadIdx.x)), start);
+        load_item(gates, opaque(static_cast<int>(threadIdx.x)), start);
     };
     PassedLogs passed_keys, passed_values;  // of `Outputs` false
     StateTiles<Places> state;

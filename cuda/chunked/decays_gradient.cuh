@@ -16,7 +16,7 @@ inline bool has_registers(const Plan& plan) {
     return plan.places() < kMostPlaces || (plan.places() == kMostPlaces && plan.columns == kTileColumns / 2);
 }
 
-// Of the steps from `First` on, half of a chunk, the pairs that are parted at the middles of 2 Half of them.
+// The pairs of steps from `First` on, half of a chunk, that are parted at the middles of 2 Half of them.
 template <int Half, int First>
 __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
                                                     const float (&early)[kHalf], const float (&gates)[kSteps],
@@ -125,7 +125,7 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
         d_early[i] += weight * late[i];
     }
 
-    // What passes the chunk's start, or its end.
+    // The gradient that passes the chunk's start, or its end.
     product = before;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {

@@ -40,7 +40,7 @@ struct DeltaChunk {
         __syncthreads();
     }
 
-    // Of the tile's pairs (t, s) those with s < t, or with s <= t, times the gates between the two.
+    // The tile's pairs (t, s) with s < t, or with s <= t, times the gates between the two.
     __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
         keep_pairs_before<Gated>(tile, gates, diagonal);
     }
@@ -73,7 +73,7 @@ struct DeltaChunk {
 
     // After `products`.
     __device__ __forceinline__ void invert_blocks(int chunk) const {
-        invert_diagonal_blocks(products, beta, thread_anew(), chunk);
+        invert_diagonal_blocks(products, beta, opaque_thread(), chunk);
     }
 
     // `update` = U, from `error`. After `invert_blocks`.
@@ -142,7 +142,7 @@ private:
         float known[Steps / 8][4] = {};
 #pragma unroll
         for (int block = 0; block < Steps / 8; block += 2) {
-            const int lane = thread_anew() % kWarp, group = lane / 4, member = lane % 4;
+            const int lane = opaque_thread() % kWarp, group = lane / 4, member = lane % 4;
             float sums[2][4];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
@@ -180,7 +180,7 @@ private:
         float known[Steps / 8][4] = {};
 #pragma unroll
         for (int block = Steps / 8 - 2; block >= 0; block -= 2) {
-            const int lane = thread_anew() % kWarp, group = lane / 4, member = lane % 4;
+            const int lane = opaque_thread() % kWarp, group = lane / 4, member = lane % 4;
             float sums[2][4];
 #pragma unroll
             for (int n = 0; n < 2; ++n)
@@ -216,7 +216,7 @@ private:
         }
     }
 
-    // Of a block on the diagonal.
+    // For a block on the diagonal.
     __device__ __forceinline__ float inverse(int t, int s) const { return entry_of_inverse(products, t, s); }
 };
 

@@ -81,17 +81,17 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto key_head = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), 0, p.sizes.key_dim);
+        return Head<T>(x, opaque(batch), opaque(head), 0, p.sizes.key_dim);
     };
     const auto value_head = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), first, transformation ? 0 : columns);
+        return Head<T>(x, opaque(batch), opaque(head), first, transformation ? 0 : columns);
     };
     const StatePart part{p.sizes.key_dim, columns, first, plan.columns, plan.key_rows};
 
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
-    const auto march = [&] { return segments.index(segment, head_index); };
+    const auto sweep = [&] { return segments.index(segment, head_index); };
     StateTiles<Places> state, d_state;
     const bool divided = Outputs && segments.count > 1;
     if (transformation)
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
                   divided   ? segments.states
                   : Outputs ? static_cast<const float*>(p.d_final_state)
                             : nullptr,
-                  divided ? march() : head_index);
+                  divided ? sweep() : head_index);
     d_state.each(plan.key_rows, plan.columns, [&](const Tile& tile) { shared.d_state.write(tile); });
     // On the way to a chunk its steps' queries and gradients are not there yet: keys and values come into either place
     // in turn, the next while a chunk is worked on.
@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
     };
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        // The chunk after it was of the same interval: on the march to that one states have been put down.
-        const bool marched = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
+        // The chunk after it was of the same interval: on the sweep to that one states have been put down.
+        const bool swept = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
         int now = start;
         if constexpr (Outputs) {
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start, marched);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, sweep(), base, start, swept);
             state.copy_to(delta.state, plan.key_rows, plan.columns);
         }
         int place = (start - now) / chunk & 1;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
-            if (Outputs && !marched) checkpoints.put_down(state, part, march(), base, now);
+            if (Outputs && !swept) checkpoints.put_down(state, part, sweep(), base, now);
             if (thread < chunk) delta.beta[thread] = load_step(p.beta, batch, head, now, chunk, time);
             if (Gated && thread < chunk)
                 delta.gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4 ||
         __syncthreads();
     }
     if constexpr (!Outputs)
-        part.store(d_state, transformation ? segments.passed : segments.states, march());
+        part.store(d_state, transformation ? segments.passed : segments.states, sweep());
     else if (segment == 0 && p.d_initial_state != nullptr)
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
 }
@@ -295,7 +295,7 @@ ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool 
                              : describe<DeltaBackwardPass<false>>(sizes, dtype, limit));
 }
 
-// Whether a call's chunks are worked on side by side (gradients.cu).
+// True if a call's chunks are worked on side by side (gradients.cu).
 static bool walks(const RuleBackward& p) {
     return chunked_plan_delta_backward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk != 0;
 }

@@ -53,7 +53,7 @@ struct DecayedDelta {
         static_assert(kDecayThreads == kSteps * kSteps, "an element to a thread");
     }
 
-    // What products take of a key dimension: of its keys and erase keys, or of its queries. A barrier before and after.
+    // Factors of products in a key dimension: for its keys and erase keys, or for its queries. A barrier before and after.
     __device__ __forceinline__ void write_keys(const float (&gates)[kSteps], int column) const {
         write_operands(erase, k, of_erase, reading_erase, written, gates, column);
         total[column] = product_of(gates);

@@ -25,7 +25,7 @@ namespace {
 template <typename T>
 struct Layout {
     DecayedDelta<T> delta;
-    // Where the levels were: d(Q * F_.0), then the gradients of the logs; d(E * F_.0), then those of erase keys;
+    // In the place of the levels: d(Q * F_.0), then the gradients of the logs; d(E * F_.0), then those of erase keys;
     // d(K * F_e.), then those of keys.
     Matrix<float> query_reads, erase_reads, writes;
     Matrix<float> passing;  // parts of the sums of S_0 * dS
@@ -91,21 +91,21 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     const StatePart part{keys, columns, first, plan.columns, plan.key_rows};
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto key_rows_of = [&](auto zero, const Sequence& x) {
-        return Head<decltype(zero)>(x, forgotten(batch), forgotten(head), 0, keys);
+        return Head<decltype(zero)>(x, opaque(batch), opaque(head), 0, keys);
     };
     const auto value_rows_of = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), first, transformation ? 0 : columns);
+        return Head<T>(x, opaque(batch), opaque(head), first, transformation ? 0 : columns);
     };
 
     // Nobody asks what the first segment makes of zeros: no segment comes before it.
     const int segment = Outputs ? blockIdx.y : blockIdx.y + 1, begin = segment * segments.chunks;
     const int end = min(chunks, begin + segments.chunks);
-    const auto march = [&] { return segments.index(segment, forgotten(head_index)); };
+    const auto sweep = [&] { return segments.index(segment, opaque(head_index)); };
     DecayState<Places> state, d_state;
     if (transformation)
         part.load_identity(d_state);
     else if (Outputs && segments.count > 1)
-        part.load(d_state, segments.states, march());
+        part.load(d_state, segments.states, sweep());
     else
         part.load(d_state, Outputs ? static_cast<const float*>(p.d_final_state) : nullptr, head_index);
     d_state.each(plan.key_rows, plan.columns, [&](const Tile& tile) { shared.d_state.write(tile); });
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
     float gates[kSteps], beta = 0.0f;
     int now;
     const auto load_item = [&](int item) {
-        load_logs<T>(gates, p.log_key_decay, forgotten(batch), forgotten(head), item, keys, now, time);
+        load_logs<T>(gates, p.log_key_decay, opaque(batch), opaque(head), item, keys, now, time);
     };
     const auto each_column = [&](auto f) {
         for (int item = thread; item < plan.key_rows; item += kDecayThreads) {
@@ -138,18 +138,18 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
                                 time);
         }
         copies_commit();
-        load_item(forgotten(thread));
+        load_item(opaque(thread));
         beta = load_step(p.beta, batch, head, now, kSteps, time);
     };
-    // The chunk after it was of the same interval: on the march to that one states have been put down.
-    const auto is_marched = [&](int n) { return n + 1 < end && (n + 1) * kSteps % checkpoints.interval != 0; };
+    // The chunk after it was of the same interval: on the sweep to that one states have been put down.
+    const auto is_swept = [&](int n) { return n + 1 < end && (n + 1) * kSteps % checkpoints.interval != 0; };
     const auto base_of = [&](int n) { return n * kSteps / checkpoints.interval * checkpoints.interval; };
-    // Sets out for chunk n: its state's, inputs' and gates' way to where the march begins.
+    // Sets out for chunk n: its state's, inputs' and gates' way to where the sweep begins.
     const auto set_out = [&](int n) {
         now = n * kSteps;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base_of(n), now,
-                                   is_marched(n));
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, sweep(), base_of(n), now,
+                                   is_swept(n));
         fetch(n * kSteps);
     };
     if (begin < end) set_out(end - 1);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         const Matrix<T> d_out = shared.d_out[n % 2];
         Deal deal;
         for (;;) {
-            if (Outputs && !is_marched(n)) checkpoints.put_down(state, part, march(), base_of(n), now);
+            if (Outputs && !is_swept(n)) checkpoints.put_down(state, part, sweep(), base_of(n), now);
             if constexpr (Outputs) state.copy_to(delta.state, plan.key_rows, plan.columns);
             exponentiate(gates);
             if (thread < kSteps) delta.beta[thread] = beta;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kDecayThreads, kDecayBlocks)
         });
     }
     if constexpr (!Outputs)
-        part.store(d_state, transformation ? segments.passed : segments.states, march());
+        part.store(d_state, transformation ? segments.passed : segments.states, sweep());
     else if (segment == 0 && p.d_initial_state != nullptr)
         part.store(d_state, static_cast<float*>(p.d_initial_state), head_index);
 }

@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
     const int chunks = (time + kSteps - 1) / kSteps, kept = kept_states(p.sizes);
     const StatePart part{keys, columns, first, plan.columns, plan.key_rows};
     // Found anew at each use: kept, these would hold some 20 registers.
-    const auto key_rows_of = [&](const Sequence& x) { return Head<T>(x, forgotten(batch), forgotten(head), 0, keys); };
+    const auto key_rows_of = [&](const Sequence& x) { return Head<T>(x, opaque(batch), opaque(head), 0, keys); };
     const auto value_rows_of = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), first, transformation ? 0 : columns);
+        return Head<T>(x, opaque(batch), opaque(head), first, transformation ? 0 : columns);
     };
 
     // Key dimensions are dealt out to threads, once for keys and once for queries. The gates of a thread's first one
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
     const int items = Outputs ? 2 * plan.key_rows : plan.key_rows;
     const auto dimension_of = [&](int item) { return item < plan.key_rows ? item : item - plan.key_rows; };
     const auto load_item = [&](int item, int start) {
-        load_logs<T>(gates, p.log_key_decay, forgotten(batch), forgotten(head), dimension_of(item), keys, start, time);
+        load_logs<T>(gates, p.log_key_decay, opaque(batch), opaque(head), dimension_of(item), keys, start, time);
     };
     const auto fetch = [&](int n) {
         const int start = n * kSteps;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kDecayThreads, kForwardBlocks)
         copy_rows<StepWalk>(delta.erase, key_rows_of(p.erase.data ? p.erase : p.k), kSteps, plan.key_rows, start, time);
         copy_rows<StepWalk>(delta.v, value_rows_of(p.v), kSteps, plan.columns, start, time);
         copies_commit();
-        load_item(forgotten(thread), start);
+        load_item(opaque(thread), start);
         beta = load_step(p.beta, batch, head, start, kSteps, time);
     };
 

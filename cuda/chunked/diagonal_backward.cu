@@ -61,10 +61,10 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
     const int time = p.sizes.time, chunk = plan.chunk, chunks = (time + chunk - 1) / chunk;
     // Found anew at each use: kept, these would hold some 40 registers.
     const auto key_head = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), 0, p.sizes.key_dim);
+        return Head<T>(x, opaque(batch), opaque(head), 0, p.sizes.key_dim);
     };
     const auto value_head = [&](const Sequence& x) {
-        return Head<T>(x, forgotten(batch), forgotten(head), first, p.sizes.value_dim);
+        return Head<T>(x, opaque(batch), opaque(head), first, p.sizes.value_dim);
     };
     const StatePart part{p.sizes.key_dim, p.sizes.value_dim, first, plan.columns, plan.key_rows};
 
@@ -88,14 +88,14 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
         copy_rows(keys_of(place), key_head(p.k), chunk, plan.key_rows, now, time);
         copy_rows(values_of(place), value_head(p.v), chunk, plan.columns, now, time);
     };
-    const auto march = [&] { return segments.index(segment, head_index); };
+    const auto sweep = [&] { return segments.index(segment, head_index); };
     for (int n = end - 1; n >= begin; --n) {
         const int start = n * chunk, base = start / checkpoints.interval * checkpoints.interval;
-        // The chunk after it was of the same interval: on the march to that one states have been put down.
-        const bool marched = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
+        // The chunk after it was of the same interval: on the sweep to that one states have been put down.
+        const bool swept = n + 1 < end && (start + chunk) % checkpoints.interval != 0;
         int now = start;
         if constexpr (Outputs)
-            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, march(), base, start, marched);
+            now = checkpoints.load(state, part, p.initial_state, p.states, head_index, sweep(), base, start, swept);
         int place = (start - now) / chunk & 1;
         if constexpr (Outputs) fetch(now, place);
         for (;; now += chunk, place ^= 1) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256, backward_blocks(Places, sizeof(T) == 4))
                 copy_rows(d_out, value_head(p.d_out), chunk, plan.columns, now, time);
             }
             copies_commit();
-            if (Outputs && !marched) checkpoints.put_down(state, part, march(), base, now);
+            if (Outputs && !swept) checkpoints.put_down(state, part, sweep(), base, now);
             if constexpr (Gated)
                 if (thread < chunk) gates.log_gate()[thread] = load_step(p.log_gate, batch, head, now, chunk, time);
             copies_wait<0>();
@@ -246,7 +246,7 @@ ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bo
                              : describe<DiagonalBackwardPass<false>>(sizes, dtype, limit));
 }
 
-// Whether a call's chunks are worked on side by side (gradients.cu).
+// True if a call's chunks are worked on side by side (gradients.cu).
 static bool walks(const RuleBackward& p) {
     return chunked_plan_diagonal_backward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk !=
            0;

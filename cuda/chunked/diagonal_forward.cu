@@ -165,7 +165,7 @@ ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, boo
                              : describe<DiagonalForwardPass<false>>(sizes, dtype, limit));
 }
 
-// Whether a call's chunks are worked on side by side (outputs.cu).
+// True if a call's chunks are worked on side by side (outputs.cu).
 static bool walks(const RuleForward& p) {
     return chunked_plan_diagonal_forward(p.sizes, p.v.dtype, p.log_gate.data != nullptr, shared_memory_limit()).walk !=
            0;

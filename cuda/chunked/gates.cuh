@@ -32,7 +32,7 @@ struct ChunkGates {
     // Products from the chunk's start to and with the step, and from after it to the chunk's end.
     __device__ __forceinline__ float* from_chunk() const { return steps + 6 * chunk; }
     __device__ __forceinline__ float* to_chunk() const { return steps + 7 * chunk; }
-    // What of a step's write is left at the chunk's end.
+    // The part of a step's write that is left at the chunk's end.
     __device__ __forceinline__ float* to_state() const { return steps + 8 * chunk; }
     // By block: all its gates.
     __device__ __forceinline__ float* block_log() const { return steps + 9 * chunk; }
@@ -43,7 +43,7 @@ struct ChunkGates {
 
     // After `log_gate`, and a barrier. Each thread takes the products from one step on.
     __device__ __forceinline__ void find_blocks(bool complement) const {
-        const int s = thread_anew();
+        const int s = opaque_thread();
         if (s >= chunk) return;
         const int column = s % kGateBlock, first = s - column;
         write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
@@ -69,7 +69,7 @@ struct ChunkGates {
 
     // After `find_blocks`, and a barrier.
     __device__ __forceinline__ void find_chunk() const {
-        const int s = thread_anew();
+        const int s = opaque_thread();
         if (s >= chunk) return;
         const int mine = s / kGateBlock, blocks = chunk / kGateBlock;
         float before = 0.0f, after = 0.0f;
@@ -136,11 +136,11 @@ struct GateGradient {
 
     // Threads that share a step: a power of two, neighbours in a warp, and all steps together the whole block.
     // Found anew at each use, as its thread is: kept, what is divided here would hold some 10 registers.
-    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / forgotten(chunk); }
+    __device__ __forceinline__ static int lanes(int chunk) { return blockDim.x / opaque(chunk); }
 
     // After `inside` and a barrier: its sums. A barrier must follow.
     __device__ __forceinline__ void sum_rows(int chunk) const {
-        const int count = lanes(chunk), thread = thread_anew(), lane = thread & (count - 1), t = thread / count;
+        const int count = lanes(chunk), thread = opaque_thread(), lane = thread & (count - 1), t = thread / count;
         const int length = chunk / count, first = lane * length;  // of this lane's part of the row
         // Some at a time: all at once would be up to 32 registers.
         constexpr int kGroup = 8;
@@ -174,7 +174,7 @@ struct GateGradient {
     // onto what is there. `complement`: writes lose by them.
     __device__ __forceinline__ void store(const Sequence& to, int batch, int head, int start, int chunk, int time,
                                           const ChunkGates& gates, bool complement, bool add) const {
-        const int count = lanes(chunk), thread = thread_anew(), step = thread / count;
+        const int count = lanes(chunk), thread = opaque_thread(), step = thread / count;
         const float sum = of(step, chunk, gates.whole(), complement ? expf(gates.log_gate()[step]) : 0.0f);
         if ((thread & (count - 1)) == 0 && start + step < time) store_step(to, batch, head, start + step, sum, add);
     }
@@ -183,7 +183,7 @@ private:
     // The gradient of the log gate of step `u`, this thread's: the same for all that share it. `gate` is that gate where
     // writes lose by it, else 0.
     __device__ __forceinline__ float of(int u, int chunk, float whole, float gate) const {
-        const int count = lanes(chunk), lane = thread_anew() & (count - 1);
+        const int count = lanes(chunk), lane = opaque_thread() & (count - 1);
         float passed = 0.0f, sum = 0.0f, strength = 0.0f;
         for (int warp = lane; warp < static_cast<int>(blockDim.x) / kWarp; warp += count) passed += passing()[warp];
         for (int step = lane; step < chunk; step += count) {

@@ -82,7 +82,7 @@ size_t workspace(const RuleBackward& p) {
     });
 }
 
-// What would be done with blocks of `limit` bytes of shared memory.
+// The plan with blocks of `limit` bytes of shared memory.
 template <class Pass>
 ChunkedPlan describe(const Sizes& sizes, int32_t dtype, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {

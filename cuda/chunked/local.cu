@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kTileThreads)
     });
 }
 
-// Of a rule that does not correct: a block of kSide threads.
+// For a rule that does not correct: a block of kSide threads.
 template <typename F>
 __global__ void __launch_bounds__(kSide)
     gates_local(const Sizes sizes, const Sequence log_gate, const bool complement, const Slice<F> slice) {

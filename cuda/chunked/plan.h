@@ -45,7 +45,7 @@ __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + mu
 
 constexpr int kLongestChunk = 64;
 
-// What the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "chunk=32 columns=64"; 0 where it asks for
+// The plan that the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "chunk=32 columns=64"; 0 where it asks for
 // nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.
 struct AskedPlan {
     int chunk, columns, stages, threads, segments;
@@ -67,7 +67,7 @@ struct AskedPlan {
         slice = number("slice=");
     }
 
-    // What is asked of a plan is asked of those of one chain, unless it is said to be of a walk.
+    // A request is for plans of one chain, unless it says that it is for a walk.
     bool allows_walk() const {
         return walk > 0 || (walk == 0 && chunk == 0 && columns == 0 && stages == 0 && threads == 0 && segments == 0);
     }
@@ -79,18 +79,18 @@ struct AskedPlan {
 };
 
 // How the way back finds the states of an interval's `chunks` again (checkpoints.cuh).
-struct March {
+struct Sweep {
     int spacing;  // chunks from one state that is put down to the next
     int slots;    // for those of an interval
-    double mean;  // chunks that are marched through for each
+    double mean;  // chunks that are swept through for each
 
-    explicit March(int chunks) : spacing(1), slots(0), mean((chunks - 1) / 2.0) {
+    explicit Sweep(int chunks) : spacing(1), slots(0), mean((chunks - 1) / 2.0) {
         while (spacing * spacing < chunks) spacing *= 2;
         if (chunks <= 4) return;
         slots = (chunks - 1) / spacing;
-        int marched = chunks - 1;
-        for (int i = 0; i < chunks - 1; ++i) marched += i % spacing;
-        mean = static_cast<double>(marched) / chunks;
+        int swept = chunks - 1;
+        for (int i = 0; i < chunks - 1; ++i) swept += i % spacing;
+        mean = static_cast<double>(swept) / chunks;
     }
 };
 
@@ -110,9 +110,9 @@ inline int interval_of(const Sizes& sizes, int chunk) {
     return kept_states(sizes) == 0 ? round_up(sizes.time, chunk) : sizes.interval;
 }
 
-// What a pass takes of an H200, in cycles: fitted by benchmarks/cuda_costs.py, which prints these numbers, to the times
+// The cycles of a pass on an H200: fitted by benchmarks/cuda_costs.py, which prints these numbers, to the times
 // of all plans of 188 calls (benchmarks/results/nvidia-h200-plans.csv). Backwards `row` and `product` count 0.3 times more
-// for each chunk that is marched through.
+// for each chunk that is swept through.
 struct Costs {
     double chunk;            // of a block for a chunk, whatever its size
     double row;              // and for each 8 numbers of its rows of keys and values
@@ -134,7 +134,7 @@ constexpr double kCarryOver = 600;    // and for each of them
 constexpr double kFewThreads = 1.15;  // times as much waiting with blocks of 128 threads, not 256
 constexpr double kOneStage = 500;     // more waiting where a chunk's inputs are not on their way before
 
-// What plans are for: the current device, unless another limit is given; and what is asked of them.
+// The limits of plans: those of the current device, unless another limit is given; and what is asked of them.
 struct Device {
     int processors;  // multiprocessors
     int limit;       // bytes of shared memory that a block may have
@@ -148,9 +148,9 @@ struct Device {
 inline double cycles_of_launch(const Plan& plan, const Sizes& sizes, const Costs& costs, const Device& device,
                                bool backward, int64_t blocks, int chunks) {
     const double length = plan.chunk, keys = plan.key_rows, values = plan.columns;
-    const double marched = backward ? March(interval_of(sizes, plan.chunk) / plan.chunk).mean : 0;
-    const double work = costs.chunk + (1 + 0.3 * marched) * (costs.row * length * (keys + values) / 8 +
-                                                             costs.product * length * keys * values / 512);
+    const double swept = backward ? Sweep(interval_of(sizes, plan.chunk) / plan.chunk).mean : 0;
+    const double work = costs.chunk + (1 + 0.3 * swept) * (costs.row * length * (keys + values) / 8 +
+                                                           costs.product * length * keys * values / 512);
     const double waiting = (costs.waiting + costs.waiting_of_step * length) * (plan.threads == 128 ? kFewThreads : 1) +
                            (plan.stages == 1 && !backward ? kOneStage : 0);
     const auto together = [&](double n) { return n * work > work + waiting ? n * work : work + waiting; };

@@ -1,9 +1,9 @@
 // Long sequences of few heads: the chunks are dealt out to several blocks in segments, so that the device is full.
 //
-// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a march from zeros), and
-// M, for all segments at once; a second carries the state from segment to segment; the third is the march that computes
+// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a sweep from zeros), and
+// M, for all segments at once; a second carries the state from segment to segment; the third is the sweep that computes
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
-// scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a march from the identity.
+// scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a sweep from the identity.
 // (With decays by dimension it is what those of keys and of values leave: decays.cuh.)
 #pragma once
 
@@ -25,7 +25,7 @@ struct Segments {
         return static_cast<int64_t>(segment) * heads + head;
     }
 
-    // Of the workspace: room for states and what is passed, where a sequence is divided. What lies behind is aligned, too.
+    // Parts of the workspace: room for states and what is passed, where a sequence is divided. The rest is aligned, too.
     size_t bytes() const {
         if (count <= 1) return 0;
         const size_t floats = static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats);
@@ -128,7 +128,7 @@ inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& si
                   carry);
 }
 
-// Of a head, where time is divided: its value columns, and the columns of the identity.
+// The columns of a head, where time is divided: its value columns, and the columns of the identity.
 inline int first_blocks(const Plan& plan, const Sizes& sizes) {
     return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
 }

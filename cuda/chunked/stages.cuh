@@ -63,7 +63,7 @@ inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const 
     return kLaunch + chunks * waves * (costs.chain + costs.of_key * plan.keys);
 }
 
-// What a segment makes of a state is this times it, and more: a matrix, a number or, for 0, as it is.
+// A segment multiplies a state by this, and adds to it: a matrix, a number or, for 0, as it is.
 inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
     return pass.corrects ? sizes.key_dim * sizes.key_dim : pass.gated;
 }
@@ -101,7 +101,7 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     plan.heads = (heads + parts - 1) / parts;
 }
 
-// What a slice takes. `length`: chunks between states that are kept.
+// The memory of a slice. `length`: chunks between states that are kept.
 inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
     const auto [corrects, gated, backward] = plan.pass;
     const WalkCosts& costs = costs_of(corrects, backward);
@@ -177,7 +177,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     return best;
 }
 
-// What a plan says to those who ask.
+// The answer about a plan to those who ask.
 inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int limit) {
     if (plan.slice == 0) return ChunkedPlan{};
     const int columns = plan.strips * 16,
@@ -205,7 +205,7 @@ struct Local {
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
 
-// What all walks of a slice are given.
+// The arguments of all walks of a slice.
 template <typename F, typename Params>
 Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
     Walks<F> w{};

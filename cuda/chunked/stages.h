@@ -11,7 +11,7 @@ inline ChunkedPlan faster_plan(const ChunkedPlan& walk, const ChunkedPlan& chain
     return walk.chunk != 0 && (chain.chunk == 0 || walk.cycles < chain.cycles) ? walk : chain;
 }
 
-// What would be done with blocks of `limit` bytes of shared memory; `chunk` is 0 where nothing would. `corrects`: the delta
+// The plan with blocks of `limit` bytes of shared memory; `chunk` is 0 where nothing would. `corrects`: the delta
 // rule.
 ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit);
 ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit);

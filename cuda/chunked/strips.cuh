@@ -48,7 +48,7 @@ struct Strip {
         });
     }
 
-    // What rounding to T leaves out.
+    // The rest that rounding to T leaves out.
     template <typename T>
     __device__ __forceinline__ Strip rest() const {
         Strip<N> left = *this;

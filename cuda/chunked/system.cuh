@@ -5,7 +5,7 @@
 
 namespace fairseq_fastweights {
 
-// Of the tile's pairs (t, s) those with s < t, or with s <= t, times the gates between the two.
+// The tile's pairs (t, s) with s < t, or with s <= t, times the gates between the two.
 template <bool Gated>
 __device__ __forceinline__ void keep_pairs_before(Tile& tile, const ChunkGates& gates, bool diagonal) {
     if constexpr (Gated) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void invert_diagonal_blocks(const Matrix<float>& prod
     float x[kTileRows] = {};
 #pragma unroll
     for (int j = 0; j < kTileRows; ++j) {
-        // What is known goes at once into all sums that wait for it, which do not wait for one another.
+        // A known number goes at once into all sums that wait for it, which do not wait for one another.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
 #pragma unroll
         for (int i = j + 1; i < kTileRows; ++i) x[i] += products(first + i, first + j) * x[j];

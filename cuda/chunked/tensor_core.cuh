@@ -26,7 +26,7 @@ template <typename T>
 struct alignas(2 * sizeof(T)) Pair {
     T x, y;
 
-    // Of elements of 16 bits: a register, the first element its lower half.
+    // For elements of 16 bits: a register, the first element its lower half.
     __device__ __forceinline__ unsigned bits() const {
         static_assert(sizeof(T) == 2, "two to a register");
         union {
@@ -153,7 +153,7 @@ __device__ __forceinline__ unsigned transpose_matrix(unsigned pair) {
 #endif
 }
 
-// What a matrix that is computed here is stored as where products read it. Beside bfloat16 inputs it is rounded to
+// The type in which a matrix that is computed here is stored for products. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
 // rounded, and what is written to them with the delta rule, where it depends on that, and with decays by dimension,
 // which scale it. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its gradient
@@ -170,7 +170,7 @@ constexpr int kTileColumns = 32;
 constexpr int kTileParts = kTileColumns / 8;
 
 // threadIdx.x for what would otherwise be computed from it once, and kept in registers from one use to the next.
-__device__ __forceinline__ int thread_anew() { return forgotten(static_cast<int>(threadIdx.x)); }
+__device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // An accumulator. `parts` says how many of the tile's groups of 8 columns the matrix has, all or half of them; it is the
@@ -447,7 +447,7 @@ __device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
     });
 }
 
-// Whether a product's inner places are scaled: by floats, or with a null pointer not at all.
+// The scaling of a product's inner places: by floats, or with a null pointer not at all.
 template <typename Scale>
 constexpr bool kScaled = !std::is_same<Scale, std::nullptr_t>::value;
 
@@ -458,7 +458,7 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper right,
     // lower right; for b the upper and lower half of one group of 8 columns, then of the next.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-    end = forgotten(end);  // counts of the loop's rounds are not kept for products of the same length
+    end = opaque(end);  // counts of the loop's rounds are not kept for products of the same length
 #pragma unroll 2
     for (int inner = begin; inner < end; inner += 16) {
         unsigned a[4], b[Parts / 2][4];

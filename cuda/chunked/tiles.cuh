@@ -1,4 +1,4 @@
-// What the stages share that take all chunks at once: a block is a chunk of a head, each of its 8 warps has a tile of 64 x 64
+// Code of the stages that take all chunks at once: a block is a chunk of a head, each of its 8 warps has a tile of 64 x 64
 // products, and keys and values come in parts of up to 64.
 #pragma once
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ Tile own_tile(int columns) {
     return Tile(warp / 2 * kTileRows, warp % 2 * kTileColumns, columns);
 }
 __device__ __forceinline__ bool is_in(const Tile& tile, int columns) { return tile.column < columns; }
-// Whether a pair of the tile has s <= t.
+// True if a pair of the tile has s <= t.
 __device__ __forceinline__ bool has_pairs(const Tile& tile) { return tile.column < tile.row + kTileRows; }
 
 // Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
@@ -83,7 +83,7 @@ struct Place {
           start(n * kSide) {}
 };
 
-// What a chunk's steps write, of a part of the values: U of the delta rule, transposed, which the walk found; else V.
+// The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>
 using Written = std::conditional_t<Corrects, Factor<T>, T>;
 

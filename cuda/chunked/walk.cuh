@@ -1,4 +1,4 @@
-// What a walk is given, and a block's shared memory; see walk.cu.
+// The arguments of a walk, and a block's shared memory; see walk.cu.
 #pragma once
 
 #include "segments.cuh"

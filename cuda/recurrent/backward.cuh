@@ -37,7 +37,7 @@ __host__ __device__ __forceinline__ int steps_between_states(const Sizes& sizes)
     return sizes.interval && sizes.interval < sizes.time ? sizes.interval : sizes.time;
 }
 
-// Whether the way back needs the state before every step, for the gradients of decays.
+// True if the way back needs the state before every step, for the gradients of decays.
 __host__ __device__ constexpr bool needs_states(int mode) { return has_gate(mode) || decays_keys(mode); }
 
 // How a launch is laid out: `span` steps at a time, the state at the start of every `spacing`-th span kept in `slots`.
@@ -614,13 +614,13 @@ cudaError_t launch_backward(RuleBackward call, cudaStream_t stream) {
         if (segments.count > 1) {
             place_segments<A>(segments, sizes,
                               static_cast<unsigned char*>(call.workspace) + parts_bytes<Tile, M>(call, plan));
-            RuleForward march{};
-            march.sizes = sizes;
-            march.k = call.q;
-            march.v = call.d_out;
-            march.log_key_decay = call.log_key_decay;
-            march.log_value_decay = call.log_value_decay;
-            error = launch_segments<Tile, M, kGradientOfSegment>(march, segments, call.d_final_state, stream);
+            RuleForward sweep{};
+            sweep.sizes = sizes;
+            sweep.k = call.q;
+            sweep.v = call.d_out;
+            sweep.log_key_decay = call.log_key_decay;
+            sweep.log_value_decay = call.log_value_decay;
+            error = launch_segments<Tile, M, kGradientOfSegment>(sweep, segments, call.d_final_state, stream);
             if (error != cudaSuccess) return error;
         }
     }

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A* const outs = reinterpret_cast<A*>(memory + at.out);
 
     constexpr bool decays = decays_keys(M), results = P == kResults, back = P == kGradientOfSegment;
-    // Of the first segment nobody asks what it makes of a gradient.
+    // Nobody asks what the first segment makes of a gradient.
     const int segment = divides_time(M) ? blockIdx.z + (back ? 1 : 0) : 0;
     const int begin = segments.begin(segment), total = segments.steps(segment, sizes.time);
     const int first_step = back ? begin + total - 1 : begin;
@@ -244,7 +244,7 @@ TimeSegments segments_of_forward(const RuleForward& call, const ForwardPlan& pla
 }
 
 template <class Tile, int M, Purpose P>
-cudaError_t launch_march(const RuleForward& call, const ForwardPlan& plan, const TimeSegments& segments,
+cudaError_t launch_sweep(const RuleForward& call, const ForwardPlan& plan, const TimeSegments& segments,
                          cudaStream_t stream) {
     const unsigned heads = static_cast<unsigned>(call.sizes.batch) * call.sizes.heads;
     const unsigned divided = P == kResults ? segments.count : segments.count - 1;
@@ -252,13 +252,13 @@ cudaError_t launch_march(const RuleForward& call, const ForwardPlan& plan, const
                   shared_of_forward<Tile>(call, plan), stream, call, plan.stage, segments);
 }
 
-// What segments make of a state, or, with q and d_out as k and v, of a gradient, and with what each starts therefore.
+// The effect of segments on a state, or, with q and d_out as k and v, on a gradient, and with what each starts therefore.
 // `first`: the state before the first, or the gradient after the last.
 template <class Tile, int M, Purpose P>
 cudaError_t launch_segments(RuleForward call, const TimeSegments& segments, const void* first, cudaStream_t stream) {
     call.q = {};
     call.out = {};
-    const cudaError_t error = launch_march<Tile, M, P>(call, plan_forward<Tile>(call), segments, stream);
+    const cudaError_t error = launch_sweep<Tile, M, P>(call, plan_forward<Tile>(call), segments, stream);
     if (error != cudaSuccess) return error;
     return launch_carry_decayed<typename Tile::A>(segments, call.sizes, first, P == kGradientOfSegment, stream);
 }
@@ -275,7 +275,7 @@ cudaError_t launch_forward(const RuleForward& call, cudaStream_t stream) {
             if (error != cudaSuccess) return error;
         }
     }
-    return launch_march<Tile, M, kResults>(call, plan, segments, stream);
+    return launch_sweep<Tile, M, kResults>(call, plan, segments, stream);
 }
 
 template <int M>

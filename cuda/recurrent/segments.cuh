@@ -2,9 +2,9 @@
 // device is full.
 //
 // What a segment makes of the state is S_end = (F Z^T) * S_start + C, with F and Z the products of its decays. A first
-// launch finds F, Z and C (a march from zeros) for all segments at once; a second carries the state from segment to
-// segment; the third is the march that computes results, each segment from its own start. The way back is the same:
-// dS_start = (F Z^T) * dS_end + C', where C' comes of a march back through q and dy alone.
+// launch finds F, Z and C (a sweep from zeros) for all segments at once; a second carries the state from segment to
+// segment; the third is the sweep that computes results, each segment from its own start. The way back is the same:
+// dS_start = (F Z^T) * dS_end + C', where C' comes of a sweep back through q and dy alone.
 //
 // It is what chunked/segments.cuh does for a number in place of F Z^T.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace fairseq_fastweights {
 
-// What a launch of the forward kernel is for: results, or what a segment makes of a state, or of a gradient, of zeros.
+// The purpose of a launch of the forward kernel: results, or what a segment makes of a state, or of a gradient, of zeros.
 enum Purpose { kResults, kStateOfSegment, kGradientOfSegment };
 
 struct TimeSegments {

@@ -1,4 +1,4 @@
-// What the recurrent kernels share: how a head's state lies in the registers of a block, how rows of the inputs come
+// Code that the recurrent kernels share: how a head's state lies in the registers of a block, how rows of the inputs come
 // into shared memory some steps at a time, how results leave it, and sums over lanes.
 //
 // A block owns the columns of one head's (key_dim, value_dim) state that its warps cover; a warp owns all rows of
@@ -19,14 +19,14 @@ constexpr int kMostWarps = 8;   // of a block: 255 registers for each thread
 constexpr int kMostDim = 512;   // of keys and of values
 constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step's gate
 
-// What a step multiplies the state by: nothing, a number, a factor for each row, one for each row and each column; and
+// The factor of the state at a step: nothing, a number, a factor for each row, one for each row and each column; and
 // with the delta rule's correction, nothing, a number, or a factor for each row, where the erase key may be another.
 enum Mode { kPlain, kScalar, kKey, kBoth, kDelta, kGatedDelta, kKeyDelta };
 
 __host__ __device__ constexpr bool corrects(int mode) { return mode >= kDelta; }
 __host__ __device__ constexpr bool has_gate(int mode) { return mode == kScalar || mode == kGatedDelta; }
 __host__ __device__ constexpr bool decays_keys(int mode) { return mode == kKey || mode == kBoth || mode == kKeyDelta; }
-// What a stretch of steps makes of a state is another decay, and not a matrix.
+// The effect of a span of steps on a state is another decay, and not a matrix.
 __host__ __device__ constexpr bool divides_time(int mode) { return mode == kKey || mode == kBoth; }
 
 // use(an integral_constant of the mode) for a call's gates.
@@ -68,7 +68,7 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float one_minus_exponential(float x) { return -expm1f(x); }
 __device__ __forceinline__ double one_minus_exponential(double x) { return -expm1(x); }
 
-// Where a thread stands. Its row r is row(r) of the state, its columns column .. column + Columns - 1 of the block's.
+// The place of a thread. Its row r is row(r) of the state, its columns column .. column + Columns - 1 of the block's.
 template <class Tile>
 struct Place {
     int warp, key_lane, value_lane, column;

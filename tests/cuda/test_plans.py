@@ -58,7 +58,7 @@ def test_as_many_segments_as_asked_for_or_as_there_are_chunks(emulator, segments
 
 @pytest.mark.parametrize(("heads", "segments"), [(1, 32), (8, 16), (33, 8), (66, 4), (132, 1), (400, 1)])
 def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads, segments, monkeypatch):
-    """Of 132, each of which has room for two blocks and more; into 4 of 128 chunks or more."""
+    """For 132, each of which has room for two blocks and more; into 4 of 128 chunks or more."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "walk=-1")
     asked = "diagonal_forward", (1, 4096, heads, 64, 64, 128), torch.bfloat16
     assert emulator.plan(*asked).segments == segments

@@ -76,7 +76,7 @@ LONG = [
     # Decays of 512 keys in float32 do not fit.
     *product(BY_HEAD, [(sizes, "") for sizes in LARGE], [F32]),
     *product(DECAYS, [(sizes, "") for sizes in LARGE if sizes[1] < 512], [F32]),
-    # 16 chunks to an interval: states are put down, taken up again, and marched from, the next chunk on its way.
+    # 16 chunks to an interval: states are put down, taken up again, and swept from, the next chunk on its way.
     *product(CHUNKED, [((390, 16, 33, 256), plan) for plan in ("chunk=16", "chunk=16 segments=3")], [BF16]),
     *deal(BY_HEAD, [((131, 20, 90, 128), plan) for plan in [*PLANS, "segments=3"]], [BF16, F32]),
     *[(x, ((75, 20, 90, 32), f"columns={plan}"), F32) for x in BY_DIMENSION for plan in ("16", "48 segments=3", "96")],
@@ -257,7 +257,7 @@ def test_every_interval(emulator, rule, interval):
 
 @pytest.mark.parametrize(("algorithm", "rule"), BY_CHUNKS)
 def test_how_many_states_are_kept_changes_no_bit(emulator, algorithm, rule, monkeypatch):
-    """Those that are computed again are those that the forward pass had."""
+    """States that are computed again are those that the forward pass had."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=16 segments=1")
     inputs = rule.inputs(B=1, T=150, H=1, K=9, V=10, dtype=torch.bfloat16)
     fewest, *others = (64, 128, 512) if algorithm == "walked" else (16, 64, 128, 512)
@@ -449,7 +449,7 @@ THOUSANDS = [
 
 @pytest.mark.parametrize(("algorithm", "rule", "regime", "plan", "dtype", "results", "states"), long(THOUSANDS))
 def test_thousands_of_steps(emulator, algorithm, rule, regime, plan, dtype, results, states, monkeypatch):
-    """What tensor cores cut off a sum is always towards zero; in states it would add up to more than is allowed."""
+    """Tensor cores cut a sum off towards zero; in states it would add up to more than is allowed."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
     size, interval = (4, 64) if algorithm == "recurrent" else (16, 128)
     inputs = rule.inputs(B=1, T=4096, H=1, K=size, V=size, dtype=dtype, extras_dtype=F32, regime=regime)
