@@ -1,6 +1,7 @@
 """What the pages say can be done: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
 import doctest
+import inspect
 import re
 import shlex
 import subprocess
@@ -50,6 +51,8 @@ def test_what_the_reference_shows_has_an_example_and_describes_its_own_arguments
     found = re.search(r"^ *Examples:\n *>>> ", shown.__doc__, flags=re.MULTILINE)
     assert found or (isinstance(shown, type) and issubclass(shown, Exception))
     assert not re.search(r"^ *others: as", shown.__doc__, flags=re.MULTILINE)
+    for argument in () if isinstance(shown, type) else inspect.signature(shown).parameters:
+        assert re.search(rf"^ *\**{argument}: ", shown.__doc__, flags=re.MULTILINE), argument
 
 
 def test_the_reference_has_all_public_operations_maps_and_classes_of_transformers() -> None:
