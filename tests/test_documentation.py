@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.ops import RULES
 from tests.conftest import import_plugin
 
@@ -73,11 +75,15 @@ def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
     page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     assert ", ".join(f"`{name}`" for name in options.MEMORIES) in page
     for name, kind in options.MIXERS.items():
-        rule, normalization = RULES.get(name), options.write_normalization(kind.normalization)
-        said = f"{rule.equation} | {rule.source}" if rule is not None and rule.equation else ""
+        said = f"{RULES[name].equation} | {RULES[name].source}" if name in UPDATE_RULES else ""
+        normalization = options.write_normalization(kind.normalization)
         papers = f"`{kind.feature_map}` | `{normalization}` |" if name in options.MEMORIES else ""
         assert re.search(rf"^\| `{name}` \| {re.escape(said)}.*{re.escape(papers)}$", page, flags=re.MULTILINE), name
-    # What the others can do follows from the classes.
+    reference = (ROOT / "docs" / "api" / "ops.md").read_text(encoding="utf-8")
+    for name, rule in RULES.items():
+        function = f"{name.replace('-', '_')}_rule"
+        assert not hasattr(ops, function) or f"| `{function}` | {rule.equation} | {rule.source} |\n" in reference
+    # What mixers can do follows from the classes.
     for attribute, value, said in (
         ("carries", False, "- All but (.*) can carry their state"),
         ("takes_starts", False, "- All but (.*) work with `--separate-documents`"),
