@@ -1,6 +1,7 @@
 """What the pages say can be done: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
 import doctest
+import inspect
 import re
 import shlex
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 import site_pages
 import torch
 
+from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.ops import RULES
 from tests.conftest import import_plugin
 
@@ -51,6 +54,8 @@ def test_what_the_reference_shows_has_an_example_and_describes_its_own_arguments
     found = re.search(r"^ *Examples:\n *>>> ", shown.__doc__, flags=re.MULTILINE)
     assert found or (isinstance(shown, type) and issubclass(shown, Exception))
     assert not re.search(r"^ *others: as", shown.__doc__, flags=re.MULTILINE)
+    for argument in () if isinstance(shown, type) else inspect.signature(shown).parameters:
+        assert re.search(rf"^ *\**{argument}: ", shown.__doc__, flags=re.MULTILINE), argument
 
 
 def test_the_reference_has_all_public_operations_maps_and_classes_of_transformers() -> None:
@@ -71,11 +76,15 @@ def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
     page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     assert ", ".join(f"`{name}`" for name in options.MEMORIES) in page
     for name, kind in options.MIXERS.items():
-        rule, normalization = RULES.get(name), options.write_normalization(kind.normalization)
-        said = f"{rule.equation} | {rule.source}" if rule is not None and rule.equation else ""
+        said = f"{RULES[name].equation} | {RULES[name].source}" if name in UPDATE_RULES else ""
+        normalization = options.write_normalization(kind.normalization)
         papers = f"`{kind.feature_map}` | `{normalization}` |" if name in options.MEMORIES else ""
         assert re.search(rf"^\| `{name}` \| {re.escape(said)}.*{re.escape(papers)}$", page, flags=re.MULTILINE), name
-    # What the others can do follows from the classes.
+    reference = (ROOT / "docs" / "api" / "ops.md").read_text(encoding="utf-8")
+    for name, rule in RULES.items():
+        function = f"{name.replace('-', '_')}_rule"
+        assert not hasattr(ops, function) or f"| `{function}` | {rule.equation} | {rule.source} |\n" in reference
+    # What mixers can do follows from the classes.
     for attribute, value, said in (
         ("carries", False, "- All but (.*) can carry their state"),
         ("takes_starts", False, "- All but (.*) work with `--separate-documents`"),

@@ -1,20 +1,17 @@
-"""An extension of the reader of docstrings that MkDocs uses: what is completed when it is imported is shown so.
+"""An extension of the reader of docstrings that MkDocs uses, which mkdocs.yml names."""
 
-mkdocs.yml names this file.
-"""
-
-import importlib
 import inspect
 from typing import Any
 
 import griffe
 
+from fairseq_fastweights import ops
+
 
 class CompletedDocstrings(griffe.Extension):
-    """Reads the docstrings of the rules' functions, which share parts, from the functions themselves."""
+    """Reads the docstrings of the rules' functions, which share parts, from the functions instead of their source."""
 
     def on_function_instance(self, *, func: Any, **_: Any) -> None:
         """Replaces what stands in the source."""
-        if func.path.startswith("fairseq_fastweights.ops.") and func.decorators and func.docstring:
-            made = getattr(importlib.import_module(func.parent.path), func.name, None)
-            func.docstring.value = inspect.getdoc(made) or func.docstring.value
+        if func.parent.path == ops.__name__ and func.docstring and func.name in ops.__all__:
+            func.docstring.value = inspect.getdoc(getattr(ops, func.name)) or ""

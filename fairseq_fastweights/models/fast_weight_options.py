@@ -30,7 +30,7 @@ WHAT_MEMORIES_DO = "; ".join(f"{name} {MIXERS[name].help}" for name in MEMORIES)
 
 
 def in_papers(setting: Callable[[Kind], Any]) -> str:
-    """What the papers of the mixers with feature maps have: each value with their names."""
+    """Names the mixers with feature maps by a setting of their papers: each value with their names."""
     of_names = {name: setting(kind) for name, kind in MIXERS.items() if kind.feature_map is not None}
     values = dict.fromkeys(of_names.values())
     return "; ".join(f"{value} for {', '.join(n for n, its in of_names.items() if its == value)}" for value in values)

@@ -69,7 +69,7 @@ class check_values:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a rule takes beside q, k and v. A layer makes it of its input by a projection and a sigmoid.
+    """An input of a rule beside q, k and v. A layer makes it of its own input by a projection and a sigmoid.
 
     Attributes:
         name: of the argument.

@@ -340,6 +340,8 @@ RULES = {
             reference.gated_delta_rule,
             Kernel(native.correction, checked=True),
             corrects=True,
+            equation="S' + beta (v - S' k) k^T with S' = S Diag(f)",
+            source="Gated DeltaNet (Yang et al. 2025), Kimi delta attention (Kimi Team 2025)",
         ),
         Rule(
             "fast-weight",
@@ -354,6 +356,8 @@ RULES = {
             Kernel(native.every_part, native.why_not_every_part),
             corrects=True,
             takes_starts=True,
+            equation="S' + beta (v - S' e) k^T with S' = (z f^T) * S",
+            source="the recurrence that contains all of these",
         ),
     )
 }

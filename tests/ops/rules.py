@@ -136,7 +136,7 @@ class Rule:
 
     @property
     def regimes(self) -> tuple[str, ...]:
-        """Those of gates that decay, or of write strengths, or of both."""
+        """Regimes of gates that decay, of write strengths, or of both."""
         decays = any(gate.log and gate.name not in self.without for gate in self.record.gates)
         if self.corrects:
             return self.only or (BOTH if decays else STRENGTHS)
