@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def must_install() -> bool:
-    """Whether this environment lacks a fairseq that works; says what it has."""
+    """Says whether this environment lacks a fairseq that works, and prints what it has."""
     version = installed_version()
     if version is None:
         return True

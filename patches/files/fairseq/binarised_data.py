@@ -36,7 +36,7 @@ _TYPES = {
 
 
 class _Index(NamedTuple):
-    """What an index says of the file with the tokens.
+    """The claims of an index about the file with the tokens.
 
     Attributes:
         dtype: of a token.

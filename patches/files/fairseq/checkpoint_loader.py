@@ -176,7 +176,7 @@ def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict
 
 
 def _complaint(error: Exception) -> str:
-    """What is wrong with a file, without PyTorch's advice to switch the safe loader off."""
+    """Says what is wrong with a file, without PyTorch's advice to switch the safe loader off."""
     reason = str(error) or type(error).__name__
     for phrase in ("Unsupported global: GLOBAL ", "Trying to load unsupported GLOBAL "):
         if phrase in reason:

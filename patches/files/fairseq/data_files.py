@@ -27,7 +27,7 @@ _notes: "list[dict[str, Content]]" = []
 
 
 class Content(NamedTuple):
-    """What a file holds, as far as it is compared."""
+    """The content of a file, as far as it is compared."""
 
     size: int
     crc: int
@@ -134,7 +134,7 @@ class TrainingFiles:
 
 
 def kept(files: dict[str, Content]) -> list[list[Any]]:
-    """What a checkpoint keeps of them."""
+    """The part of them that a checkpoint keeps."""
     return [[path, *content] for path, content in files.items()]
 
 
@@ -197,12 +197,12 @@ def note(paths: Iterable[str]) -> None:
 
 
 def content_of(path: str) -> Content:
-    """What a file holds; read once as long as it does not change."""
+    """The content of a file; read once as long as it does not change."""
     return _content_of(path, state_of(path))
 
 
 def state_of(path: str) -> tuple[int, ...]:
-    """What changes when a file does."""
+    """A value that changes when a file does."""
     return _state(os.stat(path))
 
 

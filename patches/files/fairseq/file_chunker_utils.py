@@ -14,7 +14,7 @@ from fairseq.text_files import decode
 
 
 def find_offsets(filename: str, num_chunks: int) -> list[int]:
-    """Where parts of about equal size, of whole lines, begin, and where the last one ends."""
+    """The places where parts of about equal size, of whole lines, begin, and where the last one ends."""
     with open(filename, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         offsets = [0]

@@ -44,6 +44,6 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def contains(x: Tensor, number: int) -> bool:
-    """Whether `number` is among the numbers of `x`."""
+    """Says whether `number` is among the numbers of `x`."""
     found = known(x)
     return bool(x.eq(number).any()) if found is None else number in found.numpy()

@@ -97,7 +97,7 @@ def in_float32(params: Sequence[Any]) -> Iterator[tuple[list[Any], list[Tensor],
 
 
 def goes_together(p: Any) -> bool:
-    """Whether a parameter and its gradient lie in memory as operators that take lists of tensors want them."""
+    """Says whether a parameter and its gradient lie in memory as operators that take lists of tensors want them."""
     return (
         p.device.type in ("cpu", "cuda")
         and p.dtype in (torch.float32, torch.float64, *_HALF)

@@ -23,11 +23,11 @@ _TENSORS, _MORE_TENSORS = 100, 10_000
 _NO_SIZES = {"min_params_to_wrap", "seed"}
 """Whole numbers among a model's settings that make nothing larger."""
 _NO_MODEL = (RuntimeError, RecursionError)
-"""Those of the errors of this kind that settings raise; others say what the machine lacks."""
+"""The errors of this kind that settings raise; others say what the machine lacks."""
 
 
 _OF_SIZES = (MemoryError, OverflowError, RuntimeError, TypeError)
-"""What a size that is no number of this machine's raises."""
+"""The errors that a size raises that is no number of this machine's."""
 
 
 class _TooLargeError(Exception):
@@ -62,7 +62,7 @@ class _Limit(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """What a call would make, without numbers; nothing where that cannot be known."""
+        """The tensors that a call would make, without numbers; nothing where that cannot be known."""
         args, kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs = {**kwargs, "device": torch.device("meta")}

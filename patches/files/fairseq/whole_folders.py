@@ -51,7 +51,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool = False) -> bool:
-    """Whether this process has locked it: not where another one has, nor on a file system without locks."""
+    """Says whether this process has locked it: not where another one has, nor on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

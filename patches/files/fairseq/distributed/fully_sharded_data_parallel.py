@@ -179,7 +179,7 @@ class FullyShardedDataParallel(nn.Module):
         return parts
 
     def _whole(self, x: Any, name: str) -> Any:
-        """What `x` of all processes is, laid out as the parameter `name`, in the first; numbers are alike in all."""
+        """The `x` of all processes, laid out as the parameter `name`, in the first; numbers are alike in all."""
         if not isinstance(x, Tensor) or not x.dim():
             return x
         return self._gather(self._lay_out(x, self._wholes[name]))

@@ -31,7 +31,7 @@ class Settled:
 
 
 def is_kept(meter: Any, *values: Any) -> bool:
-    """Whether these values of an update are kept until a `Settled` attribute is read: if one is a tensor."""
+    """Says whether these values of an update are kept until a `Settled` attribute is read: if one is a tensor."""
     late = vars(meter).setdefault("_late", [])
     if not late and not any(torch.is_tensor(x) and x.numel() == 1 for x in values):
         return False
