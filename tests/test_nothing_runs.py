@@ -43,7 +43,7 @@ HUB = "downloads a published model, when its user asks for that one"
 
 LISTED = {
     "fairseq_fastweights/integrations/transformers.py: import_module, import_module": OF_ITS_OWN,
-    "fairseq_fastweights/ops/libraries.py: torch.ops.load_library": "the kernels, which were compiled with the package",
+    "fairseq_fastweights/ops/libraries.py: ctypes.CDLL, torch.ops.load_library": "kernels, compiled with the package",
     "patches/files/fairseq/archives.py: extractall": "for a Python without the filter; the archive was checked",
     "fairseq/archives.py: extractall": "the same file",
     "tools/build_fairseq.py: unpack_archive": "the source of fairseq, whose hash pip has compared",
@@ -52,6 +52,7 @@ LISTED = {
     "tools/native_build.py: importlib.util.spec_from_file_location": OF_ITS_OWN,
     "tools/native_toolchain.py: runpy.run_path": "the version in the torch that is installed",
     "benchmarks/build_causal_product.py: torch.utils.cpp_extension.load": "a peer's kernel, from its hashed source",
+    "tools/site_pages.py: import_module": OF_ITS_OWN,
     "fairseq_fastweights/freed_memory.py: ctypes.CDLL": "the C library that Python itself uses",
     "fairseq/distributed/utils.py: pickle.loads, torch.load": BETWEEN_PROCESSES,
     "fairseq/models/__init__.py: import_module": "modules in a folder that is code",

@@ -19,7 +19,7 @@ from fairseq_fastweights.tasks import pace
         ({"max_update": 1000}, "3 updates, 20 s each, about 5.5 h left for 997 updates"),
         ({"max_epoch": 2}, "3 updates, 20 s each, about 12 min left for 37 updates"),
         ({"max_epoch": 2, "max_update": 4}, "3 updates, 20 s each, about 1 min left for 1 updates"),
-        ({"max_epoch": 2, "update_freq": [1, 2]}, "3 updates, 20 s each, about 12 min left for 37 updates"),
+        ({"max_epoch": 2, "update_freq": [2]}, "3 updates, 20 s each, about 6 min left for 19 updates"),
         ({}, "3 updates, 20 s each"),
     ],
 )
