@@ -60,9 +60,10 @@ def test_the_page_has_no_other_sections_and_all_rows_of_the_command() -> None:
 
 
 def test_rows_that_are_said_to_be_trained_and_scored_by_tests_are() -> None:
-    trained = {" ".join(name.split()[:2]) for name in SCORED} | {f"schlag-table4 {row}" for row in SHARED}
+    of_papers = {name: count for name, count in SCORED.items() if name.split()[0] in papers.TABLES}
+    trained = {" ".join(name.split()[:2]) for name in of_papers} | {f"schlag-table4 {row}" for row in SHARED}
     trained |= {f"choi-table{3 if 'frozen' in row else 2} {row}" for row in CHOI} | {"mao-table2 gpt2"}
-    scored = {" ".join(name.split()[:2]) for name, count in SCORED.items() if count}
+    scored = {" ".join(name.split()[:2]) for name, count in of_papers.items() if count}
     scored |= {f"schlag-table4 {row}" for row in SHARED}
     for words, expected in (("trained", trained), ("scored", scored)):
         lines = re.findall(r"^.*`((?:schlag|mao|choi)-table\d [\w-]+)`(.*)$", PAGE, flags=re.MULTILINE)
