@@ -2,6 +2,8 @@
 
 import os
 import pty
+import select
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,7 +38,22 @@ def full() -> tuple[int, Callable[[], object]]:
 
 def hung_up() -> tuple[int, Callable[[], object]]:
     controller, terminal = pty.openpty()
-    return terminal, lambda: os.close(controller)
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            if select.select([controller], [], [], 0.01)[0]:
+                os.read(controller, 2**16)
+
+    def hang_up() -> None:
+        over.set()
+        reader.join()
+        os.close(controller)
+
+    # Until then it is read: a terminal keeps so little that a log of a few kilobytes may wait for ever.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    return terminal, hang_up
 
 
 LOGS: dict[str, Callable[[], tuple[int, Callable[[], object]]]] = {
