@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import build_fairseq
 import edit_patches
+import fairseq
 import fairseq_patches
 import pytest
 from fairseq_patches import FILES, SHARED, VERSION, BuildError, apply_patches, git, in_order
@@ -48,8 +49,10 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     monkeypatch.setenv("GIT_DIR", f"{source.parent}/.git")
     monkeypatch.setenv("GIT_WORK_TREE", str(source.parent))
     apply_patches(source)
-    for name in names - {"setup.py", "pyproject.toml"} | {f"fairseq/{name}" for name in SHARED}:
+    # A wheel has the version in a module.
+    for name in names - {"setup.py", "pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
         assert (source / name).read_bytes() == installed(name).read_bytes(), name
+    assert fairseq.__version__ == VERSION
     with pytest.raises(BuildError, match=r"^cannot apply 0001-requirements\.patch to the source of .*: setup\.py"):
         apply_patches(source)
 
