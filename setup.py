@@ -47,7 +47,7 @@ class BuildNative(Command):
             raise SystemExit("tools/native_build.py failed; what it printed says why")
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution must hold for this to run in it."""
+        """The files that a source distribution must hold for this to run in it."""
         files = [path for part in ("cpu", "cuda") for path in sorted((ROOT / part).rglob("*")) if path.is_file()]
         files += [*sorted((ROOT / "tools").glob("native_*.py")), ROOT / "tools" / "lock_file.py"]
         return [os.path.relpath(path, ROOT) for path in files]

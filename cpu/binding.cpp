@@ -115,7 +115,7 @@ struct Rule {
     }
 };
 
-// Those that compute with numbers of this type.
+// The kernels that compute with numbers of this type.
 const Kernels& kernels_for(ScalarType type) {
     const Kernels* found = kernels(type == ScalarType::Double);
     if (found) return *found;

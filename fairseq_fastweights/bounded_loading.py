@@ -40,7 +40,7 @@ class TooLargeError(ValueError):
 
 
 def load(file: BinaryIO, mapped: str | os.PathLike[str] | None = None) -> Any:
-    """What an open file of `torch.save` holds, on the CPU.
+    """The contents of an open file of `torch.save`, on the CPU.
 
     Args:
         file: the file, at its beginning.
@@ -63,7 +63,7 @@ def load(file: BinaryIO, mapped: str | os.PathLike[str] | None = None) -> Any:
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Whether an open file begins as zip archives do; it is then where it was."""
+    """True if an open file begins as zip archives do; it is then where it was."""
     at = file.tell()
     file.seek(0)
     start = file.read(len(_ZIP))

@@ -49,7 +49,7 @@ def fail(program: str, error: BaseException, text: str | None = None) -> int:
 
 
 def tracebacks_wanted() -> bool:
-    """Whether FASTWEIGHTS_TRACEBACK asks for tracebacks."""
+    """True if FASTWEIGHTS_TRACEBACK asks for tracebacks."""
     return os.environ.get("FASTWEIGHTS_TRACEBACK", "0") not in ("", "0")
 
 

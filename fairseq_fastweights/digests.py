@@ -42,14 +42,14 @@ def with_digests(state: Any) -> Any:
 
 
 def digests(state: dict[str, Any]) -> dict[str, str]:
-    """Those of a checkpoint's parts, by name; what is None has none."""
+    """The digests of a checkpoint's parts, by name; a part that is None has none."""
     seen, crcs = dict[int, bytes](), _crcs(state)
     parts = {str(name): part for name, part in state.items() if name != DIGESTS and part is not None}
     return {name: hashlib.sha256(_fingerprint(part, seen, crcs)).hexdigest()[:16] for name, part in parts.items()}
 
 
 def _fingerprint(value: Any, seen: dict[int, bytes], crcs: dict[Any, bytes]) -> bytes:
-    """Of one value; what is of none of these types counts by the name of its type alone."""
+    """The digest of one value; a value of none of these types counts by the name of its type alone."""
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         value = value.item()  # as the safe loader reads it
     if value is None or type(value) in (str, int, float, bool, bytes, complex, torch.Size, torch.dtype, torch.device):
@@ -77,7 +77,7 @@ def _fingerprint(value: Any, seen: dict[int, bytes], crcs: dict[Any, bytes]) -> 
 
 
 def _crcs(state: Any) -> dict[Any, bytes]:
-    """Those of the bytes of all tensors within it, by where they are: of tied weights one is enough."""
+    """The digests of the bytes of all tensors within it, by where they are: of tied weights one is enough."""
     plain = {}
     for _, tensor in tensors_in(state):
         if _has_bytes(tensor):
@@ -92,7 +92,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """What is there of a tensor: itself, or the storage where its numbers stand for several each."""
+    """The numbers that a tensor has: itself, or the storage where its numbers stand for several each."""
     storage = tensor.untyped_storage()
     if tensor.nbytes <= storage.nbytes():
         return tensor.detach()
@@ -141,7 +141,7 @@ def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a plain value consists of, by keys or numbers; None if it is no collection."""
+    """The parts of a plain value, by keys or numbers; None if it is no collection."""
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, argparse.Namespace):

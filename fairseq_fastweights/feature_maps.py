@@ -103,7 +103,7 @@ class FeatureMap(nn.Module):
         return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
 
     def are_alike(self, scales: Scales) -> bool:
-        """Whether queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
+        """True if queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
         return type(self)._prepare is FeatureMap._prepare
 
     def map_alike(
@@ -132,7 +132,7 @@ class FeatureMap(nn.Module):
                 raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
     def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What the operation is applied to."""
+        """The tensor that the operation is applied to."""
         return q, k
 
     def extra_repr(self) -> str:
@@ -396,7 +396,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 
 def is_favor(name: str) -> bool:
-    """Whether a key of `FEATURE_MAPS` is a form of FAVOR+."""
+    """True if a key of `FEATURE_MAPS` is a form of FAVOR+."""
     return FEATURE_MAPS.get(name) is FavorMap
 
 

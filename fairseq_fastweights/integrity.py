@@ -1,4 +1,4 @@
-"""Whether a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
+"""Checks that a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
 
 `torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. What
 this project writes has digests of its content, too, under "digests" beside "model": also the format of before torch
@@ -49,7 +49,7 @@ _KINDS = {
 
 
 def why_damaged(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
+    """The damage of a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
 
     Examples:
         >>> why_damaged("no/such/checkpoint.pt"), why_damaged("/dev/null")
@@ -127,7 +127,7 @@ def _damage_of_archive(file: BinaryIO, loaded: Any) -> str | None:
 
 
 def _are_loaded(records: list[zipfile.ZipInfo], loaded: Any, pool: Executor) -> list[bool]:
-    """Of each record, whether what was loaded has its bytes: as many storages with its CRC as records."""
+    """True for each record that matches what was loaded: as many storages with its CRC as records."""
     tensors = [
         tensor for _, tensor in tensors_in(loaded) if tensor.layout is torch.strided and tensor.device.type == "cpu"
     ]
@@ -253,7 +253,7 @@ def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
-    """Whether a checkpoint is whole, and a line about it, with the digests of its parts."""
+    """True if a checkpoint is whole, and a line about it, with the digests of its parts."""
     if damage := why_damaged(path):
         return False, complain(path, damage)
     try:

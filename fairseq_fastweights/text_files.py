@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 
 class FileError(ValueError):
-    """What is wrong with a file: one line that names it."""
+    """An error in a file: one line that names it."""
 
     def __init__(self, message: str) -> None:
         if message.startswith("Caught "):  # by torch in a data worker, whose traceback ends with the line

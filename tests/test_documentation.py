@@ -1,4 +1,4 @@
-"""What the pages say can be done: links lead somewhere, commands and paths are there, examples run, the site builds."""
+"""Pages are true: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
 import doctest
 import inspect

@@ -278,7 +278,7 @@ def test_impossible_maps_and_inputs_of_another_size_are_refused_by_name():
 
 @maps
 def test_favor_takes_out_the_largest_feature_and_the_others_nothing(name, options, equation):
-    """Of each query; and of each key, or of all keys of a row and head."""
+    """For each query; and for each key, or for all keys of a row and head."""
     feature_map = build(name, **options).double().eval()
     q, k = (3 * x for x in queries_and_keys(feature_map.key_dim))
     for scales, keys in (("queries", None), ("queries and source", (1, 3)), ("all", (3,))):

@@ -124,7 +124,7 @@ def danger(call: ast.Call, name: str) -> str | None:
 
 
 def found_in(text: str) -> list[str]:
-    """What is called in a program that could run what is in a file, by names that do not depend on how it is
+    """Calls in a program that could run what is in a file, by names that do not depend on how it is
     imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old programs of fairseq, about their strings

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def stamp_of(torch: str) -> dict[str, str]:
-    """What an environment is made from."""
+    """The versions and sources that an environment is made from."""
     digest = hashlib.sha256(str(ROOT).encode())  # scripts in .venv contain its path
     for source in SOURCES:
         digest.update(source.encode() + b"\0" + (ROOT / source).read_bytes() + b"\0")
@@ -81,7 +81,7 @@ def stamp_of(torch: str) -> dict[str, str]:
 
 
 def is_finished(folder: Path, stamp: dict[str, str], free: set[str]) -> bool:
-    """Whether a set-up ran to its end here and would not be another one today, but for what is `free`; says so."""
+    """True if a set-up ran to its end here and would not be another one today, but for what is `free`; says so."""
     try:
         found: dict[str, str] = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):

@@ -58,7 +58,7 @@ template <class real> struct Scales {
                 sum += x;
                 store(scale + t * ld + m, sum);
             }
-            // Where no log is above 0, the last sum is the lowest; NaN stays.
+            // If no log is above 0, the last sum is the lowest; NaN stays.
             const auto inside = (sum >= -largest) & (high <= real(0));
             for (int i = 0; i < Vector<real>::lanes; ++i) small = small && inside[i] != 0;
         }

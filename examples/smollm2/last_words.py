@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def passages(path: Path) -> Iterator[str]:
-    """Those of a file. Raises TextError if it cannot be read."""
+    """The lines of a file. Raises TextError if it cannot be read."""
     for line, _ in read_lines(path):
         words = line.split()
         ends = (at for at in range(WORDS, len(words)) if words[at] == "." and words[at - 1].isalpha())

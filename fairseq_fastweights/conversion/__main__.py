@@ -112,7 +112,7 @@ def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
 
 
 def _is_ours(config: Path) -> bool:
-    """Whether a config.json belongs to a model of `fairseq_fastweights.huggingface`."""
+    """True if a config.json belongs to a model of `fairseq_fastweights.huggingface`."""
     return config.is_file() and read_json(config).get("model_type") == "fast_weight"
 
 

@@ -112,7 +112,7 @@ class SegmentStreams(FairseqDataset):
         return sample
 
     def _resets(self, start: int) -> bool:
-        """Whether the segment that begins there starts in an empty state by chance."""
+        """True if the segment that begins there starts in an empty state by chance."""
         if not self.reset_probability or self._epoch is None:
             return False
         return np.random.default_rng((self.seed, self._epoch, start)).random() < self.reset_probability

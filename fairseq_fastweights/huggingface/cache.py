@@ -116,7 +116,7 @@ class FastWeightCache(Cache):
         return -1
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether any token was read."""
+        """True if any token was read."""
         return self._length > 0
 
     def _apply(self, take: Callable[[Tensor], Tensor]) -> None:

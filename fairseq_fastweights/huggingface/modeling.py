@@ -159,7 +159,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
 
     @property
     def mixers(self) -> list[Mixer]:
-        """Those of the layers, in order."""
+        """The mixers of the layers, in order."""
         return [module for module in self.modules() if isinstance(module, Mixer)]
 
     def get_input_embeddings(self) -> nn.Module:

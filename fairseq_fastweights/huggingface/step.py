@@ -39,7 +39,7 @@ class GenerationStep(nn.Module):
 
     @staticmethod
     def begin(cache: FastWeightCache) -> tuple[Tensor, list[State]]:
-        """What the first step takes after a text, from the cache that a call of the model returned for it."""
+        """The states for the first step after a text, from the cache that a call of the model returned for it."""
         assert cache.read is not None
         return cache.read, [layer.state for layer in cache.layers]
 

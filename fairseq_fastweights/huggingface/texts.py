@@ -1,4 +1,4 @@
-"""What the arguments of a call say about its texts: what is padding, where texts begin, and the places in them."""
+"""The texts of a call, by its arguments: what is padding, where texts begin, and the places in them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _previous(values: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _restarts(places: Tensor, padding: Tensor | None, before: Tensor, skips: bool) -> Tensor | None:
-    """Where places begin again, as those of several texts in a row do; None for nowhere."""
+    """The positions at which places begin again, as those of several texts in a row do; None for nowhere."""
     if places.is_meta:
         return None
     earlier, has_earlier = _previous(places, padding)
@@ -170,7 +170,7 @@ def _restarts(places: Tensor, padding: Tensor | None, before: Tensor, skips: boo
 
 
 def _read_numbers(seq_idx: Tensor, shape: tuple[int, int], padding: Tensor | None) -> Tensor:
-    """Where the number of the text is another one than before."""
+    """The positions at which the number of the text is another one than before."""
     earlier, has_earlier = _previous(seq_idx := _whole("seq_idx", seq_idx, shape), padding)
     starts = has_earlier & (seq_idx != earlier)
     return starts if padding is None else starts & ~padding

@@ -33,7 +33,7 @@ class _ForgetGate(nn.Module):
         self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1))
 
     def forward(self, low: Tensor, backend: str) -> Tensor:
-        """Of `low`, what `f_a_proj` made of the text."""
+        """The log decays, from `low`, what `f_a_proj` made of the text."""
         rates = self.A_log.flatten()
         log_gate = gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
         return log_gate.unflatten(-1, (len(rates), -1))
@@ -234,7 +234,7 @@ class GatedDelta(Mixer):
 
     @property
     def _gate_projections(self) -> list[Any]:
-        """What the decays and the gate on what is read are made of, both from the text."""
+        """The projections of the text from which the decays and the gate on what is read are made."""
         return [self.a_proj, self.g_proj]
 
     def _log_gate(self, projected: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class GatedDelta(Mixer):
         return gate(projected, "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
 
     def _output_logits(self, projected: Tensor) -> Tensor:
-        """Of the gate on what is read, (time, batch, num_heads * value_dim)."""
+        """The logits of the gate on what is read, (time, batch, num_heads * value_dim)."""
         return projected
 
 

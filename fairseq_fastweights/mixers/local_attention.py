@@ -106,7 +106,7 @@ class LocalAttention(ReadsBySoftmax):
         }
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> Tensor:
-        """What queries (batch, heads, time, head_dim) read: each block from its own keys and those just before it.
+        """The values that queries (batch, heads, time, head_dim) read: each block from its keys and those just before.
 
         `seen`, (batch, time), is the number of positions that each sees before itself.
         """

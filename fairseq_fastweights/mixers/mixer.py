@@ -146,7 +146,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_rows(new_order: Tensor, rows: int) -> bool:
-    """Whether `new_order` is known to keep `rows` rows as they are, as in most steps of greedy search.
+    """True if `new_order` is known to keep `rows` rows as they are, as in most steps of greedy search.
 
     False for tensors on a GPU: to know it the CPU would have to wait for the GPU, which costs more than the copy.
     """

@@ -77,7 +77,7 @@ def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:
 
 
 def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor]:
-    """What each of some linear modules makes of x, (..., width); of the first `together` ones in one tensor.
+    """The outputs of some linear modules for x, (..., width); of the first `together` ones in one tensor.
 
     In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
     pays where x has more rows than columns. Modules that may do more than multiply, as those with hooks, stay alone.
@@ -95,7 +95,7 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
 
 
 def _is_plain(module: Any, like: Any) -> bool:
-    """Whether a module does what `nn.Linear` does, with a bias if `like` has one."""
+    """True if a module does what `nn.Linear` does, with a bias if `like` has one."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     plain = type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
     return plain and (module.bias is None) == (like.bias is None)

@@ -58,7 +58,7 @@ class Kind:
 
     @property
     def takes_starts(self) -> bool:
-        """Whether a row may hold several documents."""
+        """True if a row may hold several documents."""
         return self._made.takes_starts
 
     @property
@@ -147,7 +147,7 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
 
 
 def have_sizes(mixers: Sequence[str], value_of: Callable[[str], Any]) -> bool:
-    """Whether heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
+    """True if heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
     return all(
         "key_dim" in MIXERS[name].options and value_of(option_name(name, size))
         for name in mixers

@@ -240,6 +240,6 @@ class WindowSum(MemoryAttention):
 
 
 def _leaving(past: Tensor, new: Tensor) -> Tensor:
-    """What leaves the window at each step of `new`, (batch, heads, time, dim): of as many positions as `past` has."""
+    """The positions that leave the window at each step of `new`, (batch, heads, time, dim): as many as `past` has."""
     time, window = new.shape[2], past.shape[2]
     return past[:, :, :time] if time <= window else torch.cat([past, new[:, :, : time - window]], dim=2)

@@ -147,7 +147,7 @@ class GraphedFunction:
         self._is_checked = False
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Any]:
-        """What the function makes of these arguments.
+        """The outputs of the function for these arguments.
 
         Raises:
             ValueError: if the model is where, or in a form in which, nothing can be recorded.
@@ -249,7 +249,7 @@ def _check_place(x: Tensor, modules: list[nn.Module]) -> None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks are to be called, as by fairseq's search for NaN, which replays would not call."""
+    """True if hooks are to be called, as by fairseq's search for NaN, which replays would not call."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 

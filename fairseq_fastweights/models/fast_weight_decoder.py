@@ -275,7 +275,7 @@ class FastWeightDecoder(TransformerDecoder):
     def _graph_of_layers(
         self, x: Tensor, before: list[State | None] | None, padding_mask: Tensor | None, starts: Tensor | None
     ) -> tuple[Tensor, list[State] | None]:
-        """What is recorded: from an input and the mixers' states to the last output and the states after it."""
+        """The recorded function: from an input and the mixers' states to the last output and the states after it."""
         if before is None:
             return self._run_layers(x, None, padding_mask, starts)[-1], None
         mixers = self.mixers

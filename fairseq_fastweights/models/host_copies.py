@@ -16,5 +16,5 @@ else:  # another fairseq, whose batches do not remember where they came from
         return x.cpu()
 
     def contains(x: Tensor, number: int) -> bool:
-        """Whether `number` is among the numbers of `x`."""
+        """True if `number` is among the numbers of `x`."""
         return bool(x.eq(number).any())

@@ -91,7 +91,7 @@ def _run_with_states(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, dict[str, State | None] | None]:
-    """What `forward` makes of a layer, and its mixers' states after it, by name: what is compiled.
+    """Runs `forward` on a layer; returns its result and its mixers' states by name. This is what is compiled.
 
     By name, as a graph that knows states by their mixers would be one for each layer.
     """

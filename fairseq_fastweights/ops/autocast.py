@@ -1,4 +1,4 @@
-"""Where autocast has no say."""
+"""Turns autocast off for the operations."""
 
 from __future__ import annotations
 

@@ -277,12 +277,12 @@ def check_devices(tensors: dict[str, Tensor], of: str, like: Tensor) -> None:
 
 
 def values_are_checked() -> bool:
-    """Whether `check_values` asks for it."""
+    """True if `check_values` asks for it."""
     return _values_checked
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
-    """Of each name its tensor; reads all of them."""
+    """The tensor of each name; reads all of them."""
     for name, tensor in tensors.items():
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):

@@ -18,7 +18,7 @@ _said: set[tuple[str, str, str | None]] = set()
 
 
 def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
-    """What computes a call of so many steps: `backend`, or what "auto" takes.
+    """The backend of a call of so many steps: `backend`, or what "auto" takes.
 
     Args:
         backend: one of `BACKENDS`.
@@ -46,7 +46,7 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
 
 
 def choose_elementwise(backend: str, x: torch.Tensor) -> str:
-    """What computes an operation of single numbers, or of single vectors, of x: "reference" or "native".
+    """The backend of an operation of single numbers, or of single vectors, of x: "reference" or "native".
 
     "auto" takes the reference where it has what kernels lack, forward-mode derivatives, and under torch.compile, which
     puts it into the kernels before and after it. For the errors see `choose_backend`.

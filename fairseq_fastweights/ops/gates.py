@@ -1,4 +1,4 @@
-"""What rules make of their gates before the recurrence, whatever computes that."""
+"""Turns the gates of rules into the parts of the one recurrence, whatever computes that."""
 
 from __future__ import annotations
 

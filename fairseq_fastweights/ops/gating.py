@@ -107,7 +107,7 @@ def _worth_a_kernel(
     scale: float,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether a kernel is faster than PyTorch's operators, as far as that is known."""
+    """True if a kernel is faster than PyTorch's operators, as far as that is known."""
     given = {"rate": log_rate is not None, "factor": y is not None, "bias": bias is not None, "activation": True}
     form = norm if norm != "none" else next(form for form in given if given[form])
     if form == "activation" and scale == 1 and x.dtype == dtype == state_dtype(dtype):

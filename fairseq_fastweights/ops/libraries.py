@@ -46,17 +46,17 @@ def load(part: str) -> str | None:
 
 
 def library(part: str) -> Path:
-    """Where the library of `part` is, if it was built."""
+    """The path of the library of `part`, if it was built."""
     return PACKAGE / f"_native_{part}.so"
 
 
 def log(part: str) -> Path:
-    """Where the compilers' output of a build of `part` that failed is."""
+    """The path of the compilers' output of a build of `part` that failed."""
     return PACKAGE / f"_native_{part}.log"
 
 
 def record() -> dict[str, Any]:
-    """What the last build wrote: by part, "state" ("built" or "missing"), "reason" and how it was made; or nothing."""
+    """The record of the last build, if there is one: by part, "state" ("built" or "missing"), "reason" and how."""
     try:
         found = json.loads((PACKAGE / RECORD).read_text())
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def source_digest(folder: Path) -> str:
 
 
 def runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
-    """Whether code for these architectures ("sm_80", "sm_90a", "compute_90") runs on a GPU of this capability."""
+    """True if code for these architectures ("sm_80", "sm_90a", "compute_90") runs on a GPU of this capability."""
     for architecture in architectures:
         kind, _, number = architecture.partition("_")
         digits = number.rstrip("af")
@@ -135,7 +135,7 @@ def _load(part: str) -> str | None:
 
 
 def cpu_instruction_sets(path: str) -> list[str]:
-    """Those that the CPU kernels in the library at `path` were compiled for and this processor has, the best last."""
+    """The instruction sets of the CPU kernels in the library at `path` that this processor has, the best last."""
     asked = ctypes.CDLL(path).fast_weights_instruction_sets
     asked.restype = ctypes.c_char_p
     return re.findall(r"\w+", asked().decode())

@@ -57,7 +57,7 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def fits(device_type: str, dim: int) -> bool:
-    """Whether one call of the kernels for such a device takes key and value dimensions of up to `dim`."""
+    """True if one call of the kernels for such a device takes key and value dimensions of up to `dim`."""
     return dim <= LARGEST_DIM.get(device_type, dim)
 
 
@@ -130,7 +130,7 @@ def cuda_plan(
 
 
 class Arguments(NamedTuple):
-    """What the operators of the rules take between v and `starts`: the parts of the one recurrence.
+    """The arguments of the rules' operators between v and `starts`: the parts of the one recurrence.
 
     S_t = S' + k_t (beta_t (w_t v_t - S'^T e_t))^T, S' = (f_t z_t^T) * S_{t-1}; a part that is None is left out.
 
@@ -204,7 +204,7 @@ class Kernel:
     def given(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor | None], starts: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """What the operators take for the rule, up to the initial state."""
+        """The operators' arguments for the rule, up to the initial state."""
         given = self.arguments(*gates)
         if given.log_key_decay is not None and given.log_key_decay.dim() == 3:
             # One for each head beside decays of values: there the operators take one for each key.
@@ -290,7 +290,7 @@ def _mark_changed(state: Tensor) -> None:
 
 
 def can_change(state: Tensor) -> bool:
-    """Whether the steps take a state that lies in memory like this: its rows contiguous."""
+    """True if the steps take a state that lies in memory like this: its rows contiguous."""
     return state.shape[-1] <= 1 or state.stride(-1) == 1
 
 

@@ -252,7 +252,7 @@ def _backwards(operator: Any, *inputs: Any) -> Any:
 
 
 def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
-    """What `torch.library.register_autograd` does for an operator whose arguments have no names and no defaults.
+    """Does what `torch.library.register_autograd` does, for an operator whose arguments have no names and no defaults.
 
     torch's reads the operator's schema at each call, which is half of the time that a small forward pass takes.
 

@@ -130,7 +130,7 @@ class Rule:
         return out, state.copy_(final_state)
 
     def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
-        """What "auto" takes."""
+        """The backend that "auto" takes."""
         return choose_backend(
             "auto", time, self.why_not_native(device_type, dtype, key_dim), self.chunkwise is not None
         )
@@ -157,7 +157,7 @@ class Rule:
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
     def _may_take_step(self, v: Any, backend: str) -> bool:
-        """Whether a call in place may be one step of a CPU's kernels that check what they are given."""
+        """True if a call in place may be one step of a CPU's kernels that check what they are given."""
         return (
             self.kernel is not None
             and self.kernel.checked

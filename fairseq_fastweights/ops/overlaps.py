@@ -1,4 +1,4 @@
-"""Whether tensors share memory, exactly: by addresses, sizes and strides.
+"""Finds exactly where tensors share memory: by addresses, sizes and strides.
 
 A step in place writes where it has not read everything yet. Most tensors lie apart, which two comparisons of addresses
 show; a closer look is only taken at those that do not.
@@ -18,7 +18,7 @@ Numbers = tuple[int, ...]
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements share memory; of a tensor that a compiler traces, whether they may, by sizes and strides."""
+    """True if two elements share memory; of a tensor that a compiler traces, if they may, by sizes and strides."""
     if x.is_contiguous() or 0 in x.shape:
         return False
     if torch.compiler.is_compiling():
@@ -69,7 +69,7 @@ def _layout(x: Tensor) -> tuple[Numbers, Numbers, int]:
 
 
 def _reaches_apart(sizes: Numbers, strides: Numbers) -> bool:
-    """Whether each stride is beyond the reach of all smaller ones: then no two elements share memory."""
+    """True if each stride is beyond the reach of all smaller ones: then no two elements share memory."""
     dims = [(n, stride) for n, stride in zip(sizes, strides, strict=True) if n > 1]
     for number, (_, stride) in enumerate(dims):
         others = dims[:number] + dims[number + 1 :]
@@ -99,7 +99,7 @@ def _meet(
     other_width: int,
     distance: int,
 ) -> bool:
-    """Whether elements of two tensors share memory; `width` is that of an element, and `distance` of the first ones.
+    """True if elements of two tensors share memory; `width` is that of an element, and `distance` of the first ones.
 
     The places of one are marked, and those of the other looked at.
     """

@@ -28,7 +28,7 @@ CHANGED = 1000
 
 
 class LastUpdate:
-    """Where a training of one epoch stands in its data, to be kept in a checkpoint.
+    """The place of a training of one epoch in its data, to be kept in a checkpoint.
 
     Attributes:
         all_end: whether all processes know that the data has changed. Otherwise the others wait for this one's part of

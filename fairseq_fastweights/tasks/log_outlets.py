@@ -19,7 +19,7 @@ _PATIENCE = 1.0
 
 
 class LogOutlets:
-    """Those of this process, for stdout and stderr."""
+    """The outlets of this process, for stdout and stderr."""
 
     def __init__(self) -> None:
         self._files: dict[int, tuple[int, int] | None] = {}

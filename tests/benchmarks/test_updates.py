@@ -36,7 +36,7 @@ def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, 
 
 @pytest.mark.slow
 def test_compiled_layers_start_fewer_operators(our_fairseq, corpus: Path, tmp_path: Path) -> None:
-    """Of the 400 that are no kernels of the compiler, 190 are matrix products of the layers, and 32 are the rule."""
+    """190 of the 400 that are no kernels of the compiler are matrix products of the layers, and 32 are the rule."""
     torch.compiler.reset()
     with watched(after=3) as update:
         train(corpus, tmp_path, *SMALL, "--compile", *DELTA.split(), "--bf16")

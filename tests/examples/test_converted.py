@@ -86,7 +86,7 @@ def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(so
 
 @pytest.mark.slow
 def test_smollm2_is_converted_its_text_cut_and_last_words_are_asked_for(smollm2: Path, smollm2_data: Path) -> None:
-    """Of the split of each size: all lines, two lines of 53 words, and one."""
+    """The split of each size: all lines, two lines of 53 words, and one."""
     counts = {split: 54 * lines for split, lines in (("train", 4), ("valid", 2), ("test", 1))}
     found = json.loads((smollm2_data / "words.json").read_text())
     assert {split: count["words"] for split, count in found.items()} == counts

@@ -189,7 +189,7 @@ def test_each_checkpoint_has_logs_of_its_own_which_stand_until_it_changes(places
 
 
 def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
-    """What was scored otherwise is scored again, and not shown."""
+    """A score of another evaluation is measured again, and not shown."""
     data, out, runs = places["DATA"], places["TRAINED"], []
     for name in ("valid.bin", "valid.idx", "test.bin"):
         (data / name).write_text(name)

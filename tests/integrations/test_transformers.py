@@ -106,7 +106,7 @@ def read_in_parts(model, lengths, rows, padded):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_short_prompts_and_parts_of_prompts_with_a_cache(name):
-    """Of texts shorter than the convolution's reach, and where a cache is joined to a part, time is contiguous."""
+    """With texts shorter than the convolution's reach, and where a cache is joined to a part, time is contiguous."""
     model = build(name)
     cases = [((length, 1, 4, 1), rows, 0) for length in range(1, 10) for rows in (1, 3)]
     cases += [((5, 2, 1), 2, 3), ((3, 8), 2, 1)]
@@ -189,7 +189,7 @@ def test_tensors_elsewhere_are_left_to_what_was_there():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_convolutions(width, bias):
-    """Of texts shorter than its reach too, and with a bias, which none of the models has."""
+    """Also for texts shorter than its reach, and with a bias, which none of the models has."""
     module = module_of("qwen3_next")
     weight, offsets = torch.randn(6, width), torch.randn(6) if bias else None
     for time in (1, 3, 9):

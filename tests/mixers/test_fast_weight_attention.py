@@ -188,7 +188,7 @@ def test_long_queries_of_favor_do_not_vanish():
 
 @pytest.mark.parametrize("normalization", [(), ("attention",)], ids=str)
 def test_large_features_of_favor_do_not_overflow_float16(normalization):
-    """Of queries, beyond 65,504, though the read-out that they come to is not."""
+    """Sums of queries are beyond 65,504, though the read-out that they come to is not."""
     module, x = build("gated", "favor", *normalization), contract.draw(TIME, EMBED).float()
     feature = module.feature_map.features[0]
     feature.mul_(28**0.5 / feature.norm())  # exp(14) / sqrt(34) = 2e5

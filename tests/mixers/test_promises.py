@@ -1,4 +1,4 @@
-"""What `Mixer` promises, of every mixer: parts, padding, states, types. Equations are held in each mixer's own test."""
+"""The promises of `Mixer`, for every mixer: parts, padding, states, types. Each mixer's own test has its equations."""
 
 from __future__ import annotations
 

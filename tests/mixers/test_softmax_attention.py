@@ -85,7 +85,7 @@ def test_it_is_its_definition_whole_and_in_parts(rotary_dim, base, padding):
     ],
 )
 def test_parameters_have_fairseqs_names_and_initial_values(kind, options, others, gain):
-    """Of all mixers that read by a softmax."""
+    """Concerns all mixers that read by a softmax."""
     modules = kind(EMBED, HEADS, **options), MultiheadAttention(EMBED, HEADS, self_attention=True)
     for module in modules:
         torch.manual_seed(3)

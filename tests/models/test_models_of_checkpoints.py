@@ -106,7 +106,7 @@ def test_what_asks_for_more_is_refused_by_name(saved, kind, name, value, says):
 
 
 def test_many_small_tensors_are_too_many(saved):
-    """Of lists that no setting's name tells the layers of."""
+    """No setting's name tells the layers of lists."""
     path, task = saved("fairseq's", {"decoder_layers": 100, "decoder_ffn_embed_dim": 16000})
     with pytest.raises(ValueError, match=r"is refused: decoder_ffn_embed_dim is 16000, and it asks for a tensor"):
         load(path, task)

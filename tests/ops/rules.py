@@ -24,7 +24,7 @@ Inputs = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Draw:
-    """What the inputs of one test look like, and the generator that they come from."""
+    """The form of the inputs of one test, and the generator that they come from."""
 
     B: int
     T: int
@@ -223,7 +223,7 @@ RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes
 
 
 def mapped(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Of each tensor that there is, another."""
+    """Changes each tensor that there is."""
     return {name: None if x is None else change(x) for name, x in inputs.items()}
 
 

@@ -124,7 +124,7 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step(rule):
-    """Of a state of its own, which no gradient is asked for."""
+    """With a state of its own, which no gradient is asked for."""
     for (B, K, V), dtype in itertools.product(((3, 5, 3), (1, 20, 33)), TOLERANCE):
         inputs = rule.inputs(B=B, T=1, K=K, V=V, dtype=dtype, requires_grad=False)
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 5e-3)

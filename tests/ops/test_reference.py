@@ -125,7 +125,7 @@ def test_takes_any_float_type(rule):
 
 
 def test_autocast_is_off_inside_and_back_after():
-    """Of a device without autocast nothing is asked."""
+    """Nothing is asked of a device without autocast."""
     x = torch.ones(2, 2, device=DEVICE)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         with without_autocast(x):

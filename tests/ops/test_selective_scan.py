@@ -132,7 +132,7 @@ def test_sizes_of_steps(backend, regime, dtype):
 
 @pytest.mark.parametrize("backend", EVERY[1:])
 def test_gradients_are_those_of_finite_differences(backend):
-    """Of the reference forward ones too, which the kernels leave to it."""
+    """The reference has forward ones too, which the kernels leave to it."""
     inputs = SCAN.inputs(B=1, T=5, V=2, K=3, dtype=torch.float64).values()
 
     def run(*x: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def test_any_strides(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("backend", EVERY)
 def test_steps_in_place_or_not(backend, dtype):
-    """Of a step and of more; of a state that lies among others, which stay as they are."""
+    """For a step and for more; with a state that lies among others, which stay as they are."""
     for time, channels, state, apart in ((1, 5, 3, False), (1, 70, 16, True), (1, 3, 20, True), (6, 5, 3, True)):
         inputs = SCAN.inputs(T=time, V=channels, K=state, dtype=dtype, requires_grad=False)
         wanted = named(SCAN.reference(in_float64(inputs)))

@@ -1,4 +1,4 @@
-"""What fairseq saves is whole or not there, and it writes to no file elsewhere."""
+"""Checkpoints of fairseq are whole or not there, and it writes to no file elsewhere."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What is read late, or asked of a copy, is what would have been read at once, of the tensor itself."""
+"""A value that is read late, or asked of a copy, is the one that would have been read at once, of the tensor itself."""
 
 import copy
 

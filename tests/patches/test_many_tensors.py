@@ -1,4 +1,4 @@
-"""What is done for all parameters together is what is done for each of them."""
+"""Work on all parameters together gives what work on each of them gives."""
 
 import copy
 from types import SimpleNamespace

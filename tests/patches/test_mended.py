@@ -1,4 +1,4 @@
-"""What small patches mend works."""
+"""Faults of fairseq that small patches mend."""
 
 import argparse
 import importlib
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("our_fairseq")
     ],
 )
 def test_fairseqs_search_takes_away_what_came_after_the_same_words(size: int, rows, forbidden) -> None:
-    """Of the tokens 4 to 9, and the end, 2."""
+    """A model of the tokens 4 to 9, and the end, 2."""
     from fairseq.ngram_repeat_block import NGramRepeatBlock
 
     step = len(rows[0])

@@ -1,4 +1,4 @@
-"""What fairseq-preprocess writes is whole and can be read again; text that is none is named in one line."""
+"""Data of fairseq-preprocess are whole and can be read again; text that is none is named in one line."""
 
 import fcntl
 import io

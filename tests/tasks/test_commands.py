@@ -153,7 +153,7 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
 
 @pytest.mark.parametrize("there", [True, slow(False)])
 def test_trainings_evaluations_and_generations_say_once_which_backend_runs(corpus, pairs, tmp_path, monkeypatch, there):
-    """Where there are no kernels, a warning tells how to get them."""
+    """If there are no kernels, a warning tells how to get them."""
     if there:
         told = f"native ({native.cpu_instruction_set()}) on the CPU"
     else:

@@ -1,4 +1,4 @@
-"""What a training's log says early, and the threads of small models."""
+"""The early lines of a training's log, and the threads of small models."""
 
 from __future__ import annotations
 

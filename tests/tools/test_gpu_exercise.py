@@ -1,4 +1,4 @@
-"""What is asked of kernels on a GPU, asked of those for the CPU: that the programs run, and that they can fail."""
+"""The programs for kernels on a GPU, with those for the CPU: they run, and they can fail."""
 
 import json
 import os

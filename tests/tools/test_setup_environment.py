@@ -39,7 +39,7 @@ def steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def made_anew(root: Path, steps: SimpleNamespace, *arguments: str) -> bool:
-    """Whether a run that succeeds makes the environment anew, with nothing left of the one before, or none of it."""
+    """A run that succeeds makes the environment anew, with nothing left of the one before, or none of it."""
     steps.taken.clear()
     witness = root / ".venv" / "witness"
     witness.touch()

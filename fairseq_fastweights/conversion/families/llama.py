@@ -65,7 +65,7 @@ def _check_full_attention(config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What Llama's descendants say in the same words, and the weights that all of them have.
+    """The settings that Llama's descendants share, and the weights that all of them have.
 
     Attributes:
         config: the contents of config.json.

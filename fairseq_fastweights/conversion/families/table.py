@@ -69,7 +69,7 @@ def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None
 
 
 def buffers(name: str) -> bool:
-    """Whether a name in the weight files is that of a buffer, such as a causal mask, which is not learned."""
+    """True if a name in the weight files is that of a buffer, such as a causal mask, which is not learned."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")) or (
         name.endswith("rotary_emb.inv_freq")
     )

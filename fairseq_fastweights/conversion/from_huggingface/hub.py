@@ -42,7 +42,7 @@ class Files:
 
 
 def is_name(source: str) -> bool:
-    """Whether this names a model on the hub; a folder of that name comes first."""
+    """True if this names a model on the hub; a folder of that name comes first."""
     return _NAME.fullmatch(source) is not None and not Path(source).exists()
 
 

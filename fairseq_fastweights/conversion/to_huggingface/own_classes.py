@@ -254,7 +254,7 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
 
 
 def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
-    """Whether a folder was converted, and the model in a checkpoint, or in it, has its source's mixers, by settings."""
+    """True if a folder was converted, and the model in a checkpoint, or in it, has its source's mixers, by settings."""
     if not (folder / RECORD).is_file():
         return False
     checkpoint = checkpoint or folder / "model.pt"

@@ -114,7 +114,7 @@ def make_tokenizer(
 
 
 def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
-    """Whether a model is still the one that `from-huggingface` made, in the folder with its pieces, by its layers."""
+    """True if a model is still the one that `from-huggingface` made, in the folder with its pieces, by its layers."""
     if pieces is None or not (pieces / RECORD).is_file():
         return False
     return checkpoint_settings.together(list(config.mixers or ())) == source_mixers(pieces)

@@ -37,7 +37,7 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 def is_template(name: str) -> bool:
-    """Whether this is the name, in its folder, of a chat template beside the first."""
+    """True if this is the name, in its folder, of a chat template beside the first."""
     return _TEMPLATE.fullmatch(name) is not None
 
 
@@ -86,7 +86,7 @@ class Tokenizer:
         return f"--bpe byte_level --byte-level-folder {folder}"
 
     def is_plain(self, end_of_text: int) -> bool:
-        """Whether fairseq's `gpt2` gives the same numbers for any text without the end-of-text word in it."""
+        """True if fairseq's `gpt2` gives the same numbers for any text without the end-of-text word in it."""
         return self.normalizer is None and set(self.added.values()) <= {end_of_text}
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:

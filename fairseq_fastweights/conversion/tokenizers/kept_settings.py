@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its tokenizer and of generation, beside the pieces: chat templates and settings.
+"""Settings of a Hugging Face folder's tokenizer and of generation, beside the pieces: chat templates and numbers.
 
 `from-huggingface` keeps the files in the subfolder `ORIGINALS` of what it makes, and `to-huggingface` reads them there.
 """

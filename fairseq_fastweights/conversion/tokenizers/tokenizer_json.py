@@ -115,7 +115,7 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file can be the number of a word type."""
+    """True if a value of a JSON file can be the number of a word type."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 

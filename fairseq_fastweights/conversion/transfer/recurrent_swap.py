@@ -45,7 +45,7 @@ GATE_READS = 5.3
 
 
 def is_recurrent(mixer: Mixer) -> bool:
-    """Whether `swap_recurrent` knows the mixer."""
+    """True if `swap_recurrent` knows the mixer."""
     return isinstance(mixer, (GatedDelta, Mamba))
 
 
@@ -138,7 +138,7 @@ class _Attention:
             self.weight[name], self.bias[name] = weight.flatten(0, 1), bias.flatten()
 
     def rescaled(self, name: str, size: float) -> Tensor:
-        """What multiplies each number of all heads to be of this size."""
+        """The factor of each number of all heads, so that they have this size."""
         return (size / self.size[name]).repeat_interleave(self.dim)
 
 
@@ -180,7 +180,7 @@ def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, st
 
 
 def _silu_gate(weight: Tensor, bias: bool) -> tuple[float, dict[str, Tensor]]:
-    """What to divide by after a gate by silu, and its initial values; `weight` is how it was drawn."""
+    """The divisor after a gate by silu, and its initial values; `weight` is how it was drawn."""
     if bias:
         return 1.0, {"weight": torch.zeros_like(weight), "bias": weight.new_full((len(weight),), OPEN)}
     drawn = weight.detach()

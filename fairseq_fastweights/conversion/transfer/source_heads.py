@@ -51,7 +51,7 @@ def follow_source(options: Any, source: Source, groups: frozenset[str]) -> None:
 
 
 def _was_asked_for(options: Any) -> bool:
-    """Whether the number is another one than the architecture's, or stands on the command line."""
+    """True if the number is another one than the architecture's, or stands on the command line."""
     alone = Namespace()
     ARCH_CONFIG_REGISTRY[getattr(options, "_name", None) or options.arch](alone)
     default = getattr(alone, _NAME, TransformerLanguageModelConfig.decoder_attention_heads)

@@ -56,7 +56,7 @@ def check_swap(attention: Mixer) -> None:
 
 
 def reads_without_scale(attention: Mixer) -> bool:
-    """Whether a mixer reads without the factor 1 / sqrt(head dim) of the source's attention, and nothing replaces it.
+    """True if a mixer reads without the factor 1 / sqrt(head dim) of the source's attention, and nothing replaces it.
 
     Normalised keys and queries or read-outs need no scale, and the sum rule's values are scaled (`_value_scale`).
     """

@@ -100,7 +100,7 @@ class DeltaFunction(torch.autograd.Function):
 
 
 class _Chunks(NamedTuple):
-    """What of a sequence needs no state: (batch, heads, chunks, ...) each; the names are those of the page's top."""
+    """The parts of a sequence that need no state: (batch, heads, chunks, ...) each; names as at the page's top."""
 
     uv: Tensor
     w: Tensor

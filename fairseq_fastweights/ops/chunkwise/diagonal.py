@@ -123,7 +123,7 @@ def _states(k: Tensor, v: Tensor, f: Tensor | None, z: Tensor | None, first: Ten
 
 
 def _through_chunk(state: Tensor, f: Tensor | None, z: Tensor | None, n: int | slice = slice(None)) -> Tensor:
-    """What the decays of chunk n leave of a state, or of a gradient on its way back; or of all chunks, each of its."""
+    """A state after the decays of chunk n, or of each chunk; likewise a gradient on its way back."""
     if f is not None:
         state = state * f[:, :, n].sum(-2).exp()[..., :, None]
     if z is not None:

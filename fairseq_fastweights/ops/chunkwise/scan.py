@@ -93,7 +93,7 @@ class ScanFunction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Of tensors (batch, time, dim) the steps of each chunk, in the dtype of states.
+    """The steps of each chunk of tensors (batch, time, dim), in the dtype of states.
 
     The last is filled up with zeros: a step of no size leaves the state as it is.
     """

@@ -1,0 +1,33 @@
+"""Docstrings and comments of kernels begin with a noun or a verb, so that a stranger knows what they speak of."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDERS = ("fairseq_fastweights", "benchmarks", "examples", "patches", "tests", "tools", "cpu", "cuda")
+UNCLEAR = re.compile(r"(What|Of|Whether|Those|Where)\b")
+DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def openings(path: Path) -> Iterator[str]:
+    """The first lines of a Python file's docstrings, or of the comments of any other source."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, DEFINITIONS)]
+        yield from filter(None, map(ast.get_docstring, nodes))
+    else:
+        yield from re.findall(r"(?:^|\n)(?! *//)[^\n]*\n *// *([^\n]*)", f"\n\n{text}")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_openings_say_what_they_speak_of(folder: str) -> None:
+    kinds = (".h", ".cpp", ".cu", ".cuh") if folder in ("cpu", "cuda") else (".py",)
+    paths = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in kinds]
+    assert paths
+    found = {f"{path.relative_to(ROOT)}: {line}" for path in paths for line in openings(path) if UNCLEAR.match(line)}
+    assert not found
