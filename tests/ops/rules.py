@@ -197,8 +197,9 @@ class Rule:
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """The module of definitions, past the checks and the choice of a backend."""
-        *given, state = inputs.values()
-        return self.record.reference(*given, initial_state=state)
+        names = ["q", "k", "v", *(gate.name for gate in self.record.gates)]
+        others = {name: x for name, x in inputs.items() if name not in names}
+        return self.record.reference(*(inputs[name] for name in names), **others)
 
 
 VARIANTS = {
