@@ -25,7 +25,7 @@ from fairseq.logging import progress_bar
 from fairseq_fastweights.freed_memory import keep_freed_memory
 from fairseq_fastweights.tasks.changed_data import CHANGED, FileError, LastUpdate
 from fairseq_fastweights.tasks.interruptions import Interruption
-from fairseq_fastweights.tasks.pace import Pace, choose_threads
+from fairseq_fastweights.tasks.pace import Pace, warn_of_busy_cores
 from fairseq_fastweights.tasks.save_dir import claim, replace_damaged
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         _look_after_signals()
         if trainer.device.type == "cpu":
             keep_freed_memory()
-            choose_threads(trainer.cfg)
+            warn_of_busy_cores()
         if cfg.restore_file == "checkpoint_last.pt" and not cfg.no_save:
             if trainer.is_data_parallel_master:
                 replace_damaged(cfg.save_dir, trainer.checkpoint_suffix)

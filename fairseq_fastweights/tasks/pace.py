@@ -1,4 +1,4 @@
-"""Says early in a training's log how fast it is and how much is left, and chooses threads for small models."""
+"""Says early in a training's log how fast it is, how much is left, and where cores are busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 FIRST, LATER = 30.0, 600.0
 """Seconds from the first update to the first line, and between two lines."""
-WIDTH_OF_A_THREAD = 128
 
 
 class Pace:
@@ -57,17 +56,12 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def choose_threads(cfg: Any) -> None:
-    """Gives a small model fewer threads than there are cores, unless OMP_NUM_THREADS or MKL_NUM_THREADS is set.
-
-    Threads that share matrices of this size mostly wait for one another; on busy cores an update can take five times
-    as long. The number follows from the width alone, so that a training that is continued has the same bits.
-    """
-    width = getattr(cfg.model, "decoder_embed_dim", None) or getattr(cfg.model, "encoder_embed_dim", None)
-    if width is None or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
-        return
-    there = torch.get_num_threads()
-    threads = min(there, max(1, width // WIDTH_OF_A_THREAD))
-    if threads < there:
-        torch.set_num_threads(threads)
-        logger.info(f"threads: {threads} of {there}, as the model has width {width}; OMP_NUM_THREADS={there} takes all")
+def warn_of_busy_cores() -> None:
+    """Warns where threads would wait for cores that others use: an update can then take five times as long."""
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if threads > 1 and load >= cores:
+        logger.warning(
+            f"other processes use the cores (load {load:.1f} on {cores}), and {threads} threads would wait for one "
+            "another: OMP_NUM_THREADS=1 may be several times as fast"
+        )

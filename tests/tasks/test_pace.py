@@ -1,4 +1,4 @@
-"""The early lines of a training's log, and the threads of small models."""
+"""The early lines of a training's log."""
 
 from __future__ import annotations
 
@@ -39,17 +39,10 @@ def test_a_log_says_in_its_first_minute_how_long_a_training_will_take(ends, says
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["3", "33"]
 
 
-@pytest.mark.parametrize(
-    ("width", "environment", "threads"),
-    [(64, {}, 1), (256, {}, 2), (4096, {}, 4), (None, {}, 4), (64, {"OMP_NUM_THREADS": "4"}, 4)],
-)
-def test_small_models_get_few_threads_unless_it_is_said_how_many(width, environment, threads, monkeypatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    chosen = mock.Mock()
-    monkeypatch.setattr(torch, "set_num_threads", chosen)
-    pace.choose_threads(SimpleNamespace(model=SimpleNamespace(decoder_embed_dim=width)))
-    assert chosen.mock_calls == ([] if threads == 4 else [mock.call(threads)])
+@pytest.mark.parametrize(("threads", "load", "warns"), [(4, 4.0, True), (4, 3.9, False), (1, 9.0, False)])
+def test_busy_cores_are_a_warning_where_there_are_several_threads(threads, load, warns, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(pace.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(pace.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    pace.warn_of_busy_cores()
+    assert ["OMP_NUM_THREADS=1" in record.message for record in caplog.records] == [True] * warns
