@@ -119,7 +119,7 @@ def _load(part: str) -> str | None:
 
     name = f"the {PARTS[part]} kernels"
     try:
-        path = os.environ.get(f"FASTWEIGHTS_NATIVE_{part.upper()}")
+        path = named = os.environ.get(f"FASTWEIGHTS_NATIVE_{part.upper()}")
         if not path:
             reason = why_not(part, str(torch.__version__))
             if reason is None and part == "cuda":
@@ -128,7 +128,7 @@ def _load(part: str) -> str | None:
                 return reason
             path = str(library(part))
         torch.ops.load_library(path)
-        return _wrong_processor(path) if part == "cpu" else None
+        return _wrong_processor(path) if part == "cpu" and not named else None
     except Exception as error:  # whatever it is, there is chunkwise
         told = (str(error).splitlines() or [""])[0]
         return f"{name} could not be loaded: {type(error).__name__}: {told}; {_rebuild(part)}"
