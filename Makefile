@@ -11,7 +11,7 @@ ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(o
 DATA_WORD = '$(subst ','\'',$(value DATA))'
 
 # What clang-format looks after.
-KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),cpu cpu/* cuda cuda/* tests/cuda/emulation)))
+KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),native cpu cpu/* cuda cuda/* tests/cuda/emulation)))
 
 .PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation docs gpu-check wheel demo demo-translation demo-synthetic clean
 

@@ -48,7 +48,9 @@ class BuildNative(Command):
 
     def get_source_files(self) -> list[str]:
         """The files that a source distribution must hold for this to run in it."""
-        files = [path for part in ("cpu", "cuda") for path in sorted((ROOT / part).rglob("*")) if path.is_file()]
+        files = [
+            path for part in ("native", "cpu", "cuda") for path in sorted((ROOT / part).rglob("*")) if path.is_file()
+        ]
         files += [*sorted((ROOT / "tools").glob("native_*.py")), ROOT / "tools" / "lock_file.py"]
         return [os.path.relpath(path, ROOT) for path in files]
 

@@ -6,114 +6,11 @@
 #include <tuple>
 #include <vector>
 
+#include "../native/operators.h"
 #include "kernels.h"
-#include "tensors.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace {
-
-using std::optional;
-
-Type type_of(const Tensor& x) {
-    switch (x.scalar_type()) {
-        case ScalarType::Float: return Type::float32;
-        case ScalarType::Double: return Type::float64;
-        case ScalarType::Half: return Type::float16;
-        case ScalarType::BFloat16: return Type::bfloat16;
-        default: fail("tensors must be of a floating-point type, not ", x.scalar_type());
-    }
-}
-
-ScalarType state_type(const Tensor& v) {
-    return v.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-bool last_is_contiguous(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1; }
-
-// A tensor of `dims` dimensions, (batch, time, heads[, dim]) or (batch, time, channels), as kernels read it: where it has as
-// many, its last dimension is contiguous.
-Sequence sequence(const char* name, const Tensor& x, int64_t dims = 4) {
-    const Sizes strides = x.strides();
-    if (int64_t(strides.size()) == dims && strides[dims - 1] != 1 && x.size(-1) > 1 && x.numel()) {
-        fail(name, " has strides ", strides, "; its last dimension must be contiguous");
-    }
-    return {x.data_ptr(), type_of(x), strides[0], strides[1], dims == 4 ? strides[2] : 0};
-}
-
-// The kernels trust the sizes of a call: a tensor that has others would be read beyond its end.
-void check_sizes(const char* name, const Tensor& x, Sizes sizes) {
-    if (!x.sizes().equals(sizes)) fail(name, " has shape ", x.sizes(), "; it must be ", sizes);
-}
-
-// Checks the type of an input: that of v; gates may also be of float32.
-void check_type(const char* name, const Tensor& x, const Tensor& v, bool gate) {
-    if (x.scalar_type() == v.scalar_type() || (gate && x.scalar_type() == ScalarType::Float)) return;
-    fail(name, " is of type ", x.scalar_type(), "; it must be that of v, ", v.scalar_type());
-}
-
-// A state: what the kernels read in the type of states, whatever it has.
-void check_state(const char* name, const Tensor& x, const Tensor& input, Sizes sizes) {
-    check_sizes(name, x, sizes);
-    if (x.scalar_type() == state_type(input)) return;
-    fail(name, " is of type ", x.scalar_type(), "; it must be ", state_type(input), " for inputs of ",
-         input.scalar_type());
-}
-
-// A tensor, contiguous; nothing of nothing. The result must outlive the pointer to its data.
-optional<Tensor> contiguous_of(const optional<Tensor>& x) {
-    if (!x || x->is_contiguous()) return x;
-    return contiguous(*x);
-}
-
-void* data_of(const optional<Tensor>& x) { return x ? x->data_ptr() : nullptr; }
-
-// The parts of the recurrence, as the operators take them.
-struct Rule {
-    const Tensor &q, &k, &v;
-    const optional<Tensor>& erase;
-    bool corrects;
-    const optional<Tensor>&beta, &log_gate;
-    bool complement;
-    const optional<Tensor>&log_key_decay, &log_value_decay, &starts;
-
-    // Fills in what a sequence and a step have in common; what it makes contiguous must outlive the call.
-    template <class Call> optional<Tensor> fill(Call& p) const {
-        if (corrects && log_value_decay) fail("a rule that corrects was given log_value_decay; there is no kernel");
-        if (!corrects && (erase || beta)) fail("a rule that does not correct was given erase or beta");
-        const int64_t batch = v.size(0), time = v.size(1);
-        p.batch = batch, p.heads = v.size(2), p.keys = k.size(3), p.values = v.size(3);
-        const auto of_keys = [&](const char* name, const Tensor& x) {
-            const int64_t own = x.size(2);
-            check_sizes(name, x, {batch, time, own, p.keys});
-            check_type(name, x, v, false);
-            if (own == 0 || p.heads % own) {
-                fail("v has ", p.heads, " heads and ", name, " ", own, "; those of v must be a multiple");
-            }
-            Sequence keys = sequence(name, x);
-            keys.sharing = p.heads / own;
-            return keys;
-        };
-        const auto given = [&](const char* name, const optional<Tensor>& x, Sizes sizes) {
-            if (!x) return Sequence{};
-            check_sizes(name, *x, sizes);
-            check_type(name, *x, v, true);
-            return sequence(name, *x);
-        };
-        p.q = of_keys("q", q), p.k = of_keys("k", k), p.v = sequence("v", v);
-        p.corrects = corrects, p.complement = complement;
-        if (erase) p.erase = of_keys("erase", *erase);
-        p.beta = given("beta", beta, {batch, time, p.heads});
-        p.log_gate = given("log_gate", log_gate, {batch, time, p.heads});
-        p.log_key_decay = given("log_key_decay", log_key_decay, {batch, time, p.heads, p.keys});
-        p.log_value_decay = given("log_value_decay", log_value_decay, {batch, time, p.heads, p.values});
-        if (!starts) return {};
-        check_sizes("starts", *starts, {batch, time});
-        if (starts->scalar_type() != ScalarType::Bool) fail("starts is of type ", starts->scalar_type());
-        optional<Tensor> flags = contiguous_of(starts);
-        p.starts = static_cast<const bool*>(flags->data_ptr());
-        return flags;
-    }
-};
 
 // The kernels that compute with numbers of this type.
 const Kernels& kernels_for(ScalarType type) {
@@ -126,15 +23,15 @@ const Kernels& kernels_for(const Tensor& x) { return kernels_for(x.scalar_type()
 
 // Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
 // few that every thread gets several tasks.
-int64_t heads_together(const Problem& p, int64_t bytes_of_number) {
-    const int64_t state = p.keys * p.values * bytes_of_number;
+int64_t heads_together(const RuleCall& p, int64_t bytes_of_number) {
+    const int64_t state = p.key_dim * p.columns * bytes_of_number;
     int64_t group = std::clamp<int64_t>((256 << 10) / std::max<int64_t>(state, 1), 1, p.heads);
     const int64_t tasks = 3 * int64_t{get_num_threads()};
     while (group > 1 && p.batch * ((p.heads + group - 1) / group) < tasks) group = (group + 1) / 2;
     return group;
 }
 
-int64_t kept_states(const Problem& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
+int64_t kept_states(const RuleCall& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
 
 // The sums over `count` parts, each (rows, sharing, dim), and over what shares a row, in this order: (rows, dim).
 template <class T> void add_up(const T* parts, T* sums, int64_t count, int64_t rows, int64_t sharing, int64_t dim) {
@@ -168,96 +65,105 @@ Tensor sum_of(const Tensor& parts, const Tensor& x, int64_t sharing, int64_t dim
     return made;
 }
 
-// Blocks of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied
+// Slices of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied
 // with keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
-struct Blocks {
+struct Slices {
     int64_t count = 1, width;
 
-    explicit Blocks(const Problem& p) : width(p.columns) {
+    explicit Slices(const RuleCall& p) : width(p.value_dim) {
         const int64_t heads = p.batch * p.heads, threads = int64_t{get_num_threads()};
-        if (heads == 0 || heads >= threads || p.time * p.keys * p.columns < 1 << 18) return;
-        const int64_t wanted = std::min((threads + heads - 1) / heads, (p.columns + 15) / 16);
-        width = ((p.columns + wanted - 1) / wanted + 15) / 16 * 16;
-        count = (p.columns + width - 1) / width;
+        if (heads == 0 || heads >= threads || p.time * p.key_dim * p.value_dim < 1 << 18) return;
+        const int64_t wanted = std::min((threads + heads - 1) / heads, (p.value_dim + 15) / 16);
+        width = ((p.value_dim + wanted - 1) / wanted + 15) / 16 * 16;
+        count = (p.value_dim + width - 1) / width;
     }
 
-    // Room for the gradient of `x`, in which all blocks, and `sharing` heads each, have a share: as it is, or a part for
+    // Room for the gradient of `x`, in which all slices, and `sharing` heads each, have a share: as it is, or a part for
     // each of them.
     Tensor room(const Tensor& x, int64_t sharing = 1) const {
         if (count * sharing == 1) return new_like(x);
-        const Sizes own = x.sizes();
+        const Shape own = x.sizes();
         std::vector<int64_t> sizes(own.begin(), own.end());
         sizes[2] *= sharing;
         sizes.insert(sizes.begin(), count);
         return new_empty(x, sizes, state_type(x));
     }
 
-    // The part of the first block.
+    // The part of the first slice.
     static Sequence first(const char* name, const Tensor& room, const Tensor& x) {
         if (room.dim() == x.dim()) return sequence(name, room);
-        const Sizes strides = room.strides();
-        return {room.data_ptr(), type_of(room), strides[1], strides[2], strides[3]};
+        const Shape strides = room.strides();
+        return {room.data_ptr(), strides[1], strides[2], strides[3], dtype_of(name, room.scalar_type())};
     }
 
-    // The gradient of `x` that the parts add up to, in the order of the heads and of the blocks.
+    // The gradient of `x` that the parts add up to, in the order of the heads and of the slices.
     static Tensor total(const Tensor& room, const Tensor& x) {
         if (room.dim() == x.dim()) return room;
         return sum_of(room, x, x.size(2) ? room.size(3) / x.size(2) : 1, x.dim() == 4 ? x.size(3) : 1);
     }
 
-    Problem block(const Problem& p, int64_t number) const {
-        Problem block = p;
+    RuleCall slice(const RuleCall& p, int64_t number) const {
+        RuleCall slice = p;
         const int64_t start = number * width;
-        block.values = std::min(width, p.columns - start);
+        slice.columns = std::min(width, p.value_dim - start);
         for (Sequence* x :
-             {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv, &block.d_log_value_decay}) {
+             {&slice.v, &slice.log_value_decay, &slice.out, &slice.d_out, &slice.dv, &slice.d_log_value_decay}) {
             advance(*x, start);
         }
         for (Sequence* x :
-             {&block.dq, &block.dk, &block.d_erase, &block.d_beta, &block.d_log_gate, &block.d_log_key_decay}) {
+             {&slice.dq, &slice.dk, &slice.d_erase, &slice.d_beta, &slice.d_log_gate, &slice.d_log_key_decay}) {
             advance(*x, number * p.batch * x->batch);
         }
-        const int64_t bytes = start * (p.v.type == Type::float64 ? 8 : 4);
-        for (const void** state : {&block.initial_state, &block.d_final_state}) {
+        const int64_t bytes = start * (p.v.dtype == kFloat64 ? 8 : 4);
+        for (const void** state : {&slice.initial_state, &slice.d_final_state}) {
             if (*state) *state = static_cast<const char*>(*state) + bytes;
         }
-        for (void** state : {&block.states, &block.final_state, &block.d_initial_state}) {
+        for (void** state : {&slice.states, &slice.final_state, &slice.d_initial_state}) {
             if (*state) *state = static_cast<char*>(*state) + bytes;
         }
-        return block;
+        return slice;
     }
 
 private:
     static void advance(Sequence& x, int64_t elements) {
-        const int64_t size = x.type == Type::float64 ? 8 : x.type == Type::float32 ? 4 : 2;
+        const int64_t size = x.dtype == kFloat64 ? 8 : x.dtype == kFloat32 ? 4 : 2;
         if (x.data) x.data = static_cast<char*>(x.data) + elements * size;
     }
 };
 
-using Kernel = void (*)(const Problem&, int64_t, int64_t);
+using Kernel = void (*)(const RuleCall&, int64_t, int64_t);
 
-void run(Kernel kernel, const Problem& p, const Blocks& blocks) {
+void run(Kernel kernel, const RuleCall& p, const Slices& slices) {
     const int64_t tasks = p.tasks();
-    parallel_for(0, blocks.count * tasks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, slices.count * tasks, 1, [&](int64_t begin, int64_t end) {
         while (begin < end) {
             const int64_t number = begin / tasks, before = number * tasks, last = std::min(end, before + tasks);
-            kernel(blocks.block(p, number), begin - before, last - before);
+            kernel(slices.slice(p, number), begin - before, last - before);
             begin = last;
         }
     });
 }
 
+// Fills in what a sequence and a step have in common; what it makes contiguous must outlive the call.
+template <class Call> void fill(Call& p, const Rule& rule, optional<Tensor>& starts) {
+    rule.fill(p);
+    p.batch = rule.v.size(0), p.heads = rule.v.size(2), p.key_dim = rule.k.size(3), p.columns = rule.v.size(3);
+    p.corrects = rule.corrects;
+    p.starts = flags_of(starts, {p.batch, rule.v.size(1)}, rule.v);
+}
+
 // A call on a sequence, and what it has made contiguous.
 struct Call {
-    Problem p;
+    RuleCall p;
     optional<Tensor> starts, initial;
 
     Call(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval)
-        : starts(rule.fill(p)), initial(contiguous_of(initial_state)) {
+        : starts(rule.starts), initial(contiguous_of(initial_state)) {
         if (interval < 0 || interval % 16) fail("interval is ", interval, "; it must be a multiple of 16, or 0");
-        p.time = rule.v.size(1), p.columns = p.values, p.interval = interval;
+        fill(p, rule, starts);
+        p.time = rule.v.size(1), p.value_dim = p.columns, p.interval = interval;
         if (initial_state) {
-            check_state("initial_state", *initial_state, rule.v, {p.batch, p.heads, p.keys, p.values});
+            check_state("initial_state", *initial_state, rule.v, {p.batch, p.heads, p.key_dim, p.columns});
         }
         p.group = heads_together(p, rule.v.scalar_type() == ScalarType::Double ? 8 : 4);
         p.initial_state = data_of(initial);
@@ -266,13 +172,13 @@ struct Call {
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval) {
     Call call(rule, initial_state, interval);
-    Problem& p = call.p;
+    RuleCall& p = call.p;
     const ScalarType type = state_type(rule.v);
     Tensor out = new_like(rule.v);
-    Tensor final_state = new_empty(rule.v, {p.batch, p.heads, p.keys, p.values}, type);
-    Tensor states = new_empty(rule.v, {p.batch, p.heads, kept_states(p), p.keys, p.values}, type);
+    Tensor final_state = new_empty(rule.v, {p.batch, p.heads, p.key_dim, p.columns}, type);
+    Tensor states = new_empty(rule.v, {p.batch, p.heads, kept_states(p), p.key_dim, p.columns}, type);
     p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(kernels_for(rule.v).rule_forward, p, Blocks(p));
+    run(kernels_for(rule.v).rule_forward, p, Slices(p));
     return {out, final_state, states};
 }
 
@@ -281,23 +187,23 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, const Rule& rule,
                    const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
     Call call(rule, initial_state, interval);
-    Problem& p = call.p;
+    RuleCall& p = call.p;
     const Tensor& v = rule.v;
     if (p.interval == 0) fail("the forward pass kept no states (interval 0)");
-    check_state("states", states, v, {p.batch, p.heads, kept_states(p), p.keys, p.values});
-    const Blocks blocks(p);
+    check_state("states", states, v, {p.batch, p.heads, kept_states(p), p.key_dim, p.columns});
+    const Slices slices(p);
     check_sizes("d_out", d_out, v.sizes());
-    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
-    if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.keys, p.values});
+    const Tensor dy = last_contiguous(d_out);
+    if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.key_dim, p.columns});
     const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
-    // The gradient of an absent input is an empty tensor. Columns of v and of the decays of values are no block's but one's.
+    // The gradient of an absent input is an empty tensor. Columns of v and of the decays of values are no slice's but one's.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
         if (!x) return new_empty(v, {0}, v.scalar_type());
-        const Tensor made = sharing ? blocks.room(*x, sharing) : new_like(*x);
-        where = Blocks::first(name, made, *x);
+        const Tensor made = sharing ? slices.room(*x, sharing) : new_like(*x);
+        where = Slices::first(name, made, *x);
         return made;
     };
-    const auto total = [](const Tensor& made, const optional<Tensor>& x) { return x ? Blocks::total(made, *x) : made; };
+    const auto total = [](const Tensor& made, const optional<Tensor>& x) { return x ? Slices::total(made, *x) : made; };
     const Tensor dq = room(rule.q, p.dq, "dq", p.q.sharing), dk = room(rule.k, p.dk, "dk", p.k.sharing);
     const Tensor dv = room(v, p.dv, "dv", 0), d_erase = room(rule.erase, p.d_erase, "d_erase", p.erase.sharing);
     const Tensor d_beta = room(rule.beta, p.d_beta, "d_beta");
@@ -306,10 +212,10 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
     const Tensor dz = room(rule.log_value_decay, p.d_log_value_decay, "d_log_value_decay", 0);
     const ScalarType type = state_type(v);
     const Tensor d_initial =
-        initial_state ? new_empty(v, {p.batch, p.heads, p.keys, p.values}, type) : new_empty(v, {0}, type);
+        initial_state ? new_empty(v, {p.batch, p.heads, p.key_dim, p.columns}, type) : new_empty(v, {0}, type);
     p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = data_of(kept);
     p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    run(kernels_for(v).rule_backward, p, blocks);
+    run(kernels_for(v).rule_backward, p, slices);
     return {total(dq, rule.q),
             total(dk, rule.k),
             dv,
@@ -321,13 +227,6 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
             d_initial};
 }
 
-// The state of a step, which is changed where it lies.
-void check_own_state(const Tensor& state, const Tensor& input, Sizes sizes) {
-    check_state("state", state, input, sizes);
-    if (last_is_contiguous(state)) return;
-    fail("state has strides ", state.strides(), "; its last dimension must be contiguous");
-}
-
 // Fewer numbers of state are not worth another thread.
 constexpr int64_t SMALLEST_SHARE = 65536;
 
@@ -335,24 +234,17 @@ Tensor step(const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;
     if (v.size(1) != 1) fail("v has shape ", v.sizes(), "; a step takes one token");
     Tensor out = unfilled_like(v);
-    Step p;
-    const optional<Tensor> starts = rule.fill(p);
-    check_own_state(state, v, {p.batch, p.heads, p.keys, p.values});
+    RuleStep p;
+    optional<Tensor> starts = rule.starts;
+    fill(p, rule, starts);
+    check_own_state(state, v, {p.batch, p.heads, p.key_dim, p.columns});
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
-    const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.keys * p.values));
+    const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.key_dim * p.columns));
     const auto kernel = kernels_for(v).rule_step;
     parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     return out;
 }
-
-// As torch calls them.
-#define FAST_WEIGHTS_RULE_PARAMETERS                                                                \
-    const Tensor &q, const Tensor &k, const Tensor &v, const optional<Tensor>&erase, bool corrects, \
-        const optional<Tensor>&beta, const optional<Tensor>&log_gate, bool complement,              \
-        const optional<Tensor>&log_key_decay, const optional<Tensor>&log_value_decay, const optional<Tensor>&starts
-#define FAST_WEIGHTS_RULE \
-    Rule { q, k, v, erase, corrects, beta, log_gate, complement, log_key_decay, log_value_decay, starts }
 
 std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
                                                 int64_t interval) {
@@ -430,7 +322,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
     check_sizes("d_out", d_out, u.sizes());
     if (d_final_state) check_state("d_final_state", *d_final_state, u, {p.batch, p.channels, p.states});
     const ScalarType type = state_type(u);
-    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
+    const Tensor dy = last_contiguous(d_out);
     const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
     Tensor du = new_like(u), d_delta = new_like(delta);
     Tensor dA = new_empty(u, {p.batch, p.channels, p.states}, type), dD = new_empty(u, {p.batch, p.channels}, type);
@@ -439,7 +331,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
     p.d_out = sequence("d_out", dy, 3), p.d_final_state = data_of(d_final), p.kept = data_of(kept);
     p.du = sequence("du", du, 3), p.d_delta = sequence("d_delta", d_delta, 3);
     for (auto [to, parts] : {std::pair(&p.dB, &dB), std::pair(&p.dC, &dC)}) {
-        *to = {parts->data_ptr(), type_of(*parts), parts->stride(1), parts->stride(2), parts->stride(0)};
+        *to = {parts->data_ptr(), parts->stride(1), parts->stride(2), parts->stride(0),
+               dtype_of("d", parts->scalar_type())};
     }
     p.dA = dA.data_ptr(), p.dD = dD.data_ptr(), p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
     call.run(kernels_for(u).scan_backward);
@@ -460,252 +353,55 @@ Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A
     return out;
 }
 
-// Feature maps of x, (batch, time, heads, dim). `map` and `normalization` are numbers of the enumerations in kernels.h.
-Features features_of(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale) {
-    if (x.dim() != 4) fail("x has shape ", x.sizes(), "; it must be (batch, time, heads, dim)");
-    Features p;
-    p.batch = x.size(0), p.time = x.size(1), p.heads = x.size(2), p.dim = x.size(3);
-    if (map < 0 || map > int64_t(Map::dpfp)) fail("map is ", map, "; it must be from 0 to ", int64_t(Map::dpfp));
-    if (normalization < 0 || normalization > int64_t(Normalization::length)) {
-        fail("normalization is ", normalization, "; it must be from 0 to ", int64_t(Normalization::length));
-    }
-    p.map = Map(map), p.normalization = Normalization(normalization), p.eps = eps, p.scale = scale;
-    if (p.map == Map::dpfp && (nu < 1 || nu >= 2 * p.dim)) {
-        fail("nu is ", nu, "; it must be from 1 to ", 2 * p.dim - 1);
-    }
-    p.nu = p.map == Map::dpfp ? nu : 0;
-    p.x = sequence("x", x);
-    return p;
-}
+// Feature maps, gates and short convolutions on a CPU (native/operators.h).
+struct Cpu {
+    using Features = fairseq_fastweights::Features;
+    using Gating = fairseq_fastweights::Gating;
+    using Convolution = fairseq_fastweights::Convolution;
 
-void run_features(void (*kernel)(const Features&, int64_t, int64_t), const Features& p) {
-    const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, p.heads * p.features()));
-    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
-}
-
-// In x's layout, unless its last dimension has gaps: so the gradient of a projection is no copy.
-Tensor gradient_like(const Tensor& x) {
-    const Tensor made = new_like(x);
-    return last_is_contiguous(made) ? made : new_empty(x, x.sizes(), x.scalar_type());
-}
-
-Tensor map_features(const Tensor& x, int64_t map, int64_t nu, int64_t normalization, double eps, double scale,
-                    ScalarType dtype) {
-    Features p = features_of(x, map, nu, normalization, eps, scale);
-    const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
-    p.y = sequence("y", y);
-    run_features(kernels_for(x).features_forward, p);
-    return y;
-}
-
-Tensor map_features_backward(const Tensor& d_out, const Tensor& x, int64_t map, int64_t nu, int64_t normalization,
-                             double eps, double scale) {
-    Features p = features_of(x, map, nu, normalization, eps, scale);
-    check_sizes("d_out", d_out, {p.batch, p.time, p.heads, p.features()});
-    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
-    const Tensor dx = gradient_like(x);
-    p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx);
-    run_features(kernels_for(x).features_backward, p);
-    return dx;
-}
-
-// Random features of `source`, of which x are the projections: both (batch, time, heads, dim).
-Features random_features_of(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon,
-                            bool stabilized, int64_t normalization, double eps) {
-    Features p = features_of(x, 0, 1, normalization, eps, 1);
-    check_sizes("source", source, {p.batch, p.time, p.heads, source.size(-1)});
-    p.map = Map::random, p.source = sequence("source", source), p.source_dim = source.size(-1);
-    p.source_scale = source_scale, p.log_epsilon = log_epsilon, p.stabilized = stabilized;
-    return p;
-}
-
-Tensor random_features(const Tensor& x, const Tensor& source, double source_scale, double log_epsilon, bool stabilized,
-                       int64_t normalization, double eps, ScalarType dtype) {
-    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
-    const Tensor y = new_empty(x, {p.batch, p.time, p.heads, p.features()}, dtype);
-    p.y = sequence("y", y);
-    run_features(kernels_for(x).features_forward, p);
-    return y;
-}
-
-std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const Tensor& x, const Tensor& source,
-                                                    double source_scale, double log_epsilon, bool stabilized,
-                                                    int64_t normalization, double eps) {
-    Features p = random_features_of(x, source, source_scale, log_epsilon, stabilized, normalization, eps);
-    check_sizes("d_out", d_out, {p.batch, p.time, p.heads, p.features()});
-    const Tensor dy = last_is_contiguous(d_out) ? d_out : contiguous(d_out);
-    const Tensor dx = gradient_like(x), d_source = gradient_like(source);
-    p.dy = sequence("d_out", dy), p.dx = sequence("dx", dx), p.d_source = sequence("d_source", d_source);
-    run_features(kernels_for(x).features_backward, p);
-    return {dx, d_source};
-}
-
-// The gradient of what is absent: no two results of an operator may share memory.
-Tensor nothing(const Tensor& x) { return new_empty(x, {0}, x.scalar_type()); }
-
-// Vectors of parameters, as the kernels read them; what it makes contiguous must outlive the call.
-Sequence parameters(const char* name, optional<Tensor>& x, Sizes sizes) {
-    if (!x) return {};
-    check_sizes(name, *x, sizes);
-    x = contiguous_of(x);
-    return {x->data_ptr(), type_of(*x)};
-}
-
-// A call of gates, and what it has made contiguous. `activation` and `norm` are numbers of the enumerations in kernels.h.
-struct GatingCall {
-    optional<Tensor> bias, log_rate, weight;
-    Gating p;
-
-    GatingCall(const Tensor& x, const optional<Tensor>& b, const optional<Tensor>& A, const optional<Tensor>& y,
-               const optional<Tensor>& w, int64_t activation, int64_t norm, double eps, double scale)
-        : bias(b), log_rate(A), weight(w) {
-        if (x.dim() != 3 || x.size(2) < 1) fail("x has shape ", x.sizes(), "; it must be (outer, inner, channels)");
-        if (activation < 0 || activation > int64_t(Activation::softplus)) {
-            fail("activation is ", activation, "; it must be from 0 to ", int64_t(Activation::softplus));
-        }
-        if (norm < 0 || norm > int64_t(Norm::layer)) {
-            fail("norm is ", norm, "; it must be from 0 to ", int64_t(Norm::layer));
-        }
-        p.outer = x.size(0), p.inner = x.size(1), p.dim = x.size(2);
-        p.activation = Activation(activation), p.norm = Norm(norm), p.eps = eps, p.scale = scale;
-        p.x = sequence("x", x, 3);
-        if (p.norm == Norm::none) {
-            if (w) fail("weight was given without a norm");
-            if (y) check_sizes("y", *y, x.sizes());
-        } else {
-            if (!y || b || A) fail("a norm is of y alone, without bias and log_rate");
-            p.dim = y->dim() == 4 && y->size(3) ? y->size(3) : 1, p.heads = x.size(2) / p.dim;
-            check_sizes("y", *y, {p.outer, p.inner, p.heads, p.dim});
-        }
-        if (y) p.y = sequence("y", *y, y->dim());
-        p.bias = parameters("bias", bias, {p.channels()}), p.weight = parameters("weight", weight, {p.dim});
-        p.rates = A && A->dim() == 1 && A->size(0) ? A->size(0) : 1;
-        p.log_rate = parameters("log_rate", log_rate, {p.rates});
-        if (p.channels() % p.rates) fail("log_rate has ", p.rates, " numbers for ", p.channels(), " channels");
-    }
-
-    void run(void (*kernel)(const Gating&, int64_t, int64_t)) const {
-        parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
-    }
-};
-
-Tensor gate(const Tensor& x, const optional<Tensor>& bias, const optional<Tensor>& log_rate, const optional<Tensor>& y,
-            const optional<Tensor>& weight, int64_t activation, int64_t norm, double eps, double scale,
-            ScalarType dtype) {
-    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
-    const Tensor out = new_empty(x, x.sizes(), dtype);
-    call.p.out = sequence("out", out, 3);
-    call.run(kernels_for(x).gating_forward);
-    return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d_out, const Tensor& x,
-                                                                 const optional<Tensor>& bias,
-                                                                 const optional<Tensor>& log_rate,
-                                                                 const optional<Tensor>& y,
-                                                                 const optional<Tensor>& weight, int64_t activation,
-                                                                 int64_t norm, double eps, double scale) {
-    GatingCall call(x, bias, log_rate, y, weight, activation, norm, eps, scale);
-    Gating& p = call.p;
-    check_sizes("d_out", d_out, x.sizes());
-    const Tensor g = last_is_contiguous(d_out) ? d_out : contiguous(d_out), dx = gradient_like(x);
-    const Tensor dy = y ? gradient_like(*y) : nothing(x);
-    // The gradient of an absent input is an empty tensor; each task has a part of the gradients of parameters.
-    const auto parts = [&](const optional<Tensor>& of, int64_t size, void*& where) {
-        const Tensor made = of ? new_empty(x, {p.tasks(), size}, state_type(x)) : nothing(x);
-        where = of ? made.data_ptr() : nullptr;
-        return made;
+    struct Guard {
+        explicit Guard(const Tensor&) {}
     };
-    const Tensor d_bias = parts(bias, p.channels(), p.d_bias), d_rate = parts(log_rate, p.rates, p.d_log_rate);
-    const Tensor d_weight = parts(weight, p.dim, p.d_weight);
-    p.d_out = sequence("d_out", g, 3), p.dx = sequence("dx", dx, 3);
-    if (y) p.dy = sequence("dy", dy, y->dim());
-    call.run(kernels_for(x).gating_backward);
-    const auto total_of = [](const Tensor& made, const optional<Tensor>& of) { return of ? total(made, *of) : made; };
-    return {dx, total_of(d_bias, bias), total_of(d_rate, log_rate), dy, total_of(d_weight, weight)};
-}
 
-// A short convolution of x, (time, batch, channels), and what it has made contiguous.
-struct ConvolutionCall {
-    optional<Tensor> weight, bias, starts, lengths;
-    Convolution p;
+    static void check(const Tensor&, int64_t) {}
+    static int64_t size(const Tensor& x, int64_t dimension) { return x.size(dimension); }
 
-    ConvolutionCall(const Tensor& x, const Tensor& w, const optional<Tensor>& b, const optional<Tensor>& before,
-                    const optional<Tensor>& given_lengths, const optional<Tensor>& given_starts)
-        : weight(w), bias(b), starts(contiguous_of(given_starts)), lengths(contiguous_of(given_lengths)) {
-        if (x.dim() != 3) fail("x has shape ", x.sizes(), "; it must be (time, batch, channels)");
-        p.time = x.size(0), p.batch = x.size(1), p.channels = x.size(2);
-        p.width = w.dim() == 2 && w.size(1) ? w.size(1) : 1;
-        p.weight = parameters("weight", weight, {p.channels, p.width}), p.bias = parameters("bias", bias, {p.channels});
-        p.x = time_first("x", x);
-        if (before) {
-            check_sizes("before", *before, {p.batch, p.width - 1, p.channels});
-            p.before = sequence("before", *before, 3);
-        }
-        if (starts) {
-            check_sizes("starts", *starts, {p.batch, p.time});
-            if (starts->scalar_type() != ScalarType::Bool) fail("starts is of type ", starts->scalar_type());
-            p.starts = static_cast<const bool*>(starts->data_ptr());
-        }
-        if (lengths) {
-            check_sizes("lengths", *lengths, {p.batch});
-            if (lengths->scalar_type() != ScalarType::Long) fail("lengths is of type ", lengths->scalar_type());
-            p.lengths = static_cast<const int64_t*>(lengths->data_ptr());
-            for (int64_t i = 0; i < p.batch; ++i) {
-                if (p.lengths[i] >= 0 && p.lengths[i] <= p.time) continue;
-                fail("lengths holds ", p.lengths[i], "; it must be from 0 to ", p.time);
-            }
-        }
+    static void run(const Features& p, const Tensor& x, bool backward) {
+        const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, p.heads * p.features()));
+        run(&Kernels::features_forward, &Kernels::features_backward, p, x, backward, grain);
+    }
+    static void run(const Gating& p, const Tensor& x, bool backward) {
+        run(&Kernels::gating_forward, &Kernels::gating_backward, p, x, backward);
+    }
+    static void run(const Convolution& p, const Tensor& x, bool backward) {
+        run(&Kernels::convolution_forward, &Kernels::convolution_backward, p, x, backward);
     }
 
-    static Sequence time_first(const char* name, const Tensor& x) {
-        Sequence made = sequence(name, x, 3);
-        std::swap(made.batch, made.time);
-        return made;
+    static int64_t parts(const Gating& p) { return p.tasks(); }
+    static int64_t parts(const Convolution& p) { return p.batch; }
+    static int64_t rates(const Gating& p) { return p.rates; }
+    static Tensor total(const Tensor& parts, const Tensor& x) { return fairseq_fastweights::total(parts, x); }
+    template <class Call> static optional<Tensor> room(const Call&, const Tensor&) { return {}; }
+
+    static Tensor lengths(const Tensor& given, int64_t time) {
+        const Tensor lengths = given.is_contiguous() ? given : contiguous(given);
+        const auto* first = static_cast<const int64_t*>(lengths.data_ptr());
+        for (const int64_t* length = first; length != first + lengths.numel(); ++length) {
+            if (*length < 0 || *length > time) fail("lengths holds ", *length, "; it must be from 0 to ", time);
+        }
+        return lengths;
     }
 
-    void run(void (*kernel)(const Convolution&, int64_t, int64_t)) const {
-        parallel_for(0, p.tasks(), 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+private:
+    template <class Call> using Member = void (*Kernels::*)(const Call&, int64_t, int64_t);
+
+    template <class Call>
+    static void run(Member<Call> forward, Member<Call> backward, const Call& p, const Tensor& x, bool is_backward,
+                    int64_t grain = 1) {
+        const auto kernel = kernels_for(x).*(is_backward ? backward : forward);
+        parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     }
 };
-
-std::tuple<Tensor, Tensor> short_convolution(const Tensor& x, const Tensor& weight, const optional<Tensor>& bias,
-                                             const optional<Tensor>& before, const optional<Tensor>& lengths,
-                                             const optional<Tensor>& starts) {
-    ConvolutionCall call(x, weight, bias, before, lengths, starts);
-    Convolution& p = call.p;
-    const Tensor y = new_empty(x, x.sizes(), x.scalar_type());
-    const Tensor last = new_empty(x, {p.batch, p.width - 1, p.channels}, state_type(x));
-    p.y = call.time_first("y", y), p.last = sequence("last", last, 3);
-    call.run(kernels_for(x).convolution_forward);
-    return {y, last};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(const Tensor& d_y, const optional<Tensor>& d_last,
-                                                                      const Tensor& x, const Tensor& weight,
-                                                                      const optional<Tensor>& bias,
-                                                                      const optional<Tensor>& before,
-                                                                      const optional<Tensor>& lengths,
-                                                                      const optional<Tensor>& starts) {
-    ConvolutionCall call(x, weight, bias, before, lengths, starts);
-    Convolution& p = call.p;
-    check_sizes("d_y", d_y, x.sizes());
-    const Tensor g = last_is_contiguous(d_y) ? d_y : contiguous(d_y);
-    const optional<Tensor> d_after = contiguous_of(d_last);
-    p.d_y = call.time_first("d_y", g);
-    if (d_after) {
-        check_sizes("d_last", *d_after, {p.batch, p.width - 1, p.channels});
-        p.d_last = sequence("d_last", *d_after, 3);
-    }
-    const Tensor dx = gradient_like(x), d_before = before ? gradient_like(*before) : nothing(x);
-    p.dx = call.time_first("dx", dx);
-    if (before) p.d_before = sequence("d_before", d_before, 3);
-    const Tensor dw = new_empty(x, {p.batch, p.channels, p.width}, state_type(x));
-    const Tensor db = new_empty(x, {p.batch, p.channels}, state_type(x));
-    p.dw = dw.data_ptr(), p.db = db.data_ptr();
-    call.run(kernels_for(x).convolution_backward);
-    return {dx, total(dw, weight), bias ? total(db, *bias) : nothing(x), d_before};
-}
 
 std::string cpu_instruction_set() { return kernels_for(ScalarType::Float).instruction_set; }
 
@@ -716,14 +412,7 @@ FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
     m.impl("selective_scan_forward", FAST_WEIGHTS_OPERATOR(selective_scan_forward));
     m.impl("selective_scan_backward", FAST_WEIGHTS_OPERATOR(selective_scan_backward));
     m.impl("selective_scan_step_", FAST_WEIGHTS_OPERATOR(selective_scan_step));
-    m.impl("map_features", FAST_WEIGHTS_OPERATOR(map_features));
-    m.impl("map_features_backward", FAST_WEIGHTS_OPERATOR(map_features_backward));
-    m.impl("random_features", FAST_WEIGHTS_OPERATOR(random_features));
-    m.impl("random_features_backward", FAST_WEIGHTS_OPERATOR(random_features_backward));
-    m.impl("gate", FAST_WEIGHTS_OPERATOR(gate));
-    m.impl("gate_backward", FAST_WEIGHTS_OPERATOR(gate_backward));
-    m.impl("short_convolution", FAST_WEIGHTS_OPERATOR(short_convolution));
-    m.impl("short_convolution_backward", FAST_WEIGHTS_OPERATOR(short_convolution_backward));
+    FAST_WEIGHTS_OPERATORS_OF(m, Cpu);
 }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CompositeExplicitAutograd, m) {
@@ -731,4 +420,4 @@ FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CompositeExplicitAutograd, m) {
 }
 
 }  // namespace
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -3,7 +3,7 @@
 
 #include "recurrent/delta.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // A number for vectors of 64 bytes, of 32 or of 16: there are fewer and shorter registers for a state each time.
@@ -20,27 +20,27 @@ constexpr int64_t LARGEST_GATED = by_width(32 * 64, 16 * 16, 0);
 constexpr int64_t LARGEST_OF_ONE_SIDE = by_width(64 * 64, 32 * 32, 32 * 16);
 constexpr int64_t LARGEST_OF_BOTH_SIDES = by_width(64 * 128, 32 * 64, 32 * 32);
 
-inline bool is_diagonal_recurrent(const Problem& p) {
-    const index_t size = p.keys * p.columns;
-    if (p.keys <= FEW) return true;
+inline bool is_diagonal_recurrent(const RuleCall& p) {
+    const index_t size = p.key_dim * p.value_dim;
+    if (p.key_dim <= FEW) return true;
     if (p.log_gate.data) return size <= LARGEST_GATED;
     if (p.log_key_decay.data && p.log_value_decay.data) return size <= LARGEST_OF_BOTH_SIDES;
     if (p.log_key_decay.data || p.log_value_decay.data) return size <= LARGEST_OF_ONE_SIDE;
-    return (p.keys + p.columns) * SUM >= size;
+    return (p.key_dim + p.value_dim) * SUM >= size;
 }
 
 // The delta rule alone, without decays or an erase key apart, goes step by step with so few keys, or, backwards, with twice as
 // many and so small a state.
 constexpr int COLUMN = 16, LARGEST_WIDE_COLUMN = by_width(32 * 64, 0, 0);
 
-inline bool is_plain(const Problem& p) {
+inline bool is_plain(const RuleCall& p) {
     return !p.log_gate.data && !p.log_key_decay.data && !p.erase.data && p.beta.data;
 }
 
-inline bool is_delta_recurrent(const Problem& p, bool backward) {
-    const bool wide = p.keys <= LARGEST_COLUMN && p.keys * p.columns <= LARGEST_WIDE_COLUMN;
-    return is_plain(p) && (p.keys <= COLUMN || (backward && wide));
+inline bool is_delta_recurrent(const RuleCall& p, bool backward) {
+    const bool wide = p.key_dim <= LARGEST_COLUMN && p.key_dim * p.value_dim <= LARGEST_WIDE_COLUMN;
+    return is_plain(p) && (p.key_dim <= COLUMN || (backward && wide));
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -15,7 +15,7 @@
 #include "rows.h"
 #include "scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real> class ConvolutionTask {
@@ -80,7 +80,7 @@ public:
 
 private:
     static constexpr int W = Vector<real>::lanes;
-    using Silu = Activated<Activation::silu, real>;
+    using Silu = Activated<kSilu, real>;
 
     void open(index_t task) {
         b_row_ = task / p_.groups(), first_ = task % p_.groups() * Convolution::GROUP;
@@ -168,4 +168,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

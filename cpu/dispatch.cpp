@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 
 // tools/native_build.py says which instruction sets are compiled, and compiles kernels.cpp for each.
 #define FAST_WEIGHTS_DECLARE(set)          \
@@ -64,10 +64,10 @@ const Kernels* kernels(bool of_float64) {
     return chosen == nullptr ? nullptr : of_float64 ? chosen->of_float64 : chosen->of_float32;
 }
 
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights
 
 const char* fast_weights_instruction_sets() {
-    using namespace fast_weights;
+    using namespace fairseq_fastweights;
     static const std::string names = [] {
         std::string listed;
         const Compiled* end;

@@ -3,7 +3,7 @@
 
 #include "vector.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // exp(x) for x of any sign, infinite where that is; NaN stays NaN.
@@ -46,13 +46,13 @@ template <Activation activation, class real> struct Activated {
         const Logistic<real> sigma(u);
         const vec<real> zero{};
         switch (activation) {
-            case Activation::sigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
-            case Activation::silu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
-            case Activation::log_sigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
-            case Activation::softplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
+            case kSigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
+            case kSilu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
+            case kLogSigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
+            case kSoftplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
         }
     }
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

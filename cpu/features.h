@@ -15,7 +15,7 @@
 #include "rows.h"
 #include "scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real> constexpr real SMALLEST_NORMAL = same<real, float> ? __FLT_MIN__ : __DBL_MIN__;
@@ -34,7 +34,7 @@ public:
         x_ = scratch.take(p.heads * ld_x_), y_ = scratch.take(p.heads * ld_);
         z_ = scratch.take(2 * p.dim + p.nu), dz_ = scratch.take(2 * p.dim + p.nu);
         if (backward) dy_ = scratch.take(p.heads * ld_);
-        if (p.map == Map::random) source_ = scratch.take(p.heads * padded(p.source_dim));
+        if (p.map == kRandom) source_ = scratch.take(p.heads * padded(p.source_dim));
     }
 
     // The heads of one step.
@@ -55,12 +55,12 @@ public:
         load_rows(dy_, p_.dy, place(p_.dy, b, t, 0), p_.dy.head, p_.heads, p_.features(), 0);
         for (index_t h = 0; h < p_.heads; ++h) {
             real *x = x_ + h * ld_x_, *phi = y_ + h * ld_, *g = dy_ + h * ld_;
-            if (p_.normalization != Normalization::none) {
+            if (p_.normalization != kNone) {
                 map(x, phi, h);
                 const Factor f = factor(phi);
                 const real shared = dot(g, phi, ld_);
                 scale(g, g, f.r, ld_);
-                if (p_.normalization == Normalization::length) {
+                if (p_.normalization == kLength) {
                     scale_add(g, phi, -f.r * shared * f.inverse * f.inverse, ld_);
                 } else if (f.divides) {
                     const vec<real> less = vec<real>{} + f.r * shared * f.inverse;
@@ -72,7 +72,7 @@ public:
             differentiate(x, g, h);
         }
         store_rows(p_.dx, place(p_.dx, b, t, 0), p_.dx.head, x_, p_.heads, p_.dim);
-        if (p_.map != Map::random) return;
+        if (p_.map != kRandom) return;
         store_rows(p_.d_source, place(p_.d_source, b, t, 0), p_.d_source.head, source_, p_.heads, p_.source_dim);
     }
 
@@ -81,7 +81,7 @@ private:
 
     void read(index_t b, index_t t) {
         load_rows(x_, p_.x, place(p_.x, b, t, 0), p_.x.head, p_.heads, p_.dim, 0);
-        if (p_.map != Map::random) return;
+        if (p_.map != kRandom) return;
         load_rows(source_, p_.source, place(p_.source, b, t, 0), p_.source.head, p_.heads, p_.source_dim, 0);
     }
 
@@ -93,8 +93,8 @@ private:
 
     Factor factor(const real* phi) const {
         const real whole = static_cast<real>(p_.scale), eps = static_cast<real>(p_.eps);
-        if (p_.normalization == Normalization::none) return {whole, 1, false};
-        if (p_.normalization == Normalization::length) {
+        if (p_.normalization == kNone) return {whole, 1, false};
+        if (p_.normalization == kLength) {
             const real inverse = 1 / square_root(dot(phi, phi, ld_) + eps);
             return {whole * inverse, inverse, true};
         }
@@ -109,17 +109,17 @@ private:
     // phi(x) of head h, and zeros beyond its end, which add nothing to sums.
     void map(const real* x, real* y, index_t h) {
         switch (p_.map) {
-            case Map::identity: return copy(y, x, ld_);
-            case Map::random: return map_random(x, y, h);
-            case Map::relu:
+            case kIdentity: return copy(y, x, ld_);
+            case kRandom: return map_random(x, y, h);
+            case kRelu:
                 for (index_t i = 0; i < ld_; i += W) store(y + i, positive_lanes(load(x + i)));
                 return;
-            case Map::elu:
+            case kElu:
                 for (index_t i = 0; i < ld_; i += W)
                     store(y + i, positive_lanes(load(x + i)) + exponential(negative_lanes(load(x + i))));
                 for (index_t i = p_.dim; i < ld_; ++i) y[i] = 0;
                 return;
-            case Map::dpfp:
+            case kDpfp:
                 open(x);
                 const real* z = z_ + p_.nu;
                 for (index_t j = 1; j <= p_.nu; ++j) {
@@ -167,18 +167,18 @@ private:
     // x = the gradient of x, from that of phi; that of the source, of random features, takes its place too.
     void differentiate(real* x, const real* g, index_t h) {
         switch (p_.map) {
-            case Map::identity: return copy(x, g, ld_);
-            case Map::random: return differentiate_random(x, g, h);
-            case Map::relu:
+            case kIdentity: return copy(x, g, ld_);
+            case kRandom: return differentiate_random(x, g, h);
+            case kRelu:
                 for (index_t i = 0; i < ld_; i += W) store(x + i, load(x + i) <= 0 ? vec<real>{} : load(g + i));
                 return;
-            case Map::elu:
+            case kElu:
                 for (index_t i = 0; i < ld_; i += W) {
                     const vec<real> at = load(x + i), from = load(g + i);
                     store(x + i, at > 0 ? from : from * exponential(at));
                 }
                 return;
-            case Map::dpfp:
+            case kDpfp:
                 open(x);
                 const real* z = z_ + p_.nu;
                 real* dz = dz_ + p_.nu;
@@ -227,4 +227,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

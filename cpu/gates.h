@@ -3,7 +3,7 @@
 
 #include "rows.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last
@@ -11,7 +11,7 @@ namespace FAST_WEIGHTS_ISA {
 template <class real> struct Gates {
     real keep[CHUNK] __attribute__((aligned(64))), write[CHUNK] __attribute__((aligned(64)));
 
-    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+    void load(const RuleCall& p, index_t b, index_t t, index_t h, index_t rows) {
         for (index_t i = 0; i < CHUNK; ++i) {
             keep[i] = write[i] = i < rows ? load_one<real>(p.log_gate, place(p.log_gate, b, t + i, h)) : real(0);
         }
@@ -25,7 +25,7 @@ template <class real> struct Gates {
     }
 
     // `dk` comes as the gradient of the multiplied keys and becomes that of `k`; d_log lacks what passes through these.
-    void store_gradient(const Problem& p, index_t b, index_t t, index_t h, index_t rows, real* d_log, real* dk,
+    void store_gradient(const RuleCall& p, index_t b, index_t t, index_t h, index_t rows, real* d_log, real* dk,
                         const real* k, index_t ld) const {
         for (index_t i = 0; i < rows; ++i) {
             if (p.complement) {
@@ -39,4 +39,4 @@ template <class real> struct Gates {
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

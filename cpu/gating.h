@@ -15,7 +15,7 @@
 #include "rows.h"
 #include "scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 template <class real> class GatingTask {
@@ -23,7 +23,7 @@ public:
     using Memory = Scratch<real>;
 
     GatingTask(const Gating& p, Scratch<real>& scratch, bool backward)
-        : p_(p), normed_(p.norm != Norm::none), rows_(normed_ ? p.heads : 1),
+        : p_(p), normed_(p.norm != kNoNorm), rows_(normed_ ? p.heads : 1),
           ld_(padded(normed_ ? p.dim : p.together() * p.channels())), all_(rows_ * ld_) {
         scratch.take(all_, x_, y_, out_, bias_, rate_);
         weight_ = scratch.take(ld_);
@@ -136,10 +136,10 @@ private:
     };
     template <class Work> void with_activation(const Work& work) const {
         switch (p_.activation) {
-            case Activation::sigmoid: return work(Chosen<Activation::sigmoid>{});
-            case Activation::silu: return work(Chosen<Activation::silu>{});
-            case Activation::log_sigmoid: return work(Chosen<Activation::log_sigmoid>{});
-            case Activation::softplus: return work(Chosen<Activation::softplus>{});
+            case kSigmoid: return work(Chosen<kSigmoid>{});
+            case kSilu: return work(Chosen<kSilu>{});
+            case kLogSigmoid: return work(Chosen<kLogSigmoid>{});
+            case kSoftplus: return work(Chosen<kSoftplus>{});
         }
     }
 
@@ -151,7 +151,7 @@ private:
     // y = z, and 1 / l.
     real normalize(real* y) const {
         const real n = static_cast<real>(p_.dim);
-        if (p_.norm == Norm::layer) {
+        if (p_.norm == kLayerNorm) {
             vec<real> sums{};
             for (index_t i = 0; i < ld_; i += W) sums += load(y + i);
             const real mean = sum<real>(sums) / n;
@@ -191,7 +191,7 @@ private:
             store(d + i, dz);
             with_z += dz * load(z + i), sums += dz;
         }
-        const real shared = sum<real>(with_z) / n, mean = p_.norm == Norm::layer ? sum<real>(sums) / n : real(0);
+        const real shared = sum<real>(with_z) / n, mean = p_.norm == kLayerNorm ? sum<real>(sums) / n : real(0);
         for (index_t i = 0; i < ld_; i += W) store(z + i, (load(d + i) - load(z + i) * shared - mean) * inverse);
     }
 
@@ -222,4 +222,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

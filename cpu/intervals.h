@@ -4,13 +4,13 @@
 #include "rows.h"
 #include "states.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Which part of a call a task is: a row of the batch and some of its heads.
 struct Task {
     index_t batch, first, last;
-    Task(const Problem& p, index_t task) {
+    Task(const RuleCall& p, index_t task) {
         const index_t groups = p.groups();
         batch = task / groups;
         first = task % groups * p.group;
@@ -21,28 +21,28 @@ struct Task {
 // The spans of time between kept states.
 struct Intervals {
     index_t length, count;
-    explicit Intervals(const Problem& p)
+    explicit Intervals(const RuleCall& p)
         : length(p.interval > 0 ? p.interval : padded(p.time)), count((p.time + length - 1) / length) {}
     index_t begin(index_t n) const { return n * length; }
-    index_t end(const Problem& p, index_t n) const { return minimum(p.time, (n + 1) * length); }
-    // The place of the state before interval n, n at least 1, in Problem::states.
-    index_t state(const Problem& p, index_t b, index_t h, index_t n) const {
+    index_t end(const RuleCall& p, index_t n) const { return minimum(p.time, (n + 1) * length); }
+    // The place of the state before interval n, n at least 1, in RuleCall::states.
+    index_t state(const RuleCall& p, index_t b, index_t h, index_t n) const {
         return (b * p.heads + h) * (count - 1) + n - 1;
     }
 };
 
 // True if step t of a row begins a document, so that nothing of the steps before it reaches it.
-inline bool starts_at(const Problem& p, index_t b, index_t t) {
+inline bool starts_at(const RuleCall& p, index_t b, index_t t) {
     return p.starts != nullptr && p.starts[b * p.time + t];
 }
 
 // Chunks begin at multiples of CHUNK and where documents do. The first step of the one that step t is in, and the steps
 // from its first, t, on to its end.
-inline index_t chunk_begin(const Problem& p, index_t b, index_t t) {
+inline index_t chunk_begin(const RuleCall& p, index_t b, index_t t) {
     while (t % CHUNK != 0 && !starts_at(p, b, t)) --t;
     return t;
 }
-inline index_t chunk_rows(const Problem& p, index_t b, index_t t) {
+inline index_t chunk_rows(const RuleCall& p, index_t b, index_t t) {
     const index_t most = minimum(CHUNK - t % CHUNK, p.time - t);
     index_t rows = 1;
     while (rows < most && !starts_at(p, b, t + rows)) ++rows;
@@ -50,15 +50,15 @@ inline index_t chunk_rows(const Problem& p, index_t b, index_t t) {
 }
 
 // True if the state before step t is all zeros; and if nothing is asked of the one before step t, or the final one.
-inline bool begins_empty(const Problem& p, index_t b, index_t t) {
+inline bool begins_empty(const RuleCall& p, index_t b, index_t t) {
     return (t == 0 && p.initial_state == nullptr) || starts_at(p, b, t);
 }
-inline bool ends_unread(const Problem& p, index_t b, index_t t) {
+inline bool ends_unread(const RuleCall& p, index_t b, index_t t) {
     return t >= p.time ? p.d_final_state == nullptr : starts_at(p, b, t);
 }
 
 // The most chunks that an interval has.
-inline index_t most_chunks(const Problem& p, const Intervals& intervals) {
+inline index_t most_chunks(const RuleCall& p, const Intervals& intervals) {
     if (p.starts == nullptr) return minimum(intervals.length, padded(p.time)) / CHUNK;
     index_t most = 0;
     for (index_t b = 0; b < p.batch; ++b) {
@@ -78,7 +78,7 @@ struct Next {
 
 // The state before interval n: a kept one, or the initial one.
 template <class real>
-inline void load_start(real* dst, const Problem& p, const Intervals& intervals, index_t b, index_t h, index_t n) {
+inline void load_start(real* dst, const RuleCall& p, const Intervals& intervals, index_t b, index_t h, index_t n) {
     if (n == 0) {
         load_state(dst, p, p.initial_state, b * p.heads + h);
     } else {
@@ -87,4 +87,4 @@ inline void load_start(real* dst, const Problem& p, const Intervals& intervals, 
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

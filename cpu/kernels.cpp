@@ -17,25 +17,29 @@
 #include "scan.h"
 #include "sweep.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 namespace {
 
 #define FAST_WEIGHTS_STRING_(name) #name
 #define FAST_WEIGHTS_STRING(name) FAST_WEIGHTS_STRING_(name)
 
-using real = std::conditional_t<Type::FAST_WEIGHTS_NUMBERS == Type::float64, double, float>;
+namespace types {
+using float32 = float;
+using float64 = double;
+}  // namespace types
+using real = types::FAST_WEIGHTS_NUMBERS;
 
-bool has_decays(const Problem& p) { return p.log_key_decay.data || p.log_value_decay.data; }
+bool has_decays(const RuleCall& p) { return p.log_key_decay.data || p.log_value_decay.data; }
 
-void diagonal_forward(const Problem& p, index_t begin, index_t end) {
+void diagonal_forward(const RuleCall& p, index_t begin, index_t end) {
     if (is_diagonal_recurrent(p)) return sweep_forward<real, SteppedChunk<real>>(p, begin, end);
     if (p.log_gate.data) return sweep_forward<real, DiagonalChunk<real, Decay::shared>>(p, begin, end);
     has_decays(p) ? sweep_forward<real, DiagonalChunk<real, Decay::separate>>(p, begin, end)
                   : sweep_forward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
-void diagonal_backward(const Problem& p, index_t begin, index_t end) {
+void diagonal_backward(const RuleCall& p, index_t begin, index_t end) {
     const bool recurrent = is_diagonal_recurrent(p);
     if (recurrent && (p.log_gate.data || has_decays(p))) {
         return sweep_intervals_backward<real, DecayedInterval<real>>(p, begin, end);
@@ -46,21 +50,21 @@ void diagonal_backward(const Problem& p, index_t begin, index_t end) {
                   : sweep_backward<real, DiagonalChunk<real, Decay::none>>(p, begin, end);
 }
 
-void delta_forward(const Problem& p, index_t begin, index_t end) {
+void delta_forward(const RuleCall& p, index_t begin, index_t end) {
     is_delta_recurrent(p, false) ? sweep_forward<real, ColumnChunk<real>>(p, begin, end)
                                  : sweep_forward<real, DeltaChunk<real>>(p, begin, end);
 }
 
-void delta_backward(const Problem& p, index_t begin, index_t end) {
+void delta_backward(const RuleCall& p, index_t begin, index_t end) {
     is_delta_recurrent(p, true) ? sweep_intervals_backward<real, ColumnInterval<real>>(p, begin, end)
                                 : sweep_backward<real, DeltaChunk<real>>(p, begin, end);
 }
 
-void rule_forward(const Problem& p, index_t begin, index_t end) {
+void rule_forward(const RuleCall& p, index_t begin, index_t end) {
     p.corrects ? delta_forward(p, begin, end) : diagonal_forward(p, begin, end);
 }
 
-void rule_backward(const Problem& p, index_t begin, index_t end) {
+void rule_backward(const RuleCall& p, index_t begin, index_t end) {
     p.corrects ? delta_backward(p, begin, end) : diagonal_backward(p, begin, end);
 }
 
@@ -102,4 +106,4 @@ const Kernels FAST_WEIGHTS_NUMBERS = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                                       tasks<ConvolutionTask<real>, true, Convolution>};
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -1,25 +1,15 @@
-// The structs that cross between the binding, which knows torch, and the kernels, which do not.
+// The structs that cross from the binding, which knows torch, to the kernels, which do not, and a table of functions.
 #pragma once
 
-#include <cstdint>
+#include "../native/types.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 
-enum class Type : int { float32, float64, float16, bfloat16 };
-
-// A tensor (batch, time, heads[, dim]); strides count elements, those of the last dimension are 1. No data: absent. Each of
-// its heads serves as many heads of the call in turn as `sharing` says.
-struct Sequence {
-    void* data = nullptr;
-    Type type = Type::float32;
-    int64_t batch = 0, time = 0, head = 0, sharing = 1;
-};
-
-// One call of a kernel, or a block of its value columns: those do not depend on one another. States are float64 if `v` is
-// and float32 otherwise, (batch, heads, keys, columns) contiguous, where `columns` are those of the whole call and
-// `values` of them, from where the pointers point, are the block's.
-struct Problem {
-    int64_t batch = 0, time = 0, heads = 0, keys = 0, values = 0, columns = 0;
+// One call of a kernel, or a slice of its value columns: those do not depend on one another. States are float64 if `v` is
+// and float32 otherwise, (batch, heads, key_dim, value_dim) contiguous; `columns` of the value_dim columns, from where the
+// pointers point, are the slice's.
+struct RuleCall {
+    int64_t batch = 0, time = 0, heads = 0, key_dim = 0, value_dim = 0, columns = 0;
     // Heads that one task walks through time with: `tasks()` tasks, in any order and on any thread, are the call.
     int64_t group = 1;
     // A state is kept before every step that is a multiple of `interval`, but not before step 0; 0 keeps none.
@@ -37,7 +27,7 @@ struct Problem {
 
     Sequence out;
     void* final_state = nullptr;
-    void* states = nullptr;  // (batch, heads, ceil(time / interval) - 1, keys, columns)
+    void* states = nullptr;  // (batch, heads, ceil(time / interval) - 1, key_dim, value_dim)
 
     Sequence d_out;
     const void* d_final_state = nullptr;  // null: zeros
@@ -49,8 +39,8 @@ struct Problem {
 };
 
 // A single step that changes the state where it lies; its rows are `state_key` elements apart.
-struct Step {
-    int64_t batch = 0, heads = 0, keys = 0, values = 0;
+struct RuleStep {
+    int64_t batch = 0, heads = 0, key_dim = 0, columns = 0;
     Sequence q, k, v, log_gate;
     bool complement = false;
     Sequence log_key_decay, log_value_decay;
@@ -71,7 +61,7 @@ struct Scan {
     static constexpr int64_t GROUP = 64;
 
     int64_t batch = 0, time = 0, channels = 0, states = 0;
-    int64_t interval = 0;  // as in Problem
+    int64_t interval = 0;  // as in RuleCall
     Sequence u, delta, B, C, out;
     const void *A = nullptr, *D = nullptr;         // (channels, states) and (channels), contiguous; no D: zeros
     const void* initial_state = nullptr;           // (batch, channels, states) contiguous, as all states; null: zeros
@@ -90,63 +80,22 @@ struct Scan {
     int64_t tasks() const { return batch * groups(); }
 };
 
-enum class Map : int { identity, elu, relu, dpfp, random };
-enum class Normalization : int { none, sum, length };
-
-// Feature maps, divided by a sum or a length: x is (batch, time, heads, dim), y (batch, time, heads, features()). For random
-// features x are the projections of `source`, (batch, time, heads, source_dim).
-struct Features {
-    int64_t batch = 0, time = 0, heads = 0, dim = 0, nu = 1;
-    Map map = Map::identity;
-    Normalization normalization = Normalization::none;
-    double eps = 0, scale = 1;
-    Sequence x, y, dy, dx;
-
-    Sequence source, d_source;
-    int64_t source_dim = 0;
-    double source_scale = 1, log_epsilon = 0;  // what the source is multiplied by; the logarithm of what is added
-    bool stabilized = false;                   // whether each vector is divided by its largest number
-
-    int64_t features() const { return map == Map::dpfp ? 2 * nu * dim : map == Map::random ? 2 * dim : dim; }
+struct Features : FeaturesOf<int64_t> {
     int64_t tasks() const { return batch * time; }
 };
 
-enum class Activation : int { sigmoid, silu, log_sigmoid, softplus };
-enum class Norm : int { none, rms, layer };
-
-// Gates x, (outer, inner, channels), and what they multiply, if anything: y, as x or, with a norm, (outer, inner, heads, dim).
-struct Gating {
-    int64_t outer = 0, inner = 0, heads = 1, dim = 0;
-    Activation activation = Activation::sigmoid;
-    Norm norm = Norm::none;
-    double eps = 0, scale = 1;
-    Sequence x, y, out, d_out, dx, dy;
-    // (channels) and (rates), each for as many channels in turn, without a norm; and (dim), with one. Contiguous.
-    Sequence bias, log_rate, weight;
-    int64_t rates = 1;
-    // A part for each task, of the type of states; null: not wanted.
-    void *d_bias = nullptr, *d_log_rate = nullptr, *d_weight = nullptr;
-
-    int64_t channels() const { return heads * dim; }
+struct Gating : GatingOf<int64_t> {
     int64_t steps() const { return outer * inner; }
-    // Steps that are worked on at once, and steps of a task, which do not depend on the number of threads.
-    int64_t together() const { return norm == Norm::none && channels() < 256 ? 256 / channels() : 1; }
+    // Steps that are worked on at once, and steps of a task, which do not depend on the number of threads. Each task has a
+    // part of the gradients of parameters.
+    int64_t together() const { return norm == kNoNorm && channels() < 256 ? 256 / channels() : 1; }
     int64_t share() const { return channels() < 16384 ? 16384 / channels() / together() * together() : 1; }
     int64_t tasks() const { return (steps() + share() - 1) / share(); }
 };
 
-// A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1, channels).
-struct Convolution {
+// dw is (batch, channels, width), and db (batch, channels).
+struct Convolution : ConvolutionOf<int64_t> {
     static constexpr int64_t GROUP = 64;  // channels of a task
-
-    int64_t batch = 0, time = 0, channels = 0, width = 1;
-    Sequence x, y, before, last;
-    Sequence weight, bias;             // (channels, width) and (channels), contiguous; no bias: zeros
-    const bool* starts = nullptr;      // (batch, time), as in Problem
-    const int64_t* lengths = nullptr;  // (batch), of rows that padding follows; null: time
-
-    Sequence d_y, d_last, dx, d_before;  // d_before absent: not wanted
-    void *dw = nullptr, *db = nullptr;   // (batch, channels, width) and (batch, channels), of the type of states
 
     int64_t groups() const { return (channels + GROUP - 1) / GROUP; }
     int64_t tasks() const { return batch * groups(); }
@@ -155,9 +104,9 @@ struct Convolution {
 // Each runs the tasks [begin, end).
 struct Kernels {
     const char* instruction_set;
-    void (*rule_forward)(const Problem&, int64_t begin, int64_t end);
-    void (*rule_backward)(const Problem&, int64_t begin, int64_t end);
-    void (*rule_step)(const Step&, int64_t begin, int64_t end);
+    void (*rule_forward)(const RuleCall&, int64_t begin, int64_t end);
+    void (*rule_backward)(const RuleCall&, int64_t begin, int64_t end);
+    void (*rule_step)(const RuleStep&, int64_t begin, int64_t end);
     void (*scan_forward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_backward)(const Scan&, int64_t begin, int64_t end);
     void (*scan_step)(const Scan&, int64_t begin, int64_t end);
@@ -173,7 +122,7 @@ struct Kernels {
 // (baseline, avx2, avx512) may ask for one of `fast_weights_instruction_sets`. Null where that is not there.
 const Kernels* kernels(bool of_float64);
 
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights
 
 // The instruction sets that were compiled and that the processor has, as "baseline, avx2", the best last; or "".
 // fairseq_fastweights/ops/libraries.py asks for them when it loads the library.

@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Waggressive-loop-optimizations"
 #endif
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 enum class Into { set, add, add_to_rest };
@@ -132,4 +132,4 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -3,7 +3,7 @@
 
 #include "vector.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Steps that are computed at once. A product of a chunk's rows then fills one vector of 16 floats.
@@ -40,4 +40,4 @@ inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

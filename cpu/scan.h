@@ -16,7 +16,7 @@
 #include "intervals.h"
 #include "scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 template <int n> struct Count {
@@ -99,7 +99,7 @@ public:
         load_skip();
         multiply(y_, D_, u_, ld_);
         const index_t Np = padded(N_), place_of_state = b_ * p_.state_batch + first_ * p_.state_channel;
-        const Sequence A{const_cast<void*>(p_.A), Number<real>::type}, state{p_.state, Number<real>::type};
+        const Sequence A = numbers_at<real>(p_.A), state = numbers_at<real>(p_.state);
         load_rows(A_, A, first_ * N_, N_, count_, N_, 0);
         load_rows(h_, state, place_of_state, p_.state_channel, count_, N_, 0);
         for (index_t c = 0; c < count_; ++c) {
@@ -145,7 +145,7 @@ private:
     // The state that was kept before step t, from the first channel on: (batch, kept, states, channels).
     Sequence kept(index_t t) const {
         const index_t all = (p_.time + p_.interval - 1) / p_.interval - 1, number = b_ * all + t / p_.interval - 1;
-        return {static_cast<real*>(p_.kept) + number * N_ * p_.channels + first_, Number<real>::type};
+        return numbers_at<real>(static_cast<real*>(p_.kept) + number * N_ * p_.channels + first_);
     }
 
     // Rows for each n from (channels, states), `offset` numbers from `src` on, or zeros from null; zeros beyond the channels.
@@ -263,4 +263,4 @@ void scan_tasks(const Scan& p, index_t begin, index_t end, bool backward, index_
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -6,7 +6,7 @@
 
 #include "vector.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Scratch memory of one thread: counted first, then taken piece by piece.
@@ -37,4 +37,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -3,7 +3,7 @@
 
 #include "vector.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 512 bytes apart would fall into so
@@ -14,23 +14,23 @@ template <class real> constexpr index_t state_row(index_t values) {
 
 // States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory, and zeros up to padded(keys) rows.
 // These are written for every head: 0 times what was infinite in the one before may have left NaN there.
-template <class real> inline void load_state(real* dst, const Problem& p, const void* src, index_t index) {
-    const index_t ld = state_row<real>(p.values), keys = src == nullptr ? 0 : p.keys;
+template <class real> inline void load_state(real* dst, const RuleCall& p, const void* src, index_t index) {
+    const index_t ld = state_row<real>(p.columns), keys = src == nullptr ? 0 : p.key_dim;
     for (index_t e = 0; e < keys; ++e) {
-        const real* from = static_cast<const real*>(src) + (index * p.keys + e) * p.columns;
-        for (index_t m = 0; m < p.values; ++m) dst[e * ld + m] = from[m];
-        for (index_t m = p.values; m < ld; ++m) dst[e * ld + m] = 0;
+        const real* from = static_cast<const real*>(src) + (index * p.key_dim + e) * p.value_dim;
+        for (index_t m = 0; m < p.columns; ++m) dst[e * ld + m] = from[m];
+        for (index_t m = p.columns; m < ld; ++m) dst[e * ld + m] = 0;
     }
-    fill(dst + keys * ld, real(0), (padded(p.keys) - keys) * ld);
+    fill(dst + keys * ld, real(0), (padded(p.key_dim) - keys) * ld);
 }
 
-template <class real> inline void store_state(void* dst, const Problem& p, index_t index, const real* src) {
-    const index_t ld = state_row<real>(p.values);
-    real* to = static_cast<real*>(dst) + index * p.keys * p.columns;
-    for (index_t e = 0; e < p.keys; ++e) {
-        for (index_t m = 0; m < p.values; ++m) to[e * p.columns + m] = src[e * ld + m];
+template <class real> inline void store_state(void* dst, const RuleCall& p, index_t index, const real* src) {
+    const index_t ld = state_row<real>(p.columns);
+    real* to = static_cast<real*>(dst) + index * p.key_dim * p.value_dim;
+    for (index_t e = 0; e < p.key_dim; ++e) {
+        for (index_t m = 0; m < p.columns; ++m) to[e * p.value_dim + m] = src[e * ld + m];
     }
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -8,11 +8,11 @@
 #include "intervals.h"
 #include "scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
-template <class real, class Chunk> void sweep_forward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * state_row<real>(p.values);
+template <class real, class Chunk> void sweep_forward(const RuleCall& p, index_t begin, index_t end) {
+    const index_t size = padded(p.key_dim) * state_row<real>(p.columns);
     Scratch<real> scratch;
     scratch.take(p.group * size);
     { Chunk counted(p, scratch, false, 1); }
@@ -46,8 +46,8 @@ template <class real, class Chunk> void sweep_forward(const Problem& p, index_t 
     }
 }
 
-template <class real, class Chunk> void sweep_backward(const Problem& p, index_t begin, index_t end) {
-    const index_t size = padded(p.keys) * state_row<real>(p.values);
+template <class real, class Chunk> void sweep_backward(const RuleCall& p, index_t begin, index_t end) {
+    const index_t size = padded(p.key_dim) * state_row<real>(p.columns);
     const Intervals intervals(p);
     const index_t chunks = most_chunks(p, intervals);
     Scratch<real> scratch;
@@ -97,8 +97,8 @@ template <class real, class Chunk> void sweep_backward(const Problem& p, index_t
     }
 }
 
-template <class real, class Interval> void sweep_intervals_backward(const Problem& p, index_t begin, index_t end) {
-    const index_t Kp = padded(p.keys), Vp = padded(p.values), Vs = state_row<real>(p.values), size = Kp * Vs;
+template <class real, class Interval> void sweep_intervals_backward(const RuleCall& p, index_t begin, index_t end) {
+    const index_t Kp = padded(p.key_dim), Vp = padded(p.columns), Vs = state_row<real>(p.columns), size = Kp * Vs;
     const Intervals intervals(p);
     const index_t length = minimum(intervals.length, padded(p.time));
     Scratch<real> scratch;
@@ -147,4 +147,4 @@ template <class real, class Interval> void sweep_intervals_backward(const Proble
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -18,7 +18,7 @@
 
 #define FAST_WEIGHTS_INLINE inline __attribute__((always_inline))
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 using index_t = int64_t;
@@ -42,11 +42,16 @@ template <> struct Index<double> {
 // The type of a tensor that holds the kernels' own numbers.
 template <class real> struct Number;
 template <> struct Number<float> {
-    static constexpr Type type = Type::float32;
+    static constexpr DType dtype = kFloat32;
 };
 template <> struct Number<double> {
-    static constexpr Type type = Type::float64;
+    static constexpr DType dtype = kFloat64;
 };
+
+// The kernels' own numbers from an address on, which is all that is said of them.
+template <class real> inline Sequence numbers_at(const void* data) {
+    return {const_cast<void*>(data), 0, 0, 0, Number<real>::dtype};
+}
 
 // Rows in scratch memory begin at multiples of this many numbers: 64 bytes, whatever the instruction set.
 constexpr index_t ROW = 16;
@@ -358,11 +363,11 @@ template <class a> constexpr bool same<a, a> = true;
 
 // Calls work(p), p being x's elements from `offset` on, as their type.
 template <class Work> FAST_WEIGHTS_INLINE void with_type(const Sequence& x, index_t offset, const Work& work) {
-    switch (x.type) {
-        case Type::float32: return work(static_cast<float*>(x.data) + offset);
-        case Type::float64: return work(static_cast<double*>(x.data) + offset);
-        case Type::bfloat16: return work(static_cast<Bfloat16*>(x.data) + offset);
-        case Type::float16: return work(static_cast<Float16*>(x.data) + offset);
+    switch (x.dtype) {
+        case kFloat32: return work(static_cast<float*>(x.data) + offset);
+        case kFloat64: return work(static_cast<double*>(x.data) + offset);
+        case kBFloat16: return work(static_cast<Bfloat16*>(x.data) + offset);
+        case kFloat16: return work(static_cast<Float16*>(x.data) + offset);
     }
 }
 
@@ -451,4 +456,4 @@ FAST_WEIGHTS_INLINE float exponential_minus_one(float x) { return __builtin_expm
 FAST_WEIGHTS_INLINE double exponential_minus_one(double x) { return __builtin_expm1(x); }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

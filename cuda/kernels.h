@@ -13,19 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../native/types.h"
+
 namespace fairseq_fastweights {
-
-enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat64 = 3 };
-
-// A (batch, time, heads, dim) tensor, or a (batch, time, heads) one. Strides count elements. The last dimension of the
-// former is contiguous. `data` is null where an optional tensor is absent.
-struct Sequence {
-    void* data;
-    int64_t batch;
-    int64_t time;
-    int64_t head;
-    int32_t dtype;
-};
 
 // `interval`: a state is kept before step n * interval, n = 1 .. ceil(time / interval) - 1; 0 keeps none.
 struct Sizes {
@@ -90,54 +80,9 @@ struct RuleStep {
     Sequence out;
 };
 
-enum FeatureMap : int32_t { kIdentity = 0, kElu = 1, kRelu = 2, kDpfp = 3, kRandom = 4 };
-enum Normalization : int32_t { kNone = 0, kSum = 1, kLength = 2 };
-
-// A feature map, whose vectors may be divided: x is (batch, time, heads, dim), y has 2 * nu * dim numbers for kDpfp in the
-// place of dim. Backwards y is not used, forwards dy and dx are not. For kRandom y has 2 * dim numbers, and x is what the
-// projections of `source`, (batch, time, heads, source_dim), are: it is multiplied by source_scale, exp(log_epsilon) is added
-// to each feature, and if `stabilized` each vector is divided by its largest exponential.
-struct Features {
-    int32_t batch, time, heads, dim, nu, map, normalization;
-    double eps, scale;
-    Sequence x, y, dy, dx;
-    int32_t source_dim, stabilized;
-    double source_scale, log_epsilon;
-    Sequence source, d_source;
-};
-
-enum Activation : int32_t { kSigmoid = 0, kSilu = 1, kLogSigmoid = 2, kSoftplus = 3 };
-enum Norm : int32_t { kNoNorm = 0, kRmsNorm = 1, kLayerNorm = 2 };
-
-// Gates x, (outer, inner, channels), channels = heads * dim, and what they multiply, if anything: y, as x or, with a norm,
-// (outer, inner, heads, dim). bias (channels) and log_rate (rates), each for as many channels in turn, come without a norm,
-// weight (dim) with one; each may be absent. Of the sums for parameters there are `fastweights_gating_parts`, (parts, channels)
-// also for log_rate and (parts, dim) for weight; null: not wanted. `moments` holds two numbers for each vector, for d_weight.
-struct Gating {
-    int32_t outer, inner, heads, dim, rates, activation, norm;
-    double eps, scale;
-    Sequence x, y, bias, log_rate, weight;
-    Sequence out, d_out, dx, dy;
-    void* d_bias;
-    void* d_log_rate;
-    void* d_weight;
-    void* moments;
-};
-
-// A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1, channels),
-// weight (channels, width) and bias (channels). before, bias, starts, lengths (of rows that padding follows), d_last and
-// d_before may be absent. dw and db have `fastweights_convolution_parts`, (parts, channels, width) and (parts, channels), and d
-// is room for (time, batch, channels): all of float, or double where x is.
-struct Convolution {
-    int32_t batch, time, channels, width;
-    Sequence x, y, before, last, weight, bias;
-    const bool* starts;
-    const int64_t* lengths;
-    Sequence d_y, d_last, dx, d_before;
-    void* dw;
-    void* db;
-    void* d;
-};
+using Features = FeaturesOf<int32_t>;
+using Gating = GatingOf<int32_t>;            // `fastweights_gating_parts` parts, d_log_rate (parts, channels)
+using Convolution = ConvolutionOf<int32_t>;  // `fastweights_convolution_parts` parts
 
 // How a chunked launch divides the work: into chunks of so many steps, and a head's values into `blocks` of `columns`;
 // `segments` of the time are worked on side by side, as many as suit the current device; 0 for a batch of 0. `chunk` is 0

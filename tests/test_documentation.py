@@ -21,7 +21,7 @@ from fairseq_fastweights.ops import RULES
 from tests.conftest import import_plugin
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "cpu", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
+FOLDERS = ("benchmarks", "native", "cpu", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-FOLDERS = ("fairseq_fastweights", "benchmarks", "examples", "patches", "tests", "tools", "cpu", "cuda")
+FOLDERS = ("fairseq_fastweights", "benchmarks", "examples", "patches", "tests", "tools", "native", "cpu", "cuda")
 UNCLEAR = re.compile(r"(What|Of|Whether|Those|Where)\b")
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -26,7 +26,7 @@ def openings(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_openings_say_what_they_speak_of(folder: str) -> None:
-    kinds = (".h", ".cpp", ".cu", ".cuh") if folder in ("cpu", "cuda") else (".py",)
+    kinds = (".h", ".cpp", ".cu", ".cuh") if folder in ("native", "cpu", "cuda") else (".py",)
     paths = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in kinds]
     assert paths
     found = {f"{path.relative_to(ROOT)}: {line}" for path in paths for line in openings(path) if UNCLEAR.match(line)}

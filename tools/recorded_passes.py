@@ -32,11 +32,12 @@ class Check(NamedTuple):
 
 CHECKS = {
     "emulated": Check(
-        ("cuda/**/*.cu*", "cuda/**/*.h", "cuda/*.cpp", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
+        ("cuda/**/*.cu*", "cuda/**/*.h", "cuda/*.cpp", "native/*.h", "tests/cuda/*.py", "tests/cuda/emulation/**/*.*"),
         ("-m", "pytest", "-n", "auto", "-q", "-m", "emulated", "tests/cuda", "tests/tools/test_check_cuda_kernels.py"),
     ),
     "sanitized": Check(
-        ("cpu/*.cpp", "cpu/**/*.h", "tools/check_sanitizers.py"), ("tools/check_sanitizers.py", "-n", "auto")
+        ("cpu/*.cpp", "cpu/**/*.h", "native/*.h", "tools/check_sanitizers.py"),
+        ("tools/check_sanitizers.py", "-n", "auto"),
     ),
 }
 

@@ -26,6 +26,7 @@ SITE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "native/README.md": "kernels/shared.md",
     "cpu/README.md": "kernels/cpu.md",
     "cuda/README.md": "kernels/cuda.md",
     **{f"examples/{name}/README.md": f"experiments/{name}.md" for name in EXAMPLES},

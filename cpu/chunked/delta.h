@@ -15,7 +15,7 @@
 #include "levels.h"
 #include "scores.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Solves (I + A) X = X, or (I + A)^T X = X, in place for `rows` rows of `cols` numbers; A is CHUNK x CHUNK, and only
@@ -56,8 +56,8 @@ inline void substitute(real* x, index_t ld, const real* a, index_t rows, index_t
 template <class real> class DeltaChunk {
 public:
     // With `slots` for as many chunks: what `open` and `prepare` leave in one stays until it is opened again.
-    DeltaChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)),
+    DeltaChunk(const RuleCall& p, Scratch<real>& scratch, bool backward, index_t slots)
+        : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)),
           decay(p.log_gate.data        ? Decay::shared
                 : p.log_key_decay.data ? Decay::separate
                                        : Decay::none),
@@ -370,7 +370,7 @@ private:
         }
     }
 
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t K, V, Kp, Vp, Vs;
     const Decay decay;
     const bool apart;
@@ -389,4 +389,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -9,15 +9,15 @@
 #include "levels.h"
 #include "scores.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
 public:
     // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
-    DiagonalChunk(const Problem& p, Scratch<real>& scratch, bool backward, index_t slots)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
+    DiagonalChunk(const RuleCall& p, Scratch<real>& scratch, bool backward, index_t slots)
+        : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
         q = scratch.take(CHUNK * Kp);
         k_slots = scratch.take(slots * CHUNK * Kp);
         v_slots = scratch.take(slots * CHUNK * Vp);
@@ -340,7 +340,7 @@ private:
         if (z.gate) store_steps(p_.d_log_value_decay, b_, t_, h_, dz, rows_, V, direction_);
     }
 
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t K, V, Kp, Vp, Vs;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0, direction_ = 1;
     SharedDecay<real> shared;
@@ -354,4 +354,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -20,7 +20,7 @@
 #include "../rows.h"
 #include "../scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Steps of the blocks whose pairs are taken one by one.
@@ -363,4 +363,4 @@ template <class real> inline void add_prefix_sums(real* d, const real* a, const 
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -4,7 +4,7 @@
 #include "../gates.h"
 #include "../matrix.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // x (CHUNK, CHUNK) keeps what is on and below its diagonal (`kept` 0), or below it only (`kept` -1). The rest is
@@ -27,7 +27,7 @@ template <class real> struct SharedDecay {
     real prefix[CHUNK], suffix[CHUNK];
     real between[CHUNK * CHUNK] __attribute__((aligned(64)));
 
-    void load(const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+    void load(const RuleCall& p, index_t b, index_t t, index_t h, index_t rows) {
         gates.load(p, b, t, h, rows);
         const real* gate = gates.keep;
         real product = 1;
@@ -63,4 +63,4 @@ template <class real> struct SharedDecay {
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -4,7 +4,7 @@
 
 #include "../rows.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Rows of numbers, one for each step.
@@ -20,7 +20,7 @@ template <class real> struct Steps {
 template <class real> class Access {
 public:
     Access(const Sequence& x, index_t n, index_t unit = ROW)
-        : x_(x), n_(n), in_place_(x.data != nullptr && x.type == Number<real>::type && n % unit == 0) {}
+        : x_(x), n_(n), in_place_(x.data != nullptr && x.dtype == Number<real>::dtype && n % unit == 0) {}
 
     // One that copies in any case, as it has to for factors.
     static Access copying(const Sequence& x, index_t n) {
@@ -110,4 +110,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -6,14 +6,14 @@
 #include "../intervals.h"
 #include "tiles.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The arithmetic of one interval, of up to `length` steps, of one head (sweep.h).
 template <class real> class DecayedInterval {
 public:
-    DecayedInterval(const Problem& p, Scratch<real>& scratch, index_t length)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), few_(K <= FEW),
+    DecayedInterval(const RuleCall& p, Scratch<real>& scratch, index_t length)
+        : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), few_(K <= FEW),
           fetches_(few_ ? 2 * parts(V, WIDTH * W) : (2 * parts(V, TILE) * parts(K, W) + parts(K, TILE) * parts(V, W))),
           decays(p, scratch, length / CHUNK), queries_(of_keys(p.q)), keys_(of_keys(p.k)), values_(of_values(p.v)),
           d_out_(of_values(p.d_out)), d_queries_(of_keys(p.dq)), d_keys_(of_keys(p.dk)), d_values_(of_values(p.dv)) {
@@ -211,7 +211,7 @@ private:
         decays.gates.store_gradient(p_, b_, t_, h_, rows_, d_log, dk_copies, q_copies, Kp);
     }
 
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t K, V, Kp, Vp, Vs;
     const bool few_;
     const index_t fetches_;  // calls of Ahead::some for a chunk, or fewer
@@ -226,4 +226,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

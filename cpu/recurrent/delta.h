@@ -10,7 +10,7 @@
 #include "../intervals.h"
 #include "tiles.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Keys that this takes at most; beyond half of them a column is partly in the first cache.
@@ -135,16 +135,16 @@ template <class Work> FAST_WEIGHTS_INLINE void for_column(index_t keys, const Wo
 }
 
 template <class real>
-inline void load_strengths(real* beta, const Problem& p, index_t b, index_t t, index_t h, index_t rows) {
+inline void load_strengths(real* beta, const RuleCall& p, index_t b, index_t t, index_t h, index_t rows) {
     for (index_t i = 0; i < rows; ++i) beta[i] = load_one<real>(p.beta, place(p.beta, b, t + i, h));
 }
 
 // The forward arithmetic of one chunk of one head (sweep.h).
 template <class real> class ColumnChunk {
 public:
-    ColumnChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)
-        : p_(p), Vp(padded(p.values)), Vs(state_row<real>(p.values)), queries_(p.q, p.keys, column(p.keys)),
-          keys_(p.k, p.keys, column(p.keys)), values_(p.v, p.values), out_(p.out, p.values) {
+    ColumnChunk(const RuleCall& p, Scratch<real>& scratch, bool, index_t)
+        : p_(p), Vp(padded(p.columns)), Vs(state_row<real>(p.columns)), queries_(p.q, p.key_dim, column(p.key_dim)),
+          keys_(p.k, p.key_dim, column(p.key_dim)), values_(p.v, p.columns), out_(p.out, p.columns) {
         q_copies = scratch.take(queries_.room(CHUNK));
         k_copies = scratch.take(keys_.room(CHUNK));
         v_copies = scratch.take(values_.room(CHUNK));
@@ -161,7 +161,7 @@ public:
             keys_.read(k_copies, b_, t_, h_, rows_, 1), queries_.read(q_copies, b_, t_, h_, rows_, 1), {}, {}};
         const Steps<const real> values = values_.read(v_copies, b_, t_, h_, rows_, 1);
         const Steps<real> out = out_.at(y_copies, b_, t_, h_);
-        for_column(p_.keys, [&](auto column) {
+        for_column(p_.key_dim, [&](auto column) {
             for (index_t m = 0; m < Vp; m += Vector<real>::lanes) {
                 forward_column<decltype(column)::value, true>(rows_, state, Vs, keys, values, beta, m, out);
             }
@@ -170,7 +170,7 @@ public:
     }
 
 private:
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t Vp, Vs;
     const Access<real> queries_, keys_, values_, out_;
     index_t b_ = 0, t_ = 0, h_ = 0, rows_ = 0;
@@ -181,8 +181,8 @@ private:
 // The backward arithmetic of one interval, of up to `length` steps, of one head.
 template <class real> class ColumnInterval {
 public:
-    ColumnInterval(const Problem& p, Scratch<real>& scratch, index_t length)
-        : p_(p), K(p.keys), V(p.values), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), queries_(p.q, K),
+    ColumnInterval(const RuleCall& p, Scratch<real>& scratch, index_t length)
+        : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)), queries_(p.q, K),
           keys_(p.k, K), values_(p.v, V), d_out_(p.d_out, V), d_queries_(p.dq, K), d_keys_(p.dk, K) {
         q_copies = scratch.take(queries_.room(length));
         k_copies = scratch.take(keys_.room(length));
@@ -228,7 +228,7 @@ public:
     }
 
 private:
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t K, V, Kp, Vp, Vs;
     const Access<real> queries_, keys_, values_, d_out_, d_queries_, d_keys_;
     real *q_copies, *k_copies, *v_copies, *y_copies, *dq_copies, *dk_copies, *beta;
@@ -236,4 +236,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

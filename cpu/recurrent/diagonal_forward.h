@@ -6,14 +6,14 @@
 #include "../intervals.h"
 #include "tiles.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The forward arithmetic of one chunk of one head (sweep.h).
 template <class real> class SteppedChunk {
 public:
-    SteppedChunk(const Problem& p, Scratch<real>& scratch, bool, index_t)
-        : p_(p), K(p.keys), V(p.values), Vs(state_row<real>(V)), decays(p, scratch, 1),
+    SteppedChunk(const RuleCall& p, Scratch<real>& scratch, bool, index_t)
+        : p_(p), K(p.key_dim), V(p.columns), Vs(state_row<real>(V)), decays(p, scratch, 1),
           queries_(decays.of_keys ? Access<real>::copying(p.q, K) : Access<real>(p.q, K, FEW)),
           keys_(decays.of_keys ? Access<real>::copying(p.k, K) : Access<real>(p.k, K, FEW)),
           values_(decays.of_values ? Access<real>::copying(p.v, V) : Access<real>(p.v, V)),
@@ -53,7 +53,7 @@ private:
         });
     }
 
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t K, V, Vs;
     real* const none = nullptr;  // a history
     Decays<real> decays;
@@ -64,4 +64,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

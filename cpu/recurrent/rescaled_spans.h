@@ -16,7 +16,7 @@
 #include "../scratch.h"
 #include "access.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The largest sum of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for a
@@ -82,10 +82,10 @@ template <class real> struct Scales {
 template <class real> class Decays {
 public:
     // With `slots` for as many chunks: what `open` makes of one stays there until it is opened again.
-    Decays(const Problem& p, Scratch<real>& scratch, index_t slots)
+    Decays(const RuleCall& p, Scratch<real>& scratch, index_t slots)
         : gated(p.log_gate.data != nullptr), of_keys(gated || p.log_key_decay.data != nullptr),
-          of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.keys)), Vp(padded(p.values)),
-          key_logs_(p.log_key_decay, p.keys), value_logs_(p.log_value_decay, p.values) {
+          of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.key_dim)), Vp(padded(p.columns)),
+          key_logs_(p.log_key_decay, p.key_dim), value_logs_(p.log_value_decay, p.columns) {
         f_slots = scratch.take(of_keys ? slots * Scales<real>::room(Kp) : 0);
         z_slots = scratch.take(of_values ? slots * Scales<real>::room(Vp) : 0);
         ends = scratch.take(slots * CHUNK);
@@ -137,11 +137,11 @@ private:
         count = 0;
     }
 
-    const Problem& p_;
+    const RuleCall& p_;
     const index_t Kp, Vp;
     const Access<real> key_logs_, value_logs_;
     real *f_slots, *z_slots, *ends, *ones;
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -4,7 +4,7 @@
 #include "../rows.h"
 #include "../scratch.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Rows of a step in scratch memory.
@@ -13,27 +13,27 @@ template <class real> struct StepRows {
     real beta = 1;
     real *q, *k, *v, *erase, *f, *z, *out;
 
-    StepRows(const Step& p, Scratch<real>& scratch)
-        : corrects(p.corrects), q(scratch.take(p.keys)), k(scratch.take(p.keys)), v(scratch.take(p.values)),
-          erase(scratch.take(p.keys)), f(scratch.take(p.keys)), z(scratch.take(p.values)), out(scratch.take(p.values)) {
-    }
+    StepRows(const RuleStep& p, Scratch<real>& scratch)
+        : corrects(p.corrects), q(scratch.take(p.key_dim)), k(scratch.take(p.key_dim)), v(scratch.take(p.columns)),
+          erase(scratch.take(p.key_dim)), f(scratch.take(p.key_dim)), z(scratch.take(p.columns)),
+          out(scratch.take(p.columns)) {}
 
     // f and z are the decays themselves, k is what is written of it.
-    void load(const Step& p, index_t b, index_t h) {
-        load_row(q, p.q, b, h, p.keys);
-        load_row(k, p.k, b, h, p.keys);
-        load_row(v, p.v, b, h, p.values);
+    void load(const RuleStep& p, index_t b, index_t h) {
+        load_row(q, p.q, b, h, p.key_dim);
+        load_row(k, p.k, b, h, p.key_dim);
+        load_row(v, p.v, b, h, p.columns);
         real gate = 1;
         if (p.log_gate.data) {
             const real log = load_one<real>(p.log_gate, place(p.log_gate, b, 0, h));
             gate = exponential(log);
-            if (p.complement) scale(k, k, -exponential_minus_one(log), padded(p.keys));
+            if (p.complement) scale(k, k, -exponential_minus_one(log), padded(p.key_dim));
         }
-        load_decays(f, p.log_key_decay, b, h, p.keys, gate);
-        load_decays(z, p.log_value_decay, b, h, p.values, 1);
+        load_decays(f, p.log_key_decay, b, h, p.key_dim, gate);
+        load_decays(z, p.log_value_decay, b, h, p.columns, 1);
         if (!corrects) return;
         const Sequence& key = p.erase.data ? p.erase : p.k;
-        load_row(erase, key, b, h, p.keys);
+        load_row(erase, key, b, h, p.key_dim);
         beta = p.beta.data ? load_one<real>(p.beta, place(p.beta, b, 0, h)) : real(1);
     }
 
@@ -112,8 +112,8 @@ inline void step_rest(const StepRows<real>& rows, real* state, index_t ld, index
     }
 }
 
-template <class real> void rule_step(const Step& p, index_t begin, index_t end) {
-    const index_t K = p.keys, V = p.values;
+template <class real> void rule_step(const RuleStep& p, index_t begin, index_t end) {
+    const index_t K = p.key_dim, V = p.columns;
     Scratch<real> scratch;
     { StepRows<real> counted(p, scratch); }
     scratch.allocate();
@@ -135,4 +135,4 @@ template <class real> void rule_step(const Step& p, index_t begin, index_t end) 
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -5,14 +5,14 @@
 #include "../intervals.h"
 #include "tiles.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // The arithmetic of one interval, of up to `length` steps, of one head.
 template <class real> class SumInterval {
 public:
-    SumInterval(const Problem& p, Scratch<real>& scratch, index_t length)
-        : K(p.keys), V(p.values), Kp(padded(K)), Vs(state_row<real>(V)), few_(K <= FEW),
+    SumInterval(const RuleCall& p, Scratch<real>& scratch, index_t length)
+        : K(p.key_dim), V(p.columns), Kp(padded(K)), Vs(state_row<real>(V)), few_(K <= FEW),
           queries_(p.q, K, few_ ? FEW : ROW), keys_(p.k, K, few_ ? FEW : ROW), values_(p.v, V), d_out_(p.d_out, V),
           d_queries_(p.dq, K, few_ ? FEW : ROW), d_keys_(p.dk, K, few_ ? FEW : ROW), d_values_(p.dv, V) {
         q_copies = scratch.take(queries_.room(length));
@@ -77,4 +77,4 @@ private:
 };
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

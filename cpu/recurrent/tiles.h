@@ -14,7 +14,7 @@
 
 #include "rescaled_spans.h"
 
-namespace fast_weights {
+namespace fairseq_fastweights {
 namespace FAST_WEIGHTS_ISA {
 
 // Rows of a tile that fit into registers, and so few that the lanes of a vector are not for them.
@@ -317,4 +317,4 @@ template <class real, class Work> FAST_WEIGHTS_INLINE void for_few(index_t lanes
 }
 
 }  // namespace FAST_WEIGHTS_ISA
-}  // namespace fast_weights
+}  // namespace fairseq_fastweights

@@ -25,6 +25,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
 RECORD = "_native_build.json"
 PARTS = {"cpu": "CPU", "cuda": "CUDA"}
+SHARED = "native"
+"""The folder of the headers that the sources of both parts include."""
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".inl", ".cu", ".cuh")
 
 _lock = threading.Lock()
@@ -83,16 +85,17 @@ def why_not(part: str, torch_version: str) -> str | None:
         return f"{name} were built for torch {built_for} and this is torch {torch_version}; {_rebuild(part)}"
     if not library(part).is_file():
         return f"{name} were built, but {library(part)} is gone; {_rebuild(part)}"
-    if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT / part):
-        return f"{name} are outdated, {part}/ has changed since they were built; {_rebuild(part)}"
+    if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT, part):
+        return f"{name} are outdated, {part}/ or {SHARED}/ has changed since they were built; {_rebuild(part)}"
     return None
 
 
-def source_digest(folder: Path) -> str:
-    """A digest of the names and contents of the kernels' sources in `folder`."""
+def source_digest(checkout: Path, part: str) -> str:
+    """A digest of the names and contents of the sources of `part` in a checkout."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCE_SUFFIXES):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+    files = (path for folder in (part, SHARED) for path in (checkout / folder).rglob("*"))
+    for path in sorted(path for path in files if path.suffix in SOURCE_SUFFIXES):
+        digest.update(path.relative_to(checkout).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -36,16 +36,18 @@ WALKS = {"chunked": "walk=-1", "walked": "walk=1"}  # as they are asked for
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
-    """The structs that a header declares, by name."""
-    kinds: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double}
+    """The structs that a header declares, by name; those of any integers ("Int") have 32 bits."""
+    kinds: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double, "Int": c_int32}
+    kinds |= dict.fromkeys(re.findall(r"^enum (\w+) : int32_t", header, re.MULTILINE), c_int32)
     for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", header, re.MULTILINE | re.DOTALL):
+        body = re.sub(r" = [\w.]+", "", body)
         declared = re.findall(r"^ +(?:const )?(\w+\*?) ([\w, ]+);", body, re.MULTILINE)
         fields = [(x, c_void_p if kind[-1] == "*" else kinds[kind]) for kind, xs in declared for x in xs.split(", ")]
-        kinds[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+        kinds[name.removesuffix("Of")] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return kinds
 
 
-KINDS = structures((ROOT / "cuda" / "kernels.h").read_text())
+KINDS = structures("".join((ROOT / path).read_text() for path in ("native/types.h", "cuda/kernels.h")))
 Sizes, StridedSequence, StepState, ChunkedPlan = (KINDS[x] for x in ("Sizes", "Sequence", "StepState", "ChunkedPlan"))
 
 

@@ -264,7 +264,7 @@ def test_a_library_is_loaded_into_the_torch_that_it_was_built_for_or_refused_in_
     root: Path, gone: tuple[str, ...], facts: dict[str, object], says: list[str]
 ) -> None:
     (root / LIBRARY).write_bytes(b"no library")
-    entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root / "cpu"), **facts}
+    entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root, "cpu"), **facts}
     (root / RECORD).write_text(json.dumps({"cpu": entry}))
     for name in gone:
         (shutil.rmtree if (root / name).is_dir() else os.unlink)(root / name)

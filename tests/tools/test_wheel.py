@@ -29,7 +29,7 @@ def wheel(tmp_path: Path) -> Path:
         pytest.skip(str(reason))
     if sys.platform != "linux" or not all((CACHE / f"{work.key()}.o").exists() for work in plan.compilations):
         pytest.skip("the kernels' objects are not in build/native: tools/native_build.py compiles them")
-    for folder in ("fairseq_fastweights", "cpu", "tools"):
+    for folder in ("fairseq_fastweights", "native", "cpu", "tools"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
