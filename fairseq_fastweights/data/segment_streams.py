@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.invalid_input import InvalidInput
 
 Stretch = tuple[int, int]
 """The tokens of a corpus from one position to another (exclusive)."""
@@ -54,9 +55,9 @@ class SegmentStreams(FairseqDataset):
         seed: int = 1,
     ) -> None:
         if segment_length < 1:
-            raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
+            raise InvalidInput(f"tokens_per_sample is {segment_length}; it must be at least 1")
         if not 1 <= streams <= len(corpus):
-            raise ValueError(
+            raise InvalidInput(
                 f"the batch size times the number of processes is {streams}, but split {corpus.name!r} has "
                 f"{len(corpus)} tokens: there must be from 1 to {len(corpus)} streams"
             )

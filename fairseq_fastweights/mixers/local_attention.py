@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
@@ -59,7 +60,7 @@ class LocalAttention(ReadsBySoftmax):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
+            raise InvalidInput(f"window is {window}; it must be at least 1")
         self.window = window
         self.reset_parameters()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
@@ -91,9 +92,9 @@ class TransformerXL(ReadsBySoftmax):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if memory < 0:
-            raise ValueError(f"memory is {memory}; it must be at least 1, or 0 for none")
+            raise InvalidInput(f"memory is {memory}; it must be at least 1, or 0 for none")
         if clamp_len < 0:
-            raise ValueError(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
+            raise InvalidInput(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
         self.memory = memory
         self.clamp_len = clamp_len
         self.same_length = same_length

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fairseq_fastweights.feature_maps import is_favor
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.ops import RULES, Gate, Rule
 
 _Entry = TypeVar("_Entry")
@@ -60,7 +61,7 @@ def parse_normalization(text: str) -> frozenset[str] | None:
     if words in (["auto"], ["none"]):
         return None if words == ["auto"] else frozenset()
     if not words or not set(words) <= set(NORMALIZATIONS):
-        raise ValueError(
+        raise InvalidInput(
             f"normalization is {text!r}; it must be auto, none, or a comma-separated list of "
             + ", ".join(NORMALIZATIONS)
         )
@@ -76,10 +77,10 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
     """Raises a `ValueError` for normalisations that do not exist, or that the rule cannot have."""
     text = ",".join(sorted(normalization))
     if not normalization <= set(NORMALIZATIONS):
-        raise ValueError(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
+        raise InvalidInput(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
     if "removal" in normalization and not UPDATE_RULES[update_rule].corrects:
         able = ", ".join(name for name, rule in UPDATE_RULES.items() if rule.corrects)
-        raise ValueError(
+        raise InvalidInput(
             f"normalization is {text!r}, but the {update_rule} rule removes nothing from its memory; 'removal' can be "
             f"used with {able}"
         )
@@ -88,7 +89,7 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
 def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
     if name not in table:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
+        raise InvalidInput(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
     return table[name]
 
 

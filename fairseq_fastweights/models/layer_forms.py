@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerDecoderLayer
 
 
@@ -17,10 +18,10 @@ class _OtherForm(MixerDecoderLayer):
 
     def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
         if not cfg.decoder.normalize_before:
-            raise ValueError(f"{self.option} is set; it needs decoder_normalize_before, which is not")
+            raise InvalidInput(f"{self.option} is set; it needs decoder_normalize_before, which is not")
         for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
             if getattr(cfg, name, False):
-                raise ValueError(f"{name} is set; with {self.option} it must not be")
+                raise InvalidInput(f"{name} is set; with {self.option} it must not be")
         super().__init__(cfg, build_mixer, no_encoder_attn=True)
 
     def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None, None]:
