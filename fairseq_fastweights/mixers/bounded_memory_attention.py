@@ -9,10 +9,10 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 
-class BoundedMemoryAttention(ReadsBySoftmax):
+class BoundedMemoryAttention(SoftmaxMixer):
     """Causal attention with bounded-memory control (ABC; Peng et al. 2022).
 
         K_t = Diag(g_t) K_{t-1} + phi_t k_t^T,  V_t = Diag(g_t) V_{t-1} + psi_t v_t^T

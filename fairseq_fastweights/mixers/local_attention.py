@@ -13,11 +13,11 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 from fairseq_fastweights.mixers.windows import in_blocks, last
 
 
-class LocalAttention(ReadsBySoftmax):
+class LocalAttention(SoftmaxMixer):
     """Softmax attention in which each position sees itself and the window - 1 positions before it.
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values

@@ -13,10 +13,10 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 
-class SoftmaxAttention(ReadsBySoftmax):
+class SoftmaxAttention(SoftmaxMixer):
     """A Transformer's causal self-attention (Vaswani et al. 2017, Eq. 1).
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v

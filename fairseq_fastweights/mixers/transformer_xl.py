@@ -15,7 +15,7 @@ from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.rotary_embedding import turns
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 WAVELENGTH_BASE = 10000.0
 """The base of the sinusoids of distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
@@ -24,7 +24,7 @@ BIAS_STD = 0.02
 """The standard deviation of the initial u and v, as in the authors' code."""
 
 
-class TransformerXL(ReadsBySoftmax):
+class TransformerXL(SoftmaxMixer):
     """A Transformer-XL's relative attention, with recurrence over segments (Dai et al. 2019, Sec. 3.2 and 3.3).
 
         h = [SG(memory), x]                             memory: the last inputs of the segments before; no gradient

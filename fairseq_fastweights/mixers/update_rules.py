@@ -119,7 +119,7 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
 
 def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) -> str | None:
     """Returns a reason not to carry states of this combination from segment to segment in training, or None."""
-    if _never_forgets(update_rule) and normalization & {"attention", "removal"}:
+    if _has_no_decay(update_rule) and normalization & {"attention", "removal"}:
         return (
             "the normaliser of attention normalisation grows without bound; perplexities were above 260 "
             "(Schlag et al. 2021, Table 4 and Sec. 6.3)"
@@ -129,7 +129,7 @@ def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) 
 
 def known_to_lose_when_carried(update_rule: str) -> str | None:
     """Returns what carried states were seen to cost this rule in training, and which mixers they cost less; or None."""
-    if _never_forgets(update_rule):
+    if _has_no_decay(update_rule):
         return (
             f"the memory of {update_rule} never forgets, and models of WikiText-2 were worse for it than in windows "
             "(docs/results.md); gated-delta and gated forget, and lose little"
@@ -137,5 +137,5 @@ def known_to_lose_when_carried(update_rule: str) -> str | None:
     return None
 
 
-def _never_forgets(update_rule: str) -> bool:
+def _has_no_decay(update_rule: str) -> bool:
     return not any(gate.log for gate in UPDATE_RULES[update_rule].gates)

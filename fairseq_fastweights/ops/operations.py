@@ -225,7 +225,7 @@ class Rule:
         return None, self.chunkwise
 
 
-class ReadsFirst(Rule):
+class ReadBeforeWrite(Rule):
     """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
 
         k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
@@ -331,7 +331,7 @@ RULES = {
             (_BETA,),
             reference.delta_rule,
             Kernel(native.correction, checked=True),
-            ReadsFirst,
+            ReadBeforeWrite,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
             source="the published kernel of Mao (2022), which is not his Eq. 6",

@@ -24,7 +24,7 @@ from fairseq_fastweights.conversion.transfer.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
 from fairseq_fastweights.data.progress import reported
-from fairseq_fastweights.data.segment_iterator import Carrier, SegmentIterator
+from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
@@ -113,7 +113,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         self._masked_symbols: set[int] = set()
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
-        self._carrier: Carrier | None = None
+        self._carrier: CarriesStates | None = None
         for option in ("carry_over_state", "separate_documents", "text_streams"):
             if getattr(args, option):
                 self._check_text(args, option)
