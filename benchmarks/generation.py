@@ -1,6 +1,6 @@
 """The next token, by how many there are before it: Figure 1 of Mao (2022), with fairseq's Transformer for attention.
 
-Models of one size take turns of some tokens, each going on where it stopped, in a stretch with the length in its
+Models of one size take turns of some tokens, each going on where it stopped, in a range with the length in its
 middle; the page says what is measured. The lengths come one after the other: beside caches of other lengths a cache
 would find its memory taken, and get fresh pages where in generation it gets those that it left. From one length to the
 next the Transformer reads every token, where they are few; where they are many, its cache is filled with random keys
@@ -97,11 +97,11 @@ def main() -> None:
     options = parse(parser)
     lengths, settings = ((16, 32), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     settings = settings | {"batch": options.batch or settings["batch"]}
-    # A stretch begins a turn that does not count and half of the rounds before its length.
+    # A range begins a turn that does not count and half of the rounds before its length.
     ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
     most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2
     if options.rounds > most:
-        parser.error(f"--rounds is {options.rounds}: it may be {most} at most, or the text is shorter than a stretch")
+        parser.error(f"--rounds is {options.rounds}: it may be {most} at most, or the text is shorter than a range")
     budget = Budget(options.budget)
     longest = max(lengths) + ahead
     names = (TRANSFORMER, *options.rules)
@@ -126,8 +126,8 @@ def main() -> None:
         seconds = timed(generations, parts, f"after {length:,}")
         for name, generation in generations.items():
             # After the turn that does not count, and the first token of the next.
-            stretch = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
-            rows[name, length] |= {"model": name, "length": length, **stretch, "seconds": seconds[name]}
+            span = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
+            rows[name, length] |= {"model": name, "length": length, **span, "seconds": seconds[name]}
         # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
         cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
         moved = time_tokens(cache, options.device, FEWEST_ROUNDS, budget, parts, "its cache")

@@ -1,8 +1,9 @@
 """Ends fairseq's commands with one line instead of a traceback, and exit code 2, for errors that a user can correct.
 
-These are the errors that this package raises on purpose, those of fairseq that name an option, and files that cannot be
-opened. All other errors keep their traceback; with FASTWEIGHTS_TRACEBACK=1 all do. It works in commands that import the
-plugin.
+The type of an error says that: `InvalidInput`, which this package raises for an option or a setting, `FileError`, and
+Python's own for files that cannot be opened. fairseq has no such type; an error of its own counts if it names an option
+as it is typed, such as --path. All other errors keep their traceback; with FASTWEIGHTS_TRACEBACK=1 all do. It works in
+commands that import the plugin.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-_PACKAGE = Path(__file__).parent
-_FILES = ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
-_READERS = [
-    ("fairseq", f"{name}.py") for name in ("checkpoint_loader", "integrity", "models_of_checkpoints", "settings")
-]
+# By their names, which a traceback of another process has, too; fairseq and the plugin each have a class `FileError`.
+_FILES = ("FileError", "FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError")
+_UNREADABLE = ("Model file not found", "Error(s) in loading state_dict for")
 _NOISE: tuple[tuple[str, type[Warning], str], ...] = (
     ("", UserWarning, r"hydra\."),
     (r"\s*'config' is validated against ConfigStore", UserWarning, ""),
@@ -93,61 +92,26 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-class Raised(NamedTuple):
-    """An error, and the line of code that it comes from."""
-
-    file: str
-    line: str
-    kind: str
-    message: str
-
-
 def told(error: BaseException) -> str | None:
     """The line to print for an error that a user can correct; None for an unexpected error."""
-    if type(error).__name__ == "ProcessRaisedException":  # of torch.multiprocessing: the first process that failed
-        raised = _read_traceback(str(error))
-        return None if raised is None else _told(raised)
-    if type(error) is Exception and str(error).startswith(_MISFIT) and error.__context__ is not None:
-        why = str(error.__context__)
-        return f"{_in_options(why)} ({str(error).partition(';')[0]})"
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return None
-    return _told(Raised(frames[-1].filename, frames[-1].line or "", type(error).__name__, str(error)))
+    kind, message = type(error).__name__, str(error)
+    if kind == "ProcessRaisedException":  # of torch.multiprocessing: the traceback of the first process that failed
+        kind, _, message = message.strip().rpartition("\n")[2].partition(": ")
+        kind = kind.rpartition(".")[2]
+    elif type(error) is Exception and message.startswith(_MISFIT) and error.__context__ is not None:
+        return f"{_in_options(str(error.__context__))} ({message.partition(';')[0]})"
+    if kind == "BackendUnavailable":
+        return f"argument --fast-weight-backend: {message}"
+    if kind == "InvalidInput":
+        return _in_options(message)
+    in_a_file = kind in _FILES or message.startswith(_UNREADABLE)
+    return message if in_a_file or _names_an_option(message) else None
 
 
-def _read_traceback(text: str) -> Raised | None:
-    """Reads the error from a printed traceback; None if it has no lines of code."""
-    frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    (.+)$', text, re.MULTILINE)
-    kind, _, message = text.strip().rpartition("\n")[2].partition(": ")
-    if not frames:
-        return None
-    file, line = frames[-1]
-    return Raised(file, line, kind.rpartition(".")[2], message)
-
-
-def _told(raised: Raised) -> str | None:
-    file, on_purpose = Path(raised.file), raised.line.startswith("raise ") or raised.kind == "AssertionError"
-    if raised.kind == "BackendUnavailable":
-        return f"argument --fast-weight-backend: {raised.message}"
-    if raised.kind in (*_FILES, "FileError") or (
-        raised.kind == "OSError" and raised.message.startswith("Model file not found")
-    ):
-        return raised.message
-    # Of the readers of files that our fairseq has, and of torch about the weights of another model.
-    unreadable = raised.kind == "ValueError" and on_purpose and file.parts[-2:] in _READERS
-    if unreadable or raised.message.startswith("Error(s) in loading state_dict for"):
-        return raised.message
-    # In ops/, arguments of functions are refused, which no user of a command has given.
-    if raised.kind == "ValueError" and on_purpose and _PACKAGE in file.parents and _PACKAGE / "ops" not in file.parents:
-        return _in_options(raised.message)
-    if (
-        on_purpose
-        and {"fairseq", "fairseq_cli"} & set(file.parts)
-        and re.search(r"(?<!\S)[`'(]?--[a-z]", raised.message)
-    ):
-        return raised.message
-    return None
+def _names_an_option(message: str) -> bool:
+    """True for a message such as "--path required for generation!", which fairseq raises as an error of any kind."""
+    typed = {name.replace("-", "_") for name in re.findall(r"(?<![\w-])--([a-z][\w-]*)", message)}
+    return bool(typed) and not typed.isdisjoint(option_names())
 
 
 def _in_options(message: str) -> str:

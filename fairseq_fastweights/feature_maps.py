@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
@@ -129,7 +130,7 @@ class FeatureMap(nn.Module):
         for name, x in (("q", q), ("k", k)):
             if x.dim() != 4 or x.shape[-1] != self.key_dim:
                 expected = f"(batch, time, heads, {self.key_dim})"
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
+                raise InvalidInput(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
 
     def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The tensor that the operation is applied to."""
@@ -440,7 +441,7 @@ def build_feature_map(
         FavorMap(key_dim=16, output_dim=64)
     """
     if name not in FEATURE_MAPS:
-        raise ValueError(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
+        raise InvalidInput(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
     check_positive("num_heads", num_heads)
     check_positive("head_dim", head_dim)
     if feature_dim is not None:

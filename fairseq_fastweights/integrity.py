@@ -34,6 +34,7 @@ import torch
 from .bounded_loading import TooLargeError, is_archive, load, why_inflated
 from .checkpoint_updates import num_updates
 from .digests import DIGESTS, THREADS, changed_parts, crc32, digests, tensors_in
+from .text_files import FileError
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
         state: what it holds.
 
     Raises:
-        ValueError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
+        FileError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
     """
     changed = changed_parts(state)
     if isinstance(state, dict):
@@ -228,7 +229,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
         return
     if is_archive(file):
         if damage := damage_of(file, state):
-            raise ValueError(complain(path, damage))
+            raise FileError(complain(path, damage))
         if changed:
             logger.warning(
                 "%s: its digest of %s is not that of what it holds. A program changed it after training, as "
@@ -237,7 +238,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
                 " and ".join(changed),
             )
     elif reason := _not_as_noted(changed or []):
-        raise ValueError(complain(path, reason))
+        raise FileError(complain(path, reason))
 
 
 def why_no_numbers(weights: Mapping[str, Any]) -> str | None:

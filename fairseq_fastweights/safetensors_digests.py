@@ -17,6 +17,7 @@ from typing import Any
 
 from fairseq_fastweights.digests import crc32
 from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.invalid_input import InvalidInput
 
 _METADATA, _DIGEST = "__metadata__", "digest"
 
@@ -71,7 +72,7 @@ def described_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             name: (tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items() if name != _METADATA
         }
     except (KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: its header does not give each weight a type and a shape") from None
+        raise InvalidInput(f"{path} is damaged: its header does not give each weight a type and a shape") from None
     return found
 
 
@@ -81,10 +82,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         start = file.read(8)
         size = int.from_bytes(start, "little")
         if len(start) < 8 or size > os.fstat(file.fileno()).st_size - 8:
-            raise ValueError("no header")
+            raise InvalidInput("no header")
         header = json.loads(file.read(size))
     if not isinstance(header, dict):
-        raise ValueError("a header of another kind")
+        raise InvalidInput("a header of another kind")
     return header, 8 + size
 
 
@@ -100,7 +101,7 @@ def _digest(path: Path, header: dict[str, Any], begin: int) -> str:
             first, last = tensor["data_offsets"]
             with view[begin + first : begin + last] as numbers:
                 if len(numbers) != last - first:
-                    raise ValueError(f"{name} is cut short")
+                    raise InvalidInput(f"{name} is cut short")
                 told = (name, tensor["dtype"], tensor["shape"], crc32(numbers))
             found.update(json.dumps(told).encode())
     return found.hexdigest()[:16]

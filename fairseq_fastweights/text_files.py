@@ -10,14 +10,11 @@ import io
 import os
 from typing import Any, TextIO
 
+from .invalid_input import InvalidInput  # relative, to be found in fairseq, too
 
-class FileError(ValueError):
+
+class FileError(InvalidInput):
     """An error in a file: one line that names it."""
-
-    def __init__(self, message: str) -> None:
-        if message.startswith("Caught "):  # by torch in a data worker, whose traceback ends with the line
-            message = message.strip().rpartition("\n")[2].partition(": ")[2]
-        super().__init__(message)
 
 
 def open_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:

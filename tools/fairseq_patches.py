@@ -17,7 +17,8 @@ PATCHES = ROOT / "patches"
 FILES = PATCHES / "files"
 VERSION = (FILES / "fairseq/version.txt").read_text(encoding="utf-8").strip()
 SHARED = (
-    *("bounded_loading.py", "checkpoint_updates.py", "digests.py", "integrity.py", "model_sizes.py", "text_files.py"),
+    *("bounded_loading.py", "checkpoint_updates.py", "digests.py", "integrity.py", "invalid_input.py"),
+    *("model_sizes.py", "text_files.py"),
 )
 """Modules of the plugin that fairseq gets copies of: it checks what it reads also where there is no plugin."""
 

@@ -24,11 +24,11 @@ class Finished(Exception):
     """Enough was trained."""
 
 
-class Stretches:
+class UpdateBlocks:
     """Updates as they are asked for at the other end of a connection.
 
     There come a word and a number: "time" so many updates; "profile" one; or "end". An answer says that they are made,
-    and one before all of them that everything is loaded. Of each stretch there is one update more, the first, which is
+    and one before all of them that everything is loaded. Of each block there is one update more, the first, which is
     not timed: it compiles, and takes memory again that was given back for the others.
     """
 
@@ -61,7 +61,7 @@ class Stretches:
         if self._cuda:
             memory = torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()
-            # What was compiled and tried in an earlier stretch does not count.
+            # What was compiled and tried in an earlier block does not count.
             torch.cuda.reset_peak_memory_stats()
         else:
             memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -119,7 +119,7 @@ def words_of(training: Training) -> list[str]:
     ]
 
 
-def train(training: Training, stretches: Stretches) -> None:
+def train(training: Training, blocks: UpdateBlocks) -> None:
     """Trains until it is told to end."""
     # fairseq takes a package that is there by then, as this one may be, for one whose tasks and models are registered.
     import fairseq_fastweights.models.fast_weight_lm
@@ -131,9 +131,9 @@ def train(training: Training, stretches: Stretches) -> None:
         if training.implementation in (PLAIN, FLA):
             from harness import plain_training
 
-            plain_training.train(training, words_of(training), stretches.update)
+            plain_training.train(training, words_of(training), blocks.update)
         else:
-            with fairseq_in_stretches(stretches):
+            with fairseq_in_blocks(blocks):
                 from fairseq_cli import train
 
                 with mock.patch.object(sys, "argv", ["fairseq-train", *words_of(training)]):
@@ -141,15 +141,15 @@ def train(training: Training, stretches: Stretches) -> None:
 
 
 @contextlib.contextmanager
-def fairseq_in_stretches(stretches: Stretches) -> Iterator[None]:
-    """Lets a fairseq-train within this process make its updates in stretches."""
+def fairseq_in_blocks(blocks: UpdateBlocks) -> Iterator[None]:
+    """Lets a fairseq-train within this process make its updates in blocks."""
     from fairseq.trainer import Trainer
 
     original = Trainer.train_step
 
     def train_step(trainer: Any, samples: Any, *arguments: Any, **options: Any) -> Any:
         words = sum(sample["ntokens"] for sample in samples)
-        return stretches.update(lambda: original(trainer, samples, *arguments, **options), words)
+        return blocks.update(lambda: original(trainer, samples, *arguments, **options), words)
 
     with mock.patch.object(Trainer, "train_step", train_step):
         yield
@@ -161,7 +161,7 @@ def serve(connection: Connection, training: Training, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        train(training, Stretches(connection, training.device))
+        train(training, UpdateBlocks(connection, training.device))
     except BaseException as error:
         import traceback
 

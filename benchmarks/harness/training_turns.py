@@ -42,7 +42,7 @@ class Lost(Exception):
 
 
 class Trainee:
-    """A training in a process of its own, which answers after each stretch."""
+    """A training in a process of its own, which answers after each block."""
 
     def __init__(self, training: Training, log: Path) -> None:
         context = multiprocessing.get_context("spawn")

@@ -18,6 +18,7 @@ from fairseq_fastweights.conversion.from_huggingface import hub
 from fairseq_fastweights.conversion.from_huggingface.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
 from fairseq_fastweights.conversion.tokenizers import tokenizer_json
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +84,9 @@ def _from(options: argparse.Namespace) -> None:
     named = hub.is_name(options.source)
     if not named and (options.dry_run or options.revision is not None):
         option = "--dry-run" if options.dry_run else "--revision"
-        raise ValueError(f"{option} is given and SOURCE is {options.source}; with it SOURCE must be a name on the hub")
+        raise InvalidInput(
+            f"{option} is given and SOURCE is {options.source}; with it SOURCE must be a name on the hub"
+        )
     if options.dry_run:
         print(hub.list_files(options.source, options.revision))
         return
@@ -100,7 +103,9 @@ def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
     ]
     if _is_ours(source / "config.json"):
         if end_of_text is not None:
-            raise ValueError(f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>")
+            raise InvalidInput(
+                f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>"
+            )
         if _with_transformers("from_huggingface.own_classes").from_exported(source, target):
             lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
         elif (target / tokenizer_json.SETTINGS).is_file():
@@ -137,7 +142,7 @@ def _with_transformers(module: str) -> Any:
     try:
         return importlib.import_module(f"fairseq_fastweights.conversion.{module}")
     except ImportError as error:
-        raise ValueError(f"this needs the package transformers: pip install transformers ({error})") from None
+        raise InvalidInput(f"this needs the package transformers: pip install transformers ({error})") from None
 
 
 if __name__ == "__main__":

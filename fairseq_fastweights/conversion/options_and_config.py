@@ -9,6 +9,7 @@ from fairseq.data import Dictionary
 from fairseq.utils import safe_getattr
 
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import MIXERS, option_name, write_pattern
 from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
 
@@ -68,7 +69,7 @@ def config_of(args: Any, mixers: Sequence[str], dictionary: Dictionary, *, final
     for name, nothing in _WITHOUT_COUNTERPART.items():
         value = safe_getattr(args, name, None)
         if value not in nothing:
-            raise ValueError(f"{name} is {value!r}; models with it have no counterpart among those of transformers")
+            raise InvalidInput(f"{name} is {value!r}; models with it have no counterpart among those of transformers")
     settings: dict[str, Any] = {}
     for own, option in _SAME.items():
         value = safe_getattr(args, option, None)
@@ -83,7 +84,7 @@ def config_of(args: Any, mixers: Sequence[str], dictionary: Dictionary, *, final
     softmax_cutoffs = _cutoffs(safe_getattr(args, "adaptive_softmax_cutoff", None))
     tied = "share_decoder_input_output_embed" if softmax_cutoffs is None else "tie_adaptive_weights"
     if softmax_cutoffs is None and adaptive_input and safe_getattr(args, tied, False):
-        raise ValueError(f"{tied} is set with adaptive_input; embeddings in bands are not an output layer")
+        raise InvalidInput(f"{tied} is set with adaptive_input; embeddings in bands are not an output layer")
     masked = safe_getattr(args, "mask_special_symbols", False)
     activation_dropout = safe_getattr(args, "activation_dropout", 0) or safe_getattr(args, "relu_dropout", 0) or 0
     return FastWeightConfig(

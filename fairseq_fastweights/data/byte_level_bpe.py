@@ -18,6 +18,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 from fairseq.dataclass import FairseqDataclass
 
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES, read_merges, read_pieces, read_settings
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 @dataclass
@@ -45,14 +46,14 @@ class ByteLevelBPE:
         folder = Path(cfg.byte_level_folder)
         missing = [name for name in PIECES if not (folder / name).is_file()]
         if not cfg.byte_level_folder or missing:
-            raise ValueError(
+            raise InvalidInput(
                 f"byte_level_folder is {cfg.byte_level_folder!r}; it must be a folder with {', '.join(PIECES)}"
             )
         settings = read_settings(folder)
         known, merges = read_pieces(folder), read_merges(folder)  # fairseq reads them as they are
         made = (*bytes_to_unicode().values(), *(first + second for first, second in merges))
         if lacking := next((piece for piece in made if piece not in known), None):
-            raise ValueError(f"{folder / PIECES[0]}: it lacks the piece {lacking!r}, which {PIECES[1]} makes")
+            raise InvalidInput(f"{folder / PIECES[0]}: it lacks the piece {lacking!r}, which {PIECES[1]} makes")
         self._bpe = get_encoder(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
         self._normalize = settings["normalizer"] == "NFC"
         self._end_of_text = settings["end_of_text"]

@@ -11,6 +11,7 @@ from fairseq.data import BaseWrapperDataset, MonolingualDataset
 from torch import Tensor
 
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 class Documents:
@@ -36,7 +37,7 @@ class Documents:
         ends = corpus.ends[sizes > 0]
         empty = sizes[sizes > 0] == 1
         if not empty.any():
-            raise ValueError(
+            raise InvalidInput(
                 f"separate_documents is set, but split {corpus.name!r} has no empty line, which ends a document; there "
                 "must be at least one, or separate_documents must not be set"
             )

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from fairseq.data import iterators
 from torch import Tensor
 
-from fairseq_fastweights.data.segment_streams import SegmentStreams, Stretch
+from fairseq_fastweights.data.segment_streams import SegmentStreams, Span
 
 logger = logging.getLogger(__name__)
 
 States = list[dict[str, Tensor]]
 
 
-class Carrier(Protocol):
+class CarriesStates(Protocol):
     """A model that carries states from segment to segment."""
 
     def carried_states(self) -> States:
@@ -34,7 +34,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
     """fairseq's iterator over `SegmentStreams`; within an epoch, its state for checkpoints includes the model's states.
 
     Checkpoints keep, for every stream, the text that is left and its states. A run with another number of streams or of
-    processes, or with other segments, continues from there (`deal_out`). Without states they keep how many segments
+    processes, or with other segments, continues from there (`distribute`). Without states they keep how many segments
     were read, of all streams together.
 
     Args:
@@ -43,7 +43,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         others: the arguments of fairseq's iterator.
     """
 
-    def __init__(self, streams: SegmentStreams, carrier: Carrier | None, **others: Any) -> None:
+    def __init__(self, streams: SegmentStreams, carrier: CarriesStates | None, **others: Any) -> None:
         super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
         self._carrier = carrier
         self._gathered: States | None = None
@@ -81,7 +81,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         if self._carrier is not None and "carried_states" in state_dict:
             carried = self._find_states(state_dict)
             if carried is not None and carried["states"]:
-                self._take_up(self._carrier, carried["rest"], carried["states"], state_dict["iterations_in_epoch"])
+                self._resume(self._carrier, carried["rest"], carried["states"], state_dict["iterations_in_epoch"])
         elif self._carrier is None and "segments_read" in state_dict:
             state_dict = state_dict | {"iterations_in_epoch": state_dict["segments_read"] // self._together}
         super().load_state_dict(state_dict)
@@ -114,11 +114,11 @@ class SegmentIterator(iterators.EpochBatchIterator):
             return None
         return carried
 
-    def _take_up(self, carrier: Carrier, rest: list[list[Stretch]], states: States, read: int) -> None:
+    def _resume(self, carrier: CarriesStates, rest: list[list[Span]], states: States, read: int) -> None:
         """Continues an epoch after `read` batches."""
         old: SegmentStreams = self.dataset
         rest = [[(start, stop) for start, stop in row] for row in rest]
-        rows, sources = deal_out(rest, old.streams)
+        rows, sources = distribute(rest, old.streams)
         if len(rest) != old.streams and self.shard_id == 0:
             pairs = [f"{number} continues {source}" for number, source in enumerate(sources) if source is not None]
             logger.warning(
@@ -147,7 +147,7 @@ def join(everyone: list[States]) -> States:
     return layers
 
 
-def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch]], list[int | None]]:
+def distribute(rest: list[list[Span]], streams: int) -> tuple[list[list[Span]], list[int | None]]:
     """Divides the text that earlier streams have left among `streams` streams, every token once.
 
     If there are fewer streams than before, one reads the rest of several; if there are more, several share the rest of
@@ -156,11 +156,11 @@ def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch
     Returns:
         the text of each stream, and the number of the earlier stream that it continues at its beginning, or None.
     """
-    rows: list[list[Stretch]] = []
+    rows: list[list[Span]] = []
     sources: list[int | None] = []
     if streams <= len(rest):
         for first, end in pairwise(len(rest) * i // streams for i in range(streams + 1)):
-            rows.append([stretch for stretches in rest[first:end] for stretch in stretches])
+            rows.append([span for spans in rest[first:end] for span in spans])
             sources.append(next((number for number in range(first, end) if rest[number]), None))
         return rows, sources
     for number, (first, end) in enumerate(pairwise(streams * i // len(rest) for i in range(len(rest) + 1))):
@@ -169,13 +169,13 @@ def deal_out(rest: list[list[Stretch]], streams: int) -> tuple[list[list[Stretch
     return rows, sources
 
 
-def _cut(stretches: list[Stretch], parts: int) -> list[list[Stretch]]:
+def _cut(spans: list[Span], parts: int) -> list[list[Span]]:
     """Divides a text into parts of equal length, up to one token; the first is never empty."""
-    tokens = sum(stop - start for start, stop in stretches)
+    tokens = sum(stop - start for start, stop in spans)
     rows = []
     for first, end in pairwise(-(-tokens * i // parts) for i in range(parts + 1)):
         row, passed = [], 0
-        for start, stop in stretches:
+        for start, stop in spans:
             begin, finish = max(start, start + first - passed), min(stop, start + end - passed)
             if begin < finish:
                 row.append((begin, finish))

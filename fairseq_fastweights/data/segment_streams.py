@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.invalid_input import InvalidInput
 
-Stretch = tuple[int, int]
+Span = tuple[int, int]
 """The tokens of a corpus from one position to another (exclusive)."""
 
 
@@ -54,9 +55,9 @@ class SegmentStreams(FairseqDataset):
         seed: int = 1,
     ) -> None:
         if segment_length < 1:
-            raise ValueError(f"tokens_per_sample is {segment_length}; it must be at least 1")
+            raise InvalidInput(f"tokens_per_sample is {segment_length}; it must be at least 1")
         if not 1 <= streams <= len(corpus):
-            raise ValueError(
+            raise InvalidInput(
                 f"the batch size times the number of processes is {streams}, but split {corpus.name!r} has "
                 f"{len(corpus)} tokens: there must be from 1 to {len(corpus)} streams"
             )
@@ -71,20 +72,20 @@ class SegmentStreams(FairseqDataset):
         self.seed = seed
         self._epoch: int | None = None
         bounds = [len(corpus) * i // streams for i in range(streams + 1)]
-        self._read([[stretch] for stretch in pairwise(bounds)], [False] * streams)
+        self._read([[span] for span in pairwise(bounds)], [False] * streams)
 
-    def reading(self, rows: list[list[Stretch]], begun: list[bool]) -> SegmentStreams:
+    def reading(self, rows: list[list[Span]], begun: list[bool]) -> SegmentStreams:
         """The same streams, of another text.
 
         Args:
-            rows: the stretches that each stream reads instead of its part of the corpus; none continues another.
+            rows: the spans that each stream reads instead of its part of the corpus; none continues another.
             begun: for each stream, whether its first segment continues one that was read before.
         """
         other = copy(self)
         other._read(rows, begun)
         return other
 
-    def _read(self, rows: list[list[Stretch]], begun: list[bool]) -> None:
+    def _read(self, rows: list[list[Span]], begun: list[bool]) -> None:
         self.rows = rows
         self.begun = begun
         self.segments = max(sum(map(self._segments, row)) for row in rows)
@@ -117,16 +118,16 @@ class SegmentStreams(FairseqDataset):
             return False
         return np.random.default_rng((self.seed, self._epoch, start)).random() < self.reset_probability
 
-    def _segments(self, stretch: Stretch) -> int:
-        return -(-(stretch[1] - stretch[0]) // self.segment_length)
+    def _segments(self, span: Span) -> int:
+        return -(-(span[1] - span[0]) // self.segment_length)
 
-    def rest(self, stream: int, segments: int) -> list[Stretch]:
+    def rest(self, stream: int, segments: int) -> list[Span]:
         """The text that is left of a stream after a number of segments."""
         row = self.rows[stream]
-        for number, stretch in enumerate(row):
-            if segments < self._segments(stretch):
-                return [(stretch[0] + segments * self.segment_length, stretch[1]), *row[number + 1 :]]
-            segments -= self._segments(stretch)
+        for number, span in enumerate(row):
+            if segments < self._segments(span):
+                return [(span[0] + segments * self.segment_length, span[1]), *row[number + 1 :]]
+            segments -= self._segments(span)
         return []
 
     def batches(self, parts: int) -> list[list[int]]:

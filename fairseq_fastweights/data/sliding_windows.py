@@ -11,6 +11,7 @@ from fairseq.data import FairseqDataset
 
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 class SlidingWindows(FairseqDataset):
@@ -29,7 +30,7 @@ class SlidingWindows(FairseqDataset):
 
     def __init__(self, corpus: TokenCorpus, new: int, context: int, documents: Documents | None = None) -> None:
         if new < 1 or context < 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"tokens_per_sample is {new + context} and context_window {context}; the context must be at least 1 "
                 "and shorter than the sample"
             )

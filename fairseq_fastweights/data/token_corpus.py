@@ -9,6 +9,8 @@ import torch
 from fairseq.data import Dictionary, FairseqDataset
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 
 class TokenCorpus(FairseqDataset):
     """The lines of an indexed data set as one text, which is read on demand.
@@ -30,7 +32,7 @@ class TokenCorpus(FairseqDataset):
         self.output_dictionary = output_dictionary
         self.ends = np.cumsum(np.asarray(lines.sizes, dtype=np.int64))
         if len(self) == 0:
-            raise ValueError(f"split {name!r} holds no tokens; it must hold at least one")
+            raise InvalidInput(f"split {name!r} holds no tokens; it must hold at least one")
 
     def __len__(self) -> int:
         """The number of tokens."""

@@ -14,6 +14,7 @@ from fairseq.data.encoders import register_bpe
 from fairseq.dataclass import FairseqDataclass
 
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILE, SETTINGS, open_tokenizer, read_end_of_text
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 @dataclass
@@ -43,7 +44,7 @@ class TokenizerJson:
         folder = Path(cfg.tokenizer_json_folder)
         missing = [name for name in (FILE, SETTINGS) if not (folder / name).is_file()]
         if not cfg.tokenizer_json_folder or missing:
-            raise ValueError(
+            raise InvalidInput(
                 f"tokenizer_json_folder is {cfg.tokenizer_json_folder!r}; it must hold {FILE} and {SETTINGS}"
             )
         self._tokenizer = open_tokenizer(folder / FILE)

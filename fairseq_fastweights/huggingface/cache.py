@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State, keeps_rows
 
 
@@ -101,11 +102,11 @@ class FastWeightCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a memory cannot forget its last tokens."""
-        raise ValueError("this cache cannot be cropped: a memory keeps no tokens that could be taken out of it")
+        raise InvalidInput("this cache cannot be cropped: a memory keeps no tokens that could be taken out of it")
 
     def update(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Refused: there are no keys and values."""
-        raise ValueError("this cache holds states of mixers, not keys and values; only a FastWeightModel can use it")
+        raise InvalidInput("this cache holds states of mixers, not keys and values; only a FastWeightModel can use it")
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The length and offset of a mask over all tokens, those of this call included."""
@@ -133,9 +134,9 @@ def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
         ValueError: if it is of another class, model or batch size.
     """
     if not isinstance(cache, FastWeightCache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}; it must be a FastWeightCache, or None")
+        raise InvalidInput(f"past_key_values is a {type(cache).__name__}; it must be a FastWeightCache, or None")
     if len(cache.layers) != layers:
-        raise ValueError(f"past_key_values has {len(cache.layers)} layers; the model has {layers}")
+        raise InvalidInput(f"past_key_values has {len(cache.layers)} layers; the model has {layers}")
     if cache.batch_size not in (-1, rows):
-        raise ValueError(f"past_key_values has {cache.batch_size} rows; the batch has {rows}")
+        raise InvalidInput(f"past_key_values has {cache.batch_size} rows; the batch has {rows}")
     return cache

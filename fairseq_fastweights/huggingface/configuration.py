@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 
@@ -167,13 +168,13 @@ class FastWeightConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.format_version != FORMAT:
-            raise ValueError(
+            raise InvalidInput(
                 f"format_version is {self.format_version!r}; this version of fairseq_fastweights reads {FORMAT}"
             )
         generation = GenerationConfig().to_dict()
         unknown = [name for name in kwargs if name not in _OF_TRANSFORMERS and name not in generation]
         if unknown:
-            raise ValueError(f"{unknown[0]} is {kwargs[unknown[0]]!r}; there is no setting of this name")
+            raise InvalidInput(f"{unknown[0]} is {kwargs[unknown[0]]!r}; there is no setting of this name")
         self._check_numbers()
         self.input_size = self.hidden_size if self.input_size is None else self.input_size
         self.output_size = self.hidden_size if self.output_size is None else self.output_size
@@ -200,28 +201,28 @@ class FastWeightConfig(PreTrainedConfig):
         _check_count("max_position_embeddings", self.max_position_embeddings)
         for name in _FLAGS:
             if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false")
         dtype: Any = self.dtype
         if not isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, (torch.dtype, type(None))):
-            raise ValueError(f"dtype is {dtype!r}; it must be the name of a type of torch, as 'float32'")
+            raise InvalidInput(f"dtype is {dtype!r}; it must be the name of a type of torch, as 'float32'")
         for name in ("input_size", "output_size"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value!r}; it must be a probability")
+                raise InvalidInput(f"{name} is {value!r}; it must be a probability")
         eps = self.rms_norm_eps
         if eps is not None and (not _is_number(eps) or eps < 0):
-            raise ValueError(f"rms_norm_eps is {eps!r}; it must be a number of at least 0, or None")
+            raise InvalidInput(f"rms_norm_eps is {eps!r}; it must be a number of at least 0, or None")
         if self.hidden_size % self.num_attention_heads and not (self.mixer_settings or {}).get("head_dim"):
-            raise ValueError(
+            raise InvalidInput(
                 f"num_attention_heads is {self.num_attention_heads}; it must be a divisor of hidden_size, "
                 f"{self.hidden_size}"
             )
         deviation = self.initializer_range
         if deviation is not None and (not _is_number(deviation) or deviation < 0):
-            raise ValueError(f"initializer_range is {deviation!r}; it must be a standard deviation, or None")
+            raise InvalidInput(f"initializer_range is {deviation!r}; it must be a standard deviation, or None")
 
     def _read_mixers(self) -> list[str]:
         layers, mixers = self.num_hidden_layers, self.mixers
@@ -230,7 +231,9 @@ class FastWeightConfig(PreTrainedConfig):
         if isinstance(mixers, str):
             return list(parse_pattern(mixers, layers))
         if not isinstance(mixers, (list, tuple)) or len(mixers) != layers:
-            raise ValueError(f"mixers is {mixers!r}; it must hold a name for each of {layers} layers, or be a pattern")
+            raise InvalidInput(
+                f"mixers is {mixers!r}; it must hold a name for each of {layers} layers, or be a pattern"
+            )
         for name in mixers:
             lookup("mixers", name if isinstance(name, str) else repr(name)[:200], MIXERS)
         return list(mixers)
@@ -238,18 +241,18 @@ class FastWeightConfig(PreTrainedConfig):
     def _read_mixer_settings(self, mixers: list[str]) -> dict[str, Any]:
         settings = {} if self.mixer_settings is None else self.mixer_settings
         if not isinstance(settings, dict):
-            raise ValueError(f"mixer_settings is {settings!r}; it must give settings their values")
+            raise InvalidInput(f"mixer_settings is {settings!r}; it must give settings their values")
         known = known_mixer_settings(MIXERS)
         for name, value in settings.items():
             if name in _SAID_ELSEWHERE:
-                raise ValueError(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
+                raise InvalidInput(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
             if name not in known:
-                raise ValueError(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
+                raise InvalidInput(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
             _check_type(name, value, known[name])
             if name == "normalization" and value is not None:
                 words = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
                 if not all(word in NORMALIZATIONS for word in words):
-                    raise ValueError(
+                    raise InvalidInput(
                         f"normalization is {value!r}; it must be a list of {', '.join(NORMALIZATIONS)}, or None"
                     )
                 settings = settings | {name: sorted(words)}
@@ -257,7 +260,7 @@ class FastWeightConfig(PreTrainedConfig):
         if heads is not None:
             _check_count("fast_weight_heads", heads)
             if self.hidden_size % heads and not have_sizes(mixers, settings.get):
-                raise ValueError(
+                raise InvalidInput(
                     f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
                 )
         return dict(settings)
@@ -265,18 +268,18 @@ class FastWeightConfig(PreTrainedConfig):
     def _check_names(self) -> None:
         for name, allowed in (("position_embeddings", POSITIONS), ("hidden_act", ACTIVATIONS)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.parallel_residual and not self.pre_norm:
-            raise ValueError("parallel_residual is set; it needs pre_norm, which is not")
+            raise InvalidInput("parallel_residual is set; it needs pre_norm, which is not")
         layers = self.output_norm_layers
         if not isinstance(layers, (list, tuple)) or not all(
             _is_count(n) and n <= len(self.mixers or ()) for n in layers
         ):
-            raise ValueError(
+            raise InvalidInput(
                 f"output_norm_layers is {layers!r}; it must be a list of numbers from 1 to {self.num_hidden_layers}"
             )
         if layers and (self.parallel_residual or not self.pre_norm):
-            raise ValueError(f"output_norm_layers is {layers!r}; it needs pre_norm, without parallel_residual")
+            raise InvalidInput(f"output_norm_layers is {layers!r}; it needs pre_norm, without parallel_residual")
 
     def _check_vocabulary(self) -> None:
         for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
@@ -285,40 +288,40 @@ class FastWeightConfig(PreTrainedConfig):
                 continue
             whole = isinstance(cutoffs, (list, tuple)) and all(_is_count(number) for number in cutoffs)
             if not whole or not cutoffs or list(cutoffs) != sorted(set(cutoffs)) or cutoffs[-1] > self.vocab_size:
-                raise ValueError(
+                raise InvalidInput(
                     f"{name} is {cutoffs!r}; its numbers must rise, from 1 at least to vocab_size, {self.vocab_size}, "
                     "at most"
                 )
         for name in ("adaptive_input_factor", "adaptive_softmax_factor"):
             if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive")
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be positive")
         check_square_projections(self.square_projections)
         adaptive = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
         if self.square_projections != "keep" and adaptive == (None, None):
-            raise ValueError(f"square_projections is {self.square_projections!r}; it needs cut-offs")
+            raise InvalidInput(f"square_projections is {self.square_projections!r}; it needs cut-offs")
         if self.adaptive_softmax_bias and self.adaptive_softmax_cutoffs is None:
-            raise ValueError("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
+            raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
         if self.tie_word_embeddings and adaptive != (None, None):
             same = adaptive[0] == adaptive[1] and self.adaptive_input_factor == self.adaptive_softmax_factor
             if not same or self.input_size != self.output_size:
-                raise ValueError(
+                raise InvalidInput(
                     "tie_word_embeddings is set; it needs the cut-offs, the factor and the size of the input to be "
                     "those of the output"
                 )
         elif self.tie_word_embeddings and self.input_size != self.output_size:
-            raise ValueError(
+            raise InvalidInput(
                 f"tie_word_embeddings is set; it needs input_size, {self.input_size}, to be output_size, "
                 f"{self.output_size}"
             )
         if self.tie_adaptive_projections and not (self.tie_word_embeddings and self.adaptive_softmax_cutoffs):
-            raise ValueError("tie_adaptive_projections is set; it needs tie_word_embeddings and cut-offs")
+            raise InvalidInput("tie_adaptive_projections is set; it needs tie_word_embeddings and cut-offs")
         masked = self.masked_tokens
         if not isinstance(masked, (list, tuple)) or not all(
             isinstance(number, int) and 0 <= number < self.vocab_size for number in masked
         ):
-            raise ValueError(f"masked_tokens is {masked!r}; it must be a list of numbers below {self.vocab_size}")
+            raise InvalidInput(f"masked_tokens is {masked!r}; it must be a list of numbers below {self.vocab_size}")
         if masked and self.adaptive_softmax_cutoffs:
-            raise ValueError("masked_tokens is set; an adaptive softmax has no logits to mask")
+            raise InvalidInput("masked_tokens is set; an adaptive softmax has no logits to mask")
         ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
         for name, number in (
             ("pad_token_id", self.pad_token_id),
@@ -326,7 +329,7 @@ class FastWeightConfig(PreTrainedConfig):
             *(("eos_token_id", end) for end in ends),
         ):
             if number is not None and not (isinstance(number, int) and 0 <= number < self.vocab_size):
-                raise ValueError(f"{name} is {number!r}; it must be a number below vocab_size, {self.vocab_size}")
+                raise InvalidInput(f"{name} is {number!r}; it must be a number below vocab_size, {self.vocab_size}")
 
 
 def known_mixer_settings(kinds: dict[str, Kind]) -> dict[str, type]:
@@ -349,14 +352,14 @@ def _is_number(value: Any) -> bool:
 
 def _check_count(name: str, value: Any) -> None:
     if not _is_count(value):
-        raise ValueError(f"{name} is {value!r}; it must be a positive whole number")
+        raise InvalidInput(f"{name} is {value!r}; it must be a positive whole number")
     _check_most(name, value)
 
 
 def _check_most(name: str, value: int) -> None:
     """Checks what is made for each layer, or laid out, before a weight is looked at."""
     if value > (most := _MOST.get(name, _MOST_OF_OTHERS)):
-        raise ValueError(f"{name} is {value}; it must be at most {most}")
+        raise InvalidInput(f"{name} is {value}; it must be at most {most}")
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
@@ -367,6 +370,6 @@ def _check_type(name: str, value: Any, kind: type) -> None:
     right = isinstance(value, bool) if kind is bool else not isinstance(value, bool) and isinstance(value, kind)
     if not right and not (kind is float and _is_number(value)):
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
-        raise ValueError(f"{name} is {value!r}; it must be {words[kind]}")
+        raise InvalidInput(f"{name} is {value!r}; it must be {words[kind]}")
     if kind is int:
         _check_most(name, value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import integrity, model_sizes, safetensors_digests
 from fairseq_fastweights.bounded_loading import load
+from fairseq_fastweights.invalid_input import InvalidInput
 
 _NAMES = ("model*.safetensors", "pytorch_model*.bin")
 """Of files of weights; a training leaves others beside them."""
@@ -32,7 +33,7 @@ def check_folder(folder: Path, config: FastWeightConfig) -> None:
     weights = sum(len(_weights_in(file, config)) for file in files)
     layers = config.num_hidden_layers
     if files and layers > model_sizes.most_layers(weights):
-        raise ValueError(f"{folder}: num_hidden_layers is {layers} in config.json, and there are {weights} weights")
+        raise InvalidInput(f"{folder}: num_hidden_layers is {layers} in config.json, and there are {weights} weights")
 
 
 def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig) -> None:
@@ -47,7 +48,7 @@ def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig
     if held and wanted > model_sizes.most_bytes(size):
         shape = tuple(tensors[-1].shape)
         setting = model_sizes.likely(model_sizes.whole_numbers(config.to_dict()), shape)
-        raise ValueError(
+        raise InvalidInput(
             f"{setting} in config.json, and it asks for a tensor of shape {shape} in a model of {wanted:,} bytes in "
             f"float32; the weights in {Path(next(iter(held))).parent} have {size:,}"
         )
@@ -61,27 +62,27 @@ def _weights_in(file: Path, config: FastWeightConfig) -> dict[str, tuple[int, ..
     """
     if file.suffix == ".safetensors":
         if damage := safetensors_digests.why_damaged(file):
-            raise ValueError(f"{file} {damage}")
+            raise InvalidInput(f"{file} {damage}")
         described = safetensors_digests.described_in(file)
     else:
         described = _described_in(file)
     for name, (kind, _) in described.items():
         if not kind.startswith(("F", "BF")) and getattr(config, "quantization_config", None) is None:
-            raise ValueError(f"{file}: weight {name} is of type {kind}; it must be floating-point")
+            raise InvalidInput(f"{file}: weight {name} is of type {kind}; it must be floating-point")
     return {name: shape for name, (_, shape) in described.items()}
 
 
 def _described_in(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
     if damage := integrity.why_damaged(file):
-        raise ValueError(f"{file} {damage}")
+        raise InvalidInput(f"{file} {damage}")
     with file.open("rb") as opened:
         try:
             state = load(opened, mapped=file)
         except Exception as error:
-            raise ValueError(f"{file} {' '.join(str(error).split())[:300]}") from None
+            raise InvalidInput(f"{file} {' '.join(str(error).split())[:300]}") from None
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
-        raise ValueError(f"{file}: it must hold weights by name, and nothing else")
+        raise InvalidInput(f"{file}: it must hold weights by name, and nothing else")
     names = {weight.dtype: str(weight.dtype).removeprefix("torch.") for weight in state.values()}
     return {
         str(name): ("F" if weight.is_floating_point() else names[weight.dtype], tuple(weight.shape))

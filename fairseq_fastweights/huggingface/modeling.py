@@ -25,6 +25,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
     sinusoidal_positions,
     tied_bands,
 )
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.safetensors_digests import note_digest
@@ -215,7 +216,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
                 row holds several texts, and a mixer cannot keep them apart.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+            raise InvalidInput("exactly one of input_ids and inputs_embeds must be given")
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         by_name = self.config.return_dict if return_dict is None else return_dict
         if use_cache is None:
@@ -228,7 +229,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         elif use_cache:
             cache = FastWeightCache(len(self.layers))
         if cu_seq_lens_k is not None and (cu_seq_lens_q is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k)):
-            raise ValueError("cu_seq_lens_k is not cu_seq_lens_q; they must be the same, as a text is read whole")
+            raise InvalidInput("cu_seq_lens_k is not cu_seq_lens_q; they must be the same, as a text is read whole")
         texts = read_texts(
             (rows, time),
             x.device,
@@ -281,7 +282,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
             # Only where it may be too long does the CPU wait for a GPU, to say so.
             whole = whole or x.shape[1] + (0 if cache is None else cache.get_seq_length()) > most
             if whole and not places.is_meta and (end := int(places.max()) + 1) > most:
-                raise ValueError(f"input_ids ends at position {end} of a text; max_position_embeddings is {most}")
+                raise InvalidInput(f"input_ids ends at position {end} of a text; max_position_embeddings is {most}")
             encoded = self.embed_positions(places + _OFFSET)
         return x + encoded
 
@@ -343,7 +344,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         """Resizes the vocabulary as transformers does; an error with adaptive embeddings or an adaptive softmax."""
         for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
             if new_num_tokens is not None and (cutoffs := getattr(self.config, name)) is not None:
-                raise ValueError(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
+                raise InvalidInput(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
         return super().resize_token_embeddings(new_num_tokens, *others, **options)
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS
@@ -66,7 +67,9 @@ def read_texts(
         if given is None:
             continue
         if cache is not None and cache.has_previous_state():
-            raise ValueError(f"{name} is given with past_key_values, whose texts it does not number; give position_ids")
+            raise InvalidInput(
+                f"{name} is given with past_key_values, whose texts it does not number; give position_ids"
+            )
         found = _read_numbers(given, shape, padding) if name == "seq_idx" else _read_lengths(given, shape)
         starts = found if starts is None else starts | found
     if position_ids is None:
@@ -90,7 +93,7 @@ def check_takes_starts(names: Any, mixers: Iterable[Mixer]) -> None:
     unable = {name for name, mixer in zip(names, mixers, strict=True) if not mixer.takes_starts}
     if unable:
         able = ", ".join(name for name, kind in MIXERS.items() if kind.takes_starts and name not in unable)
-        raise ValueError(
+        raise InvalidInput(
             f"a row holds several texts, by position_ids, seq_idx or cu_seq_lens_q, but {', '.join(sorted(unable))} "
             f"cannot keep them apart; each must have a row of its own, or all mixers be of {able}"
         )
@@ -105,7 +108,7 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < time:
-        raise ValueError(
+        raise InvalidInput(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by what "
             "was read before"
         )
@@ -116,7 +119,7 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
     strange = ~padding & (mask != 1)
     padded, other = torch.stack([padding.any(), strange.any()]).tolist()
     if other:  # numbers of documents, or what is added to scores
-        raise ValueError(f"attention_mask holds {mask[strange][0].item()}; it must be 0 at padding and 1 elsewhere")
+        raise InvalidInput(f"attention_mask holds {mask[strange][0].item()}; it must be 0 at padding and 1 elsewhere")
     return padding if padded else None
 
 
@@ -124,7 +127,7 @@ def _whole(name: str, given: Tensor, shape: tuple[int, int]) -> Tensor:
     """Checks whole numbers for all positions, or for those of one row for all rows."""
     whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
     if given.dim() != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1] or not whole:
-        raise ValueError(
+        raise InvalidInput(
             f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}; it must be {shape}, of whole numbers"
         )
     return given.expand(shape)
@@ -153,16 +156,16 @@ def _restarts(places: Tensor, padding: Tensor | None, before: Tensor, skips: boo
     negative = real & (places < 0)
     begins, forgets, jumps, below = torch.stack([x.any() for x in (starts, back, skipped, negative)]).tolist()
     if below:
-        raise ValueError(f"position_ids holds {int(places[negative][0])}; places in texts are at least 0")
+        raise InvalidInput(f"position_ids holds {int(places[negative][0])}; places in texts are at least 0")
     if forgets:
         row, time = back.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidInput(
             f"position_ids goes on at {int(places[row, time])} in row {row}, of which past_key_values has read "
             f"{int(before[row])} tokens; it must go on at {int(before[row])}, or past_key_values be None for a new text"
         )
     if jumps and not skips:
         row, time = skipped.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidInput(
             f"position_ids skips places before {int(places[row, time])} in row {row}; without positional embeddings, "
             "or with rotary ones, they must go on by 1 within a text"
         )
@@ -181,7 +184,7 @@ def _read_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
     rows, time = shape
     ends = cu_seq_lens.tolist() if cu_seq_lens.dim() == 1 else []
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows * time or ends != sorted(ends):
-        raise ValueError(
+        raise InvalidInput(
             f"cu_seq_lens_q is {ends or f'of shape {tuple(cu_seq_lens.shape)}'}; it must rise from 0 to {rows * time}, "
             "the number of tokens"
         )

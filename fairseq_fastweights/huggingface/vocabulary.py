@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 
 class AdaptiveInput(nn.Module):
     """Embeddings in bands of ever rarer word types, smaller by a factor from band to band.
@@ -178,7 +180,7 @@ def _bands(cutoffs: list[int], vocab_size: int) -> list[int]:
 def _band_size(name: str, size: int, factor: float, band: int) -> int:
     own = int(size // factor**band)
     if own < 1:
-        raise ValueError(
+        raise InvalidInput(
             f"{name} is {factor:g}: of {size} dimensions it leaves none for band {band + 1}; it is too large"
         )
     return own

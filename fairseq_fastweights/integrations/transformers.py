@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 
 try:
     import transformers
@@ -101,7 +102,7 @@ def _modules(model: nn.Module | None) -> list[ModuleType]:
         of_model = {type(part).__module__ for part in model.modules()}
         names = [name for name in names if name in of_model]
         if not names:
-            raise ValueError(
+            raise InvalidInput(
                 f"model is a {type(model).__name__}, which has no layer of these: {', '.join(MODELS)}; it must have one"
             )
     there = [name for name in names if importlib.util.find_spec(name.rpartition(".")[0]) is not None]

@@ -19,6 +19,8 @@ from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 from tqdm import tqdm
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
 
 _NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
@@ -113,7 +115,7 @@ class FastWeightLM(HFLM):
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("segment", segment)):
             if not (isinstance(value, int) and value > 0):
-                raise ValueError(f"{name} is {value}; it must be a positive whole number")
+                raise InvalidInput(f"{name} is {value}; it must be a positive whole number")
         self._model, self.tokenizer, self.updates = load(Path(checkpoint), data, tokenizer)
         self.max_tokens, self.segment = max_tokens, segment
         self.tokens_read, self.seconds = 0, 0.0
@@ -132,7 +134,7 @@ class FastWeightLM(HFLM):
         known = signature(HFLM._create_model).parameters
         for name, value in options.items():
             if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
-                raise ValueError(f"{name} is {value}; it cannot be set for a checkpoint of fairseq")
+                raise InvalidInput(f"{name} is {value}; it cannot be set for a checkpoint of fairseq")
         self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
 
     @property
@@ -168,7 +170,7 @@ class FastWeightLM(HFLM):
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 most = "" if self.max_length == UNLIMITED else f" and at most {self.max_length}"
-                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have at least 1{most}")
+                raise InvalidInput(f"a continuation has {len(continuation)} tokens; it must have at least 1{most}")
             # A context of spaces may have no tokens.
             *tokens, last = [*(context or [self.prefix_token_id]), *continuation][-self.max_length - 1 :]
             rows.setdefault(tuple(tokens), Row(tokens)).endings.append((number, len(continuation), last))

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 
-class BoundedMemoryAttention(ReadsBySoftmax):
+class BoundedMemoryAttention(SoftmaxMixer):
     """Causal attention with bounded-memory control (ABC; Peng et al. 2022).
 
         K_t = Diag(g_t) K_{t-1} + phi_t k_t^T,  V_t = Diag(g_t) V_{t-1} + psi_t v_t^T
@@ -38,7 +39,7 @@ class BoundedMemoryAttention(ReadsBySoftmax):
     def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if slots < 1:
-            raise ValueError(f"slots is {slots}; it must be at least 1")
+            raise InvalidInput(f"slots is {slots}; it must be at least 1")
         self.slots = slots
 
     def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor | None, State]:

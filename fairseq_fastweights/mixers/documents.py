@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 
 def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Tensor | None:
     """Checks `starts`, the argument of a mixer's `forward`, and clears it at padding.
@@ -18,7 +20,7 @@ def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Te
         return None
     shape = x.shape[1], x.shape[0]
     if starts.shape != shape or starts.dtype != torch.bool:
-        raise ValueError(
+        raise InvalidInput(
             f"starts has shape {tuple(starts.shape)} and dtype {starts.dtype}; it must be {shape}, (batch, time), of "
             "torch.bool"
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
@@ -229,7 +230,7 @@ class FastWeightAttention(MemoryAttention):
 def check_backend(backend: str) -> None:
     """Raises a `ValueError` unless `backend` is one of `ops.BACKENDS`."""
     if backend not in ops.BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
 
 
 def uniform_gate_bias_(bias: Tensor, units: int) -> None:

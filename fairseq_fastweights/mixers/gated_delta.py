@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.projections import project
@@ -115,7 +116,7 @@ class GatedDelta(Mixer):
         super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
         self.writes = writes
         if self._writes_once and writes != 1:
-            raise ValueError(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
+            raise InvalidInput(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
         for name, value, least in (
             ("key_dim", key_dim, 0),
             ("value_dim", value_dim, 0),
@@ -123,11 +124,13 @@ class GatedDelta(Mixer):
             ("eps", eps, 0),
         ):
             if not value >= least:  # not a number neither
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
         if key_heads < 0 or (key_heads and num_heads % key_heads):
-            raise ValueError(f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
+            raise InvalidInput(
+                f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all"
+            )
         if backend not in ops.BACKENDS:
-            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
         self.conv, self.negative_eigenvalues, self.eps, self.backend = conv, negative_eigenvalues, eps, backend
@@ -333,7 +336,7 @@ class DeltaProduct(GatedDelta):
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
         if writes < 1:
-            raise ValueError(f"writes is {writes}; it must be at least 1")
+            raise InvalidInput(f"writes is {writes}; it must be at least 1")
         super().__init__(embed_dim, num_heads, writes=writes, **others)
 
     def _remember(

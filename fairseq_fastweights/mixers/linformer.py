@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
 from fairseq_fastweights.mixers.mixer import Option, State
 
@@ -63,7 +64,7 @@ class Linformer(BoundedMemoryAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
         if max_positions < 1:
-            raise ValueError(f"max_positions is {max_positions}; it must be at least 1")
+            raise InvalidInput(f"max_positions is {max_positions}; it must be at least 1")
         self.max_positions = max_positions
         # Layers, as in fairseq's Linformer, for the sake of their names and of who draws all layers' weights anew.
         self.compress_k = nn.Linear(max_positions, slots, bias=False)
@@ -87,7 +88,7 @@ class Linformer(BoundedMemoryAttention):
             and not x.is_meta
             and (end := max(positions[:, -1:].flatten().tolist(), default=0)) > self.max_positions
         ):
-            raise ValueError(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
+            raise InvalidInput(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
         # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
         columns = (positions - 1).clamp(min=0)
         phi, psi = (

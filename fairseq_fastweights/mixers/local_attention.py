@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 from fairseq_fastweights.mixers.windows import in_blocks, last
 
 
-class LocalAttention(ReadsBySoftmax):
+class LocalAttention(SoftmaxMixer):
     """Softmax attention in which each position sees itself and the window - 1 positions before it.
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values
@@ -59,7 +60,7 @@ class LocalAttention(ReadsBySoftmax):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
+            raise InvalidInput(f"window is {window}; it must be at least 1")
         self.window = window
         self.reset_parameters()
 

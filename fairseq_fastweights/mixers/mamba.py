@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State
 from fairseq_fastweights.mixers.padding import beyond, without_padding
 from fairseq_fastweights.mixers.short_convolution import short_convolution
@@ -86,11 +87,11 @@ class Mamba(Mixer):
         super().__init__(embed_dim)
         for name, value, least in (("state", state, 1), ("conv", conv, 1), ("expansion", expansion, 1)):
             if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
         if dt_rank < 0:
-            raise ValueError(f"dt_rank is {dt_rank}; it must be at least 1, or 0 for a sixteenth of embed_dim")
+            raise InvalidInput(f"dt_rank is {dt_rank}; it must be at least 1, or 0 for a sixteenth of embed_dim")
         if backend not in ops.BACKENDS:
-            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.state, self.conv, self.expansion = state, conv, expansion
         self.dt_rank = dt_rank or math.ceil(embed_dim / 16)
         self.bias, self.backend = bias, backend

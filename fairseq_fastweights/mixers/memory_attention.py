@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, is_favor
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 
@@ -87,7 +88,7 @@ class MemoryAttention(Mixer):
             favor_features=favor_features,
         )
         if "removal" in normalization and not self.feature_map.positive:
-            raise ValueError(
+            raise InvalidInput(
                 f"normalization holds 'removal' and feature_map is {feature_map!r}; it must be a map without negative "
                 "outputs: what is removed is divided by a sum of them"
             )

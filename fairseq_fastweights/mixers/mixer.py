@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 State = dict[str, Tensor]
 """The state of a mixer: tensors by name.
 
@@ -82,9 +84,9 @@ class Mixer(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
         super().__init__()
         if num_heads < 1 or (embed_dim % num_heads and not head_dim):
-            raise ValueError(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
+            raise InvalidInput(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
         if head_dim < 0:
-            raise ValueError(f"head_dim is {head_dim}; it must be positive, or 0 for embed_dim / num_heads")
+            raise InvalidInput(f"head_dim is {head_dim}; it must be positive, or 0 for embed_dim / num_heads")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads
@@ -139,7 +141,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def checked(self: Mixer, x: Tensor, *others: Any, **named: Any) -> Any:
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
+            raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
         return forward(self, x, *others, **named)
 
     return checked

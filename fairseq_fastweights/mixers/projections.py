@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import rms_norm
 
 PROJECTION_BIASES = ("all", "qkv", "none")
@@ -41,11 +42,11 @@ class Projections:
 
     def __post_init__(self) -> None:
         if self.projection_bias not in PROJECTION_BIASES:
-            raise ValueError(
+            raise InvalidInput(
                 f"projection_bias is {self.projection_bias!r}; it must be one of {', '.join(PROJECTION_BIASES)}"
             )
         if self.query_key_norm_eps is not None and not self.query_key_norm_eps >= 0:
-            raise ValueError(f"query_key_norm_eps is {self.query_key_norm_eps}; it must be at least 0")
+            raise InvalidInput(f"query_key_norm_eps is {self.query_key_norm_eps}; it must be at least 0")
 
     def count_kv_heads(self, num_heads: int) -> int:
         """The number of heads of keys and values, for a number of heads of queries.
@@ -54,7 +55,7 @@ class Projections:
             ValueError: if they cannot be shared evenly.
         """
         if self.kv_heads < 0 or (self.kv_heads and num_heads % self.kv_heads):
-            raise ValueError(
+            raise InvalidInput(
                 f"kv_heads is {self.kv_heads}; it must be a divisor of the {num_heads} heads, or 0 for all"
             )
         return self.kv_heads or num_heads

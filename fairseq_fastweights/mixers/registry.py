@@ -9,6 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers import projections
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
@@ -143,7 +144,7 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         option, _, why = str(error).partition(" ")
         if option not in kind.options:
             raise
-        raise ValueError(f"{option_name(name, option)} {why}") from None  # by the name that it has here
+        raise InvalidInput(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
 def have_sizes(mixers: Sequence[str], value_of: Callable[[str], Any]) -> bool:
@@ -180,8 +181,8 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
         ('delta', 'softmax', 'delta', 'softmax')
     """
 
-    def refuse(why: str) -> ValueError:
-        return ValueError(
+    def refuse(why: str) -> InvalidInput:
+        return InvalidInput(
             f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to {layers}, as "
             f"in 'delta:1-{layers}' or 'delta,softmax:{layers}'. The names are {', '.join(MIXERS)}"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
@@ -68,13 +69,13 @@ class Retention(MemoryAttention):
     ) -> None:
         check_backend(backend)
         if normalization:
-            raise ValueError(
+            raise InvalidInput(
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
                 "is normalised in each head"
             )
         super().__init__(embed_dim, num_heads, feature_map=feature_map or self.papers_map, bias=bias, **options)
         if self.feature_map.output_dim % 2:
-            raise ValueError(
+            raise InvalidInput(
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
                 "must be even: they are rotated in pairs"
             )

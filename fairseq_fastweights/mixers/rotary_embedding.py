@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # as Python and C write them
 _LINEAR = re.compile(f"linear:{_NUMBER}")
 _LLAMA3 = re.compile(f"llama3:{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}")
@@ -54,7 +56,7 @@ def parse_scaling(text: str) -> RotaryScaling | None:
         scaling = RotaryScaling(*numbers)
         if scaling.factor and scaling.positions and (math.isinf(scaling.low) or scaling.low < scaling.high):
             return scaling
-    raise ValueError(
+    raise InvalidInput(
         f"rotary_scaling is {text!r}; it must be linear:FACTOR or llama3:FACTOR,LOW,HIGH,POSITIONS, of positive "
         "numbers, LOW less than HIGH, as in llama3:32,1,4,8192"
     )
@@ -63,11 +65,11 @@ def parse_scaling(text: str) -> RotaryScaling | None:
 def check_rotary(dim: int, base: float, head_dim: int) -> None:
     """Raises a `ValueError` for a `rotary_dim` or `rotary_base` that heads of `head_dim` numbers cannot have."""
     if dim % 2 or not 0 <= dim <= head_dim:
-        raise ValueError(
+        raise InvalidInput(
             f"rotary_dim is {dim}; it must be an even number from 2 to the head dim, {head_dim}, or 0 for none"
         )
     if not base > 0:
-        raise ValueError(f"rotary_base is {base}; it must be positive")
+        raise InvalidInput(f"rotary_base is {base}; it must be positive")
 
 
 def rotary_settings(dim: int, base: float, scaling: str) -> dict[str, float | str]:

@@ -11,7 +11,7 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections
 
 
-class ReadsBySoftmax(Mixer):
+class SoftmaxMixer(Mixer):
     """A Transformer's projections to queries, keys, values and output, with fairseq's names and initial values.
 
     Args:

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 
-class SoftmaxAttention(ReadsBySoftmax):
+class SoftmaxAttention(SoftmaxMixer):
     """A Transformer's causal self-attention (Vaswani et al. 2017, Eq. 1).
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v
@@ -79,7 +80,7 @@ class SoftmaxAttention(ReadsBySoftmax):
         if joint_norm:
             projections = Projections(**shape)
             if projections.query_key_norm_eps is None:
-                raise ValueError("joint_norm is set; it needs query_key_norm_eps, which is not")
+                raise InvalidInput("joint_norm is set; it needs query_key_norm_eps, which is not")
             self.q_norm, self.k_norm = (projections.norm(p.out_features) for p in (self.q_proj, self.k_proj))
         self.joint_norm = joint_norm
         self.output_gate = output_gate

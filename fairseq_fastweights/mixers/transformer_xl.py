@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.rotary_embedding import turns
-from fairseq_fastweights.mixers.softmax import ReadsBySoftmax
+from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 
 WAVELENGTH_BASE = 10000.0
 """The base of the sinusoids of distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
@@ -23,7 +24,7 @@ BIAS_STD = 0.02
 """The standard deviation of the initial u and v, as in the authors' code."""
 
 
-class TransformerXL(ReadsBySoftmax):
+class TransformerXL(SoftmaxMixer):
     """A Transformer-XL's relative attention, with recurrence over segments (Dai et al. 2019, Sec. 3.2 and 3.3).
 
         h = [SG(memory), x]                             memory: the last inputs of the segments before; no gradient
@@ -91,9 +92,9 @@ class TransformerXL(ReadsBySoftmax):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         if memory < 0:
-            raise ValueError(f"memory is {memory}; it must be at least 1, or 0 for none")
+            raise InvalidInput(f"memory is {memory}; it must be at least 1, or 0 for none")
         if clamp_len < 0:
-            raise ValueError(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
+            raise InvalidInput(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
         self.memory = memory
         self.clamp_len = clamp_len
         self.same_length = same_length

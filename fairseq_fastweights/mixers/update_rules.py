@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fairseq_fastweights.feature_maps import is_favor
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.ops import RULES, Gate, Rule
 
 _Entry = TypeVar("_Entry")
@@ -60,7 +61,7 @@ def parse_normalization(text: str) -> frozenset[str] | None:
     if words in (["auto"], ["none"]):
         return None if words == ["auto"] else frozenset()
     if not words or not set(words) <= set(NORMALIZATIONS):
-        raise ValueError(
+        raise InvalidInput(
             f"normalization is {text!r}; it must be auto, none, or a comma-separated list of "
             + ", ".join(NORMALIZATIONS)
         )
@@ -76,10 +77,10 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
     """Raises a `ValueError` for normalisations that do not exist, or that the rule cannot have."""
     text = ",".join(sorted(normalization))
     if not normalization <= set(NORMALIZATIONS):
-        raise ValueError(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
+        raise InvalidInput(f"normalization is {text!r}; it may hold {', '.join(NORMALIZATIONS)}")
     if "removal" in normalization and not UPDATE_RULES[update_rule].corrects:
         able = ", ".join(name for name, rule in UPDATE_RULES.items() if rule.corrects)
-        raise ValueError(
+        raise InvalidInput(
             f"normalization is {text!r}, but the {update_rule} rule removes nothing from its memory; 'removal' can be "
             f"used with {able}"
         )
@@ -88,7 +89,7 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
 def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
     if name not in table:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
+        raise InvalidInput(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
     return table[name]
 
 
@@ -118,7 +119,7 @@ def known_to_diverge(update_rule: str, feature_map: str, normalization: frozense
 
 def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) -> str | None:
     """Returns a reason not to carry states of this combination from segment to segment in training, or None."""
-    if _never_forgets(update_rule) and normalization & {"attention", "removal"}:
+    if _has_no_decay(update_rule) and normalization & {"attention", "removal"}:
         return (
             "the normaliser of attention normalisation grows without bound; perplexities were above 260 "
             "(Schlag et al. 2021, Table 4 and Sec. 6.3)"
@@ -128,7 +129,7 @@ def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) 
 
 def known_to_lose_when_carried(update_rule: str) -> str | None:
     """Returns what carried states were seen to cost this rule in training, and which mixers they cost less; or None."""
-    if _never_forgets(update_rule):
+    if _has_no_decay(update_rule):
         return (
             f"the memory of {update_rule} never forgets, and models of WikiText-2 were worse for it than in windows "
             "(docs/results.md); gated-delta and gated forget, and lose little"
@@ -136,5 +137,5 @@ def known_to_lose_when_carried(update_rule: str) -> str | None:
     return None
 
 
-def _never_forgets(update_rule: str) -> bool:
+def _has_no_decay(update_rule: str) -> bool:
     return not any(gate.log for gate in UPDATE_RULES[update_rule].gates)

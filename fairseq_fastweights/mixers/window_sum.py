@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
@@ -86,24 +87,24 @@ class WindowSum(MemoryAttention):
         **options: Any,
     ) -> None:
         if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
+            raise InvalidInput(f"window is {window}; it must be at least 1")
         check_backend(backend)
         normalization = self.papers_normalization if normalization is None else frozenset(normalization)
         if normalization not in ({"attention"}, {"sum", "attention"}):
             text = ",".join(sorted(normalization)) or "none"
-            raise ValueError(
+            raise InvalidInput(
                 f"normalization is {text!r}; with window-sum it must be auto, attention, or sum,attention: what the "
                 "window and the memory give has one denominator"
             )
         feature_map = feature_map or self.papers_map
         super().__init__(embed_dim, num_heads, feature_map=feature_map, normalization=normalization, **options)
         if not self.feature_map.positive:
-            raise ValueError(
+            raise InvalidInput(
                 f"feature_map is {feature_map!r}; with window-sum it must be a map without negative outputs: their "
                 "sums are a part of the denominator"
             )
         if self.feature_map.key_dim != self.head_dim:
-            raise ValueError(
+            raise InvalidInput(
                 f"feature_dim is {self.feature_map.key_dim}; with window-sum and the feature map {feature_map} it must "
                 f"be the head dim, {self.head_dim}: the window compares the same queries and keys"
             )

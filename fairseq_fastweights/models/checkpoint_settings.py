@@ -17,6 +17,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS
 
@@ -144,7 +145,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
         for name in sorted(names)
     ]
     if different:
-        raise ValueError("the checkpoint does not fit the model: " + "; ".join(different))
+        raise InvalidInput("the checkpoint does not fit the model: " + "; ".join(different))
     state_dict[f"{prefix}.{NAME}"] = own  # the same, in today's words
 
 
@@ -157,7 +158,7 @@ def decode(codes: Tensor) -> dict[str, Any]:
     try:
         settings = json.loads(bytes(codes.tolist()).decode())
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{NAME} holds no settings ({error})") from None
+        raise InvalidInput(f"{NAME} holds no settings ({error})") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{NAME} holds {type(settings).__name__}; it must hold settings by name")
+        raise InvalidInput(f"{NAME} holds {type(settings).__name__}; it must hold settings by name")
     return settings

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fairseq_fastweights.feature_maps import is_favor
+from fairseq_fastweights.invalid_input import InvalidInput
 
 logger = logging.getLogger(__name__)
 
@@ -209,13 +210,13 @@ def check_options(options: Any) -> None:
         value = getattr(options, option, None)
         if value is not None and is_refused(value):
             given = "set" if value is True else getattr(value, "value", value)
-            raise ValueError(f"cuda_graphs is set, and {option} is {given}; one of them must go: {why}")
+            raise InvalidInput(f"cuda_graphs is set, and {option} is {given}; one of them must go: {why}")
 
 
 def check_gpu(options: Any) -> None:
     """Raises a `ValueError` if a command for training asks for cuda_graphs where there is no GPU."""
     if getattr(options, "cuda_graphs", False) and not CudaGraph.is_available():
-        raise ValueError("cuda_graphs is set; it needs a GPU, and torch sees none")
+        raise InvalidInput("cuda_graphs is set; it needs a GPU, and torch sees none")
 
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -239,11 +240,11 @@ def _check_place(x: Tensor, modules: list[nn.Module]) -> None:
     """The same, of a model in training: fairseq-hydra-train shows a model its own options alone."""
     kind = CudaGraph.device_type
     if x.device.type != kind:
-        raise ValueError(f"cuda_graphs is set, and the model is on {x.device}; it must be on a device of type {kind}")
+        raise InvalidInput(f"cuda_graphs is set, and the model is on {x.device}; it must be on a device of type {kind}")
     if torch.is_autocast_enabled(kind):
-        raise ValueError(f"cuda_graphs is set, and amp is set; one of them must go: {_REFUSED['amp'][1]}")
+        raise InvalidInput(f"cuda_graphs is set, and amp is set; one of them must go: {_REFUSED['amp'][1]}")
     if any(type(module).__name__.startswith("FSDP") for module in modules):  # to import its class takes long
-        raise ValueError(
+        raise InvalidInput(
             f"cuda_graphs is set, and ddp_backend is fully_sharded; one of them must go: {_REFUSED['ddp_backend'][1]}"
         )
 

@@ -14,6 +14,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Mixer, State
@@ -123,7 +124,7 @@ class FastWeightDecoder(TransformerDecoder):
         """
         mixers = self.mixers
         if len(states) != len(mixers):
-            raise ValueError(f"states has {len(states)} layers; the model has {len(mixers)}")
+            raise InvalidInput(f"states has {len(states)} layers; the model has {len(mixers)}")
         device = self.settings_version.device
         self._carried[True] = {
             mixer: {name: x.to(device) for name, x in state.items()}
@@ -134,7 +135,7 @@ class FastWeightDecoder(TransformerDecoder):
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         cfg, (build, norms_behind) = TransformerConfig.from_namespace(args), next(self._builders)
         if self.args.parallel_residual and norms_behind:
-            raise ValueError("parallel_residual is set; with output_norm_layers it must not be")
+            raise InvalidInput("parallel_residual is set; with output_norm_layers it must not be")
         kind = ParallelDecoderLayer if self.args.parallel_residual else partial(MixerDecoderLayer, no_encoder_attn=True)
         layer = (OutputNormDecoderLayer if norms_behind else kind)(cfg, build)
         if self.args.swiglu:
@@ -211,7 +212,7 @@ class FastWeightDecoder(TransformerDecoder):
         generating = incremental_state is not None and not isinstance(incremental_state, SegmentState)
         if starts is not None:
             if generating:
-                raise ValueError("starts is given; in generation it must be None: a text goes on")
+                raise InvalidInput("starts is given; in generation it must be None: a text goes on")
             self.check_takes_starts()
             starts = check_starts(starts, prev_output_tokens.t(), prev_output_tokens.eq(self.padding_idx))
         positions = None
@@ -314,7 +315,7 @@ class FastWeightDecoder(TransformerDecoder):
     def check_carries(self) -> None:
         """Raises a `ValueError` if there are layers whose state cannot be carried from segment to segment."""
         if layers := self._layers_where("carries", False):
-            raise ValueError(
+            raise InvalidInput(
                 f"carry_over_state is set, but states cannot be carried over through {layers}: they grow with the "
                 "text, or end with it; it must not be set, or these layers must have another mixer"
             )
@@ -324,7 +325,7 @@ class FastWeightDecoder(TransformerDecoder):
         if layers := self._layers_where("takes_starts", False):
             unable = {name for name, mixer in zip(self.mixer_names, self.mixers, strict=True) if not mixer.takes_starts}
             able = ", ".join(name for name, kind in MIXERS.items() if kind.takes_starts and name not in unable)
-            raise ValueError(
+            raise InvalidInput(
                 f"separate_documents is set, but documents cannot be kept apart in {layers}; it must not be set, or "
                 f"these layers must have another mixer, of {able}"
             )

@@ -23,6 +23,7 @@ from fairseq.utils import safe_getattr
 from torch import nn
 
 from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.registry import have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
@@ -221,18 +222,18 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.adaptive_softmax_cutoff is not None:
             read_cutoffs("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, len(task.target_dictionary))
             if args.mask_special_symbols:
-                raise ValueError(
+                raise InvalidInput(
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
         heads, sized = args.fast_weight_heads, have_sizes(names, partial(getattr, args))
         if heads is not None and (heads < 1 or (args.decoder_embed_dim % heads and not sized)):
-            raise ValueError(
+            raise InvalidInput(
                 f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
             )
         _check_shape(args)
         if "softmax" in names and safe_getattr(args, "decoder_xformers_att_config", None):
-            raise ValueError(
+            raise InvalidInput(
                 f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with layers of softmax "
                 "attention it must not be set: they are computed by PyTorch"
             )
@@ -295,28 +296,28 @@ def _layer_mixers(args: Any) -> tuple[str, ...]:
 def _check_shape(args: Any) -> None:
     """Checks that the sizes fit each other, and that options of Llama- and Qwen-shaped models do."""
     if args.init_std is not None and not 0 < args.init_std < math.inf:
-        raise ValueError(f"init_std is {args.init_std}; it must be positive")
+        raise InvalidInput(f"init_std is {args.init_std}; it must be positive")
     if not args.rotary_base > 0:
-        raise ValueError(f"rotary_base is {args.rotary_base}; it must be positive")
+        raise InvalidInput(f"rotary_base is {args.rotary_base}; it must be positive")
     parse_scaling(args.rotary_scaling)
     # An adaptive softmax has weights of its own.
     if args.share_decoder_input_output_embed and args.adaptive_softmax_cutoff is None:
         if args.character_embeddings or args.adaptive_input:
             other = "character_embeddings" if args.character_embeddings else "adaptive_input"
-            raise ValueError(f"share_decoder_input_output_embed is set; with {other} it must not be")
+            raise InvalidInput(f"share_decoder_input_output_embed is set; with {other} it must not be")
         if args.decoder_input_dim != args.decoder_output_dim:
-            raise ValueError(
+            raise InvalidInput(
                 f"decoder_input_dim is {args.decoder_input_dim} and decoder_output_dim {args.decoder_output_dim}; with "
                 "share_decoder_input_output_embed they must be the same"
             )
     block = args.quant_noise_pq_block_size
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
         if args.quant_noise_pq and getattr(args, name) % block:
-            raise ValueError(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
+            raise InvalidInput(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
     if args.zero_centered_norms and args.rms_norm_eps is None and args.query_key_norm_eps is None:
-        raise ValueError("zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps, which are not")
+        raise InvalidInput("zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps, which are not")
     if args.swiglu and args.quant_noise_pq:
-        raise ValueError(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
+        raise InvalidInput(f"quant_noise_pq is {args.quant_noise_pq}; with swiglu it must be 0")
 
 
 def _parse_kept_layers(text: str, layers: int) -> list[int]:
@@ -324,7 +325,7 @@ def _parse_kept_layers(text: str, layers: int) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     numbers = sorted(int(word) + 1 for word in words if word.isdecimal())
     if len(set(numbers)) < len(words) or numbers[-1] > layers:
-        raise ValueError(
+        raise InvalidInput(
             f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
         )
     return numbers

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
@@ -177,7 +178,7 @@ def mixer_builder(
             if first not in option:
                 raise
             why = why.replace("embed_dim", f"{side}_embed_dim").replace("num_heads", f"{side}_attention_heads")
-            raise ValueError(f"{option[first]} {why}") from None
+            raise InvalidInput(f"{option[first]} {why}") from None
 
     return build
 
@@ -192,7 +193,7 @@ def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers")
         return frozenset(range(1, layers + 1))
     numbers = [word.strip() for word in text.split(",") if word.strip()]
     if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
-        raise ValueError(f"{name} is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}")
+        raise InvalidInput(f"{name} is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}")
     return frozenset(int(n) for n in numbers)
 
 
@@ -214,12 +215,12 @@ def parse_mixers(args: Any, softmax_layers: str, default_rule: str) -> tuple[str
         return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
     names = parse_pattern(args.mixers, layers)
     if softmax:
-        raise ValueError(
+        raise InvalidInput(
             f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
             "which layers have softmax"
         )
     if rule != default_rule and rule not in names:
-        raise ValueError(
+        raise InvalidInput(
             f"update_rule is {rule!r}, which mixers, {args.mixers!r}, has in no layer; one of them must go"
         )
     return names
@@ -254,7 +255,7 @@ def check_architecture(args: Any) -> None:
     switches = [option for option, value in vars(architecture).items() if value is True]
     lost = [option for option in switches if not getattr(args, option, True) and not made.model[option]]
     if lost:
-        raise ValueError(
+        raise InvalidInput(
             f"model._name is {name!r}, whose settings this fairseq's fairseq-hydra-train leaves out ({lost[0]} is "
             f"False); it must be {model!r}, with all settings written out, or --arch of fairseq-train, unless fairseq "
             "is the one that tools/build_fairseq.py --force installs"

@@ -21,6 +21,7 @@ from fairseq.models.transformer.transformer_legacy import tiny_architecture
 from fairseq.utils import safe_getattr
 from torch import nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
 from fairseq_fastweights.models.fast_weight_options import (
@@ -113,13 +114,13 @@ class FastWeightTransformerModel(TransformerModel):
         places = parse_places(args.fast_weight_attention)
         names = _decoder_mixers(args)
         if set(names) != {"softmax"} and safe_getattr(args, "cross_self_attention", False):
-            raise ValueError(
+            raise InvalidInput(
                 f"cross_self_attention is set and fast_weight_attention is {args.fast_weight_attention!r}; it must be "
                 "without 'decoder', and mixers must not be set: a mixer holds what the decoder has read, not the source"
             )
         kept = safe_getattr(args, "decoder_layers_to_keep", None)
         if kept and len(set(names)) > 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"decoder_layers_to_keep is {kept!r} and mixers is {args.mixers!r}; one of them must go: layers are "
                 "kept of decoders whose layers are alike"
             )
@@ -157,7 +158,7 @@ class FastWeightTransformerModel(TransformerModel):
         for side in ("encoder", "decoder"):
             kept, layers = getattr(args, f"{side}_layers_to_keep", None) or [], getattr(args, f"{side}_layers")
             if len(set(kept)) < len(kept) or not all(0 <= number < layers for number in kept):
-                raise ValueError(
+                raise InvalidInput(
                     f"{side}_layers_to_keep is {kept}; it must be comma-separated numbers from 0 to {layers - 1}, "
                     "each once"
                 )
@@ -188,7 +189,7 @@ def _check_shape(args: Any, types: int) -> None:
     """Checks that the sizes fit each other."""
     shared = args.share_decoder_input_output_embed or args.share_all_embeddings
     if shared and not args.adaptive_softmax_cutoff and args.decoder_output_dim != args.decoder_embed_dim:
-        raise ValueError(
+        raise InvalidInput(
             f"decoder_output_dim is {args.decoder_output_dim}; with shared embeddings it must be decoder_embed_dim, "
             f"{args.decoder_embed_dim}"
         )
@@ -214,9 +215,9 @@ def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str,
     return "sum", mixer_builder("sum", {**mixer_settings(cfg, heads), **others}, SOURCE_MIXERS, side)
 
 
-def _no_alignments(option: str, value: object) -> ValueError:
+def _no_alignments(option: str, value: object) -> InvalidInput:
     """The error for an option that needs an alignment, if the attention to the source is a memory."""
-    return ValueError(
+    return InvalidInput(
         f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a fast weight "
         "memory, which has no weights to align words by (--fast-weight-attention encoder,decoder trains a model that "
         "can)"
@@ -233,7 +234,7 @@ def parse_places(text: str) -> frozenset[str]:
     if words == ["none"]:
         return frozenset()
     if not words or not set(words) <= set(PLACES):
-        raise ValueError(
+        raise InvalidInput(
             f"fast_weight_attention is {text!r}; it must be none, or a comma-separated list of {', '.join(PLACES)}"
         )
     return frozenset(words)

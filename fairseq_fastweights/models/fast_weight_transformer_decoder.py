@@ -9,6 +9,7 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerDecoderLayer, project, wrap_layer
 
@@ -69,7 +70,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
             ValueError: for `full_context_alignment`, if a memory reads the target, as it is causal.
         """
         if full_context_alignment and not self._all_softmax:
-            raise ValueError(
+            raise InvalidInput(
                 "full_context_alignment must be False: a mixer holds what was read before, not what follows"
             )
         features, extra = super().extract_features(

@@ -9,6 +9,7 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.host_copies import on_host
 from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerEncoderLayer, wrap_layer
@@ -60,7 +61,7 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         if src_tokens.shape[1] > most:  # padded, at least
             longest = int(on_host(src_tokens).ne(self.padding_idx).sum(dim=1).max())
             if longest > most:
-                raise ValueError(
+                raise InvalidInput(
                     f"a source has {longest} tokens; the model takes at most {most} (--max-source-positions)"
                 )
         return super().forward(src_tokens, *arguments, **options)

@@ -15,6 +15,7 @@ from fairseq_fastweights.adaptive_bands import (
     leave_out_square_projections,
     start_as_identity,
 )
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models.option_checks import read_cutoffs
 
 
@@ -39,7 +40,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
         return TransformerLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
     cutoffs = read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
     if int(args.decoder_input_dim // args.adaptive_input_factor ** len(cutoffs)) < 1:
-        raise ValueError(
+        raise InvalidInput(
             f"adaptive_input_factor is {args.adaptive_input_factor:g}: with decoder_input_dim {args.decoder_input_dim} "
             f"and {len(cutoffs)} cut-offs the rarest words' embeddings would have no dimension; it must be at most "
             f"{args.decoder_input_dim ** (1 / len(cutoffs)):.3g}"
@@ -73,12 +74,12 @@ def _check_bands(args: Any) -> None:
     check_square_projections(args.square_projections)
     adaptive_input = args.adaptive_input and not args.character_embeddings
     if args.square_projections != "keep" and not adaptive_input and args.adaptive_softmax_cutoff is None:
-        raise ValueError(
+        raise InvalidInput(
             f"square_projections is {args.square_projections}; it needs adaptive_input or adaptive_softmax_cutoff, "
             "which are not set"
         )
     if args.adaptive_softmax_bias and args.adaptive_softmax_cutoff is None:
-        raise ValueError("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is not")
+        raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is not")
 
 
 def _read_filters(text: str) -> list[Any]:
@@ -88,17 +89,19 @@ def _read_filters(text: str) -> list[Any]:
     except (TypeError, ValueError, SyntaxError):
         filters = []
     if not filters or not all(width > 0 and number > 0 for width, number in filters):
-        raise ValueError(f"character_filters is {text!r}; it must be a list of pairs of widths and numbers of filters")
+        raise InvalidInput(
+            f"character_filters is {text!r}; it must be a list of pairs of widths and numbers of filters"
+        )
     return filters
 
 
 def _check_tied_bands(args: Any) -> None:
     if not args.adaptive_input:
-        raise ValueError("tie_adaptive_weights is set; it needs adaptive_input, which is not")
+        raise InvalidInput("tie_adaptive_weights is set; it needs adaptive_input, which is not")
     for name, own, other in (
         ("adaptive_softmax_factor", args.adaptive_softmax_factor, args.adaptive_input_factor),
         ("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, args.adaptive_input_cutoff),
         ("decoder_output_dim", args.decoder_output_dim, args.decoder_input_dim),
     ):
         if own != other:
-            raise ValueError(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")
+            raise InvalidInput(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")

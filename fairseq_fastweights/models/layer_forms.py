@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
 
-from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerDecoderLayer
+from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.models.mixer_layers import Mix, MixerBuilder, MixerDecoderLayer
 
 
 class _OtherForm(MixerDecoderLayer):
@@ -17,40 +18,11 @@ class _OtherForm(MixerDecoderLayer):
 
     def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
         if not cfg.decoder.normalize_before:
-            raise ValueError(f"{self.option} is set; it needs decoder_normalize_before, which is not")
+            raise InvalidInput(f"{self.option} is set; it needs decoder_normalize_before, which is not")
         for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
             if getattr(cfg, name, False):
-                raise ValueError(f"{name} is set; with {self.option} it must not be")
+                raise InvalidInput(f"{name} is set; with {self.option} it must not be")
         super().__init__(cfg, build_mixer, no_encoder_attn=True)
-
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None, None]:
-        """Computes the layer."""
-        starts = options.pop("starts", None)
-        return self.run(self._run, arguments, options, starts), None, None
-
-    @classmethod
-    def _run(
-        cls,
-        own: Any,
-        x: Tensor,
-        *,
-        incremental_state: dict[Any, Any] | None = None,
-        self_attn_padding_mask: Tensor | None = None,
-        **unused: Any,
-    ) -> Tensor:
-        def mix(x: Tensor) -> Tensor:
-            mixed: Tensor = own.self_attn(x, None, None, self_attn_padding_mask, incremental_state)[0]
-            return mixed
-
-        def feed_forward(x: Tensor) -> Tensor:
-            hidden: Tensor = own.fc2(own.activation_dropout_module(own.activation_fn(own.fc1(x))))
-            return hidden
-
-        return cls._compute(own, x, mix, feed_forward)
-
-    @staticmethod
-    def _compute(own: Any, x: Tensor, mix: Any, feed_forward: Any) -> Tensor:
-        raise NotImplementedError
 
 
 class ParallelDecoderLayer(_OtherForm):
@@ -62,10 +34,18 @@ class ParallelDecoderLayer(_OtherForm):
 
     option = "parallel_residual"
 
-    @staticmethod
-    def _compute(own: Any, x: Tensor, mix: Any, feed_forward: Any) -> Tensor:
-        mixed, hidden = mix(own.self_attn_layer_norm(x)), feed_forward(own.final_layer_norm(x))
-        return x + own.dropout_module(mixed) + own.dropout_module(hidden)
+    def compute(
+        self: Any,
+        x: Tensor,
+        mix: Mix,
+        *,
+        self_attn_padding_mask: Tensor | None = None,
+        starts: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        mixed = mix("self_attn", self.self_attn_layer_norm(x), self_attn_padding_mask, starts=starts)
+        hidden = self.feed_forward(self.final_layer_norm(x))
+        return x + self.dropout_module(mixed) + self.dropout_module(hidden), None
 
 
 class OutputNormDecoderLayer(_OtherForm):
@@ -77,7 +57,15 @@ class OutputNormDecoderLayer(_OtherForm):
 
     option = "output_norm_layers"
 
-    @staticmethod
-    def _compute(own: Any, x: Tensor, mix: Any, feed_forward: Any) -> Tensor:
-        x = x + own.dropout_module(own.self_attn_layer_norm(mix(x)))
-        return x + own.dropout_module(own.final_layer_norm(feed_forward(x)))
+    def compute(
+        self: Any,
+        x: Tensor,
+        mix: Mix,
+        *,
+        self_attn_padding_mask: Tensor | None = None,
+        starts: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        mixed = mix("self_attn", x, self_attn_padding_mask, starts=starts)
+        x = x + self.dropout_module(self.self_attn_layer_norm(mixed))
+        return x + self.dropout_module(self.final_layer_norm(self.feed_forward(x))), None

@@ -20,6 +20,8 @@ from fairseq_fastweights.models.segment_state import SegmentState
 
 MixerBuilder = Callable[[int], Mixer]
 """A function that makes a layer's mixer from the layer's width."""
+Mix = Callable[..., Tensor]
+"""A function that runs a layer's mixer of a name on (time, batch, embed_dim) and padding, with options of the mixer."""
 
 # Copies of a layer's weights, side by side for a fused kernel. The kernel computes softmax attention alone, and fairseq
 # fills them only on loading, so that here they would be parameters which nothing uses and nothing trains.
@@ -35,70 +37,31 @@ _FUSED = (
 )
 
 
-class _Attention:
-    """Calls a mixer in the way in which fairseq's layers call their attention.
-
-    Args:
-        mixer: the mixer.
-        starts: marks documents, or is None.
-        name: what its state is found by in a layer that is compiled; None for the mixer itself.
-    """
-
-    def __init__(self, mixer: Mixer, starts: Tensor | None, name: str | None) -> None:
-        self._mixer, self._key = mixer, mixer if name is None else name
-        self._options = {} if starts is None else {"starts": starts}
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        incremental_state: dict[Any, Any] | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        """Mixes `query`, (time, batch, embed_dim). The state is read from `incremental_state` and written there."""
-        options: dict[str, Any] = self._options if key is None or key is query else {"source": key}
-        state = None if incremental_state is None else incremental_state.get(self._key)
-        # A segment may be computed twice from the same state; the state of a text that is being written is read once.
-        overwrite = self._key is self._mixer and not isinstance(incremental_state, SegmentState)
-        padding = None if key_padding_mask is None else key_padding_mask.bool()
-        x, state = self._mixer(query, state, padding, overwrite=overwrite, **options)
-        if incremental_state is not None:
-            incremental_state[self._key] = state
-        return x, None
-
-    def _get_input_buffer(self, incremental_state: Any) -> None:
-        """Returns {} when fairseq's layer asks for the keys of its attention."""
-
-
-class _AsFairseqs:
-    """Presents a layer to the code of fairseq's layers, with its mixers as attention."""
-
-    def __init__(self, layer: nn.Module, starts: Tensor | None, by_name: bool = False) -> None:
-        self._layer, self._starts, self._by_name = layer, starts, by_name
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._layer, name)
-        return _Attention(found, self._starts, name if self._by_name else None) if isinstance(found, Mixer) else found
-
-
 def _run_with_states(
-    forward: Callable[..., Any],
-    layer: nn.Module,
-    starts: Tensor | None,
+    layer: MixerLayer,
+    x: Tensor,
     states: dict[str, State | None] | None,
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-) -> tuple[Any, dict[str, State | None] | None]:
-    """Runs `forward` on a layer; returns its result and its mixers' states by name. This is what is compiled.
+    incremental_state: dict[Any, Any] | None,
+    given: dict[str, Any],
+) -> tuple[Any, dict[str, State]]:
+    """Computes a layer, as it is compiled; returns its result and, if there are states, its mixers' new ones by name.
 
     By name, as a graph that knows states by their mixers would be one for each layer.
     """
-    if states is not None:
-        states = dict(states)
-        options = options | {"incremental_state": states}
-    return forward(_AsFairseqs(layer, starts, by_name=True), *arguments, **options), states
+    after: dict[str, State] = {}
+    # A segment may be computed twice from the same state; the state of a text that is being written is read once.
+    overwrite = incremental_state is not None and not isinstance(incremental_state, SegmentState)
+
+    def mix(place: str, x: Tensor, padding: Tensor | None, **options: Tensor | None) -> Tensor:
+        before = None if states is None else states[place]
+        padding = None if padding is None else padding.bool()
+        options = {name: value for name, value in options.items() if value is not None}
+        x, state = getattr(layer, place)(x, before, padding, overwrite=overwrite, **options)
+        if states is not None:
+            after[place] = state
+        return x
+
+    return layer.compute(x, mix, incremental_state=incremental_state, **given), after
 
 
 @cache
@@ -109,7 +72,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 class MixerLayer(nn.Module):
-    """Base class that adds mixers to fairseq's layers.
+    """Base class of layers with mixers, which have the parameters of fairseq's layers and take what these take.
 
     Attributes:
         compiles: whether torch.compile makes one graph of the layer in training, the same for all layers of a kind.
@@ -117,21 +80,49 @@ class MixerLayer(nn.Module):
 
     compiles = False
 
-    def run(
-        self, forward: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], starts: Any = None
-    ) -> Any:
-        """Runs a layer's forward pass in fairseq's form, in which mixers are its attention."""
+    def compute(self, x: Tensor, mix: Mix, *, incremental_state: dict[Any, Any] | None, **given: Any) -> Any:
+        """The layer's equation.
+
+        Args:
+            x: (time, batch, embed_dim).
+            mix: runs the mixer of a name on a tensor and its padding.
+            incremental_state: that of fairseq's attention, where a layer has both; `mix` knows the mixers' states.
+            given: what else the layer is given.
+        """
+        raise NotImplementedError
+
+    def run(self, x: Tensor, incremental_state: dict[Any, Any] | None, **given: Any) -> Any:
+        """Computes the layer with the states that `incremental_state` has of its mixers, and writes the new ones there.
+
+        A segment's states, and those of a text that is being written, are known by their mixers.
+        """
+        mixers = dict(self.mixers())
+        states = None if incremental_state is None else {name: incremental_state.get(m) for name, m in mixers.items()}
         # A graph calls no hooks of modules in it, as those of fairseq's search for where NaN comes from.
-        watched = any(module._forward_hooks for module in self.children())
-        if watched or not (self.compiles and self.training):
-            return forward(_AsFairseqs(self, starts), *arguments, **options)
-        segment, names = options.pop("incremental_state", None), dict(self.mixers())
-        states = None if segment is None else {name: segment.get(mixer) for name, mixer in names.items()}
-        x, *others = arguments  # contiguous, as the layers before give it: another layout would be another graph
-        result, states = _compiled()(forward, self, starts, states, (x.contiguous(), *others), options)
-        for name, state in (states or {}).items():
-            segment[names[name]] = state
+        if self.compiles and self.training and not any(module._forward_hooks for module in self.children()):
+            # Contiguous, as the layers before give it: another layout would be another graph.
+            result, after = _compiled()(self, x.contiguous(), states, None, given)
+        else:
+            result, after = _run_with_states(self, x, states, incremental_state, given)
+        for name, state in after.items():
+            incremental_state[mixers[name]] = state  # type: ignore[index]
         return result
+
+    def feed_forward(self: Any, x: Tensor) -> Tensor:
+        """The network of each position."""
+        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        scale = getattr(self, "ffn_layernorm", None)
+        out: Tensor = self.fc2(hidden if scale is None else scale(hidden))
+        return out
+
+    def norm_before(self: Any, norm: nn.Module, x: Tensor) -> Tensor:
+        """The input of a branch."""
+        return norm(x) if self.normalize_before else x
+
+    def add(self: Any, residual: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
+        """The sum of a branch and what it began with; behind it the norm, if that is not before it."""
+        x = self.residual_connection(self.dropout_module(x), residual)
+        return x if self.normalize_before else norm(x)
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
         """Its mixers, with their names."""
@@ -166,9 +157,18 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         return _with_fairseqs_noise(self._build_mixer(embed_dim), cfg)
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Runs fairseq's layer."""
-        return self.run(TransformerEncoderLayerBase.forward, arguments, options)
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        """What fairseq's layer computes, with the mixer for attention. It has no use for a mask of attention."""
+        out: Tensor = self.run(x, None, padding=encoder_padding_mask)
+        return out
+
+    def compute(  # type: ignore[override]
+        self: Any, x: Tensor, mix: Mix, *, padding: Tensor | None, incremental_state: None
+    ) -> Tensor:
+        mixed = mix("self_attn", self.norm_before(self.self_attn_layer_norm, x), padding)
+        x = self.add(x, mixed, self.self_attn_layer_norm)
+        hidden = self.feed_forward(self.norm_before(self.final_layer_norm, x))
+        return self.add(x, hidden, self.final_layer_norm)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Accepts a state of fairseq's layer too, and drops its second copies of weights."""
@@ -212,10 +212,75 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
             return super().build_encoder_attention(embed_dim, cfg)
         return _with_fairseqs_noise(build(embed_dim), cfg)
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Runs fairseq's layer; `starts`, which needs a layer without a source, goes to the mixer."""
-        starts = options.pop("starts", None)
-        return self.run(TransformerDecoderLayerBase.forward, arguments, options, starts)
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        incremental_state: dict[Any, Any] | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """What fairseq's layer computes, with mixers for attention; `starts` marks documents, where there is no source.
+
+        Returns:
+            (time, batch, embed_dim), and as in fairseq the weights of attention, None of a mixer, and None.
+        """
+        given |= {"encoder_out": encoder_out, "encoder_padding_mask": encoder_padding_mask}
+        return *self.run(x, incremental_state, **given), None
+
+    def compute(  # type: ignore[override]
+        self: Any,
+        x: Tensor,
+        mix: Mix,
+        *,
+        encoder_out: Tensor | None,
+        encoder_padding_mask: Tensor | None,
+        incremental_state: dict[Any, Any] | None,
+        self_attn_mask: Tensor | None = None,
+        self_attn_padding_mask: Tensor | None = None,
+        need_attn: bool = False,
+        need_head_weights: bool = False,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        weights = None
+        query = self.norm_before(self.self_attn_layer_norm, x)
+        if isinstance(self.self_attn, Mixer):
+            read = mix("self_attn", query, self_attn_padding_mask, starts=starts)
+        else:
+            read, weights = self.self_attn(
+                query,
+                query,
+                query,
+                key_padding_mask=self_attn_padding_mask,
+                incremental_state=incremental_state,
+                need_weights=False,
+                attn_mask=self_attn_mask,
+            )
+        if self.c_attn is not None:
+            read = (read.unflatten(-1, (self.nh, self.head_dim)) * self.c_attn[:, None]).flatten(-2)
+        if self.attn_ln is not None:
+            read = self.attn_ln(read)
+        x = self.add(x, read, self.self_attn_layer_norm)
+
+        if self.encoder_attn is not None and encoder_out is not None:
+            query = self.norm_before(self.encoder_attn_layer_norm, x)
+            if isinstance(self.encoder_attn, Mixer):
+                read, weights = mix("encoder_attn", query, encoder_padding_mask, source=encoder_out), None
+            else:
+                read, weights = self.encoder_attn(
+                    query,
+                    encoder_out,
+                    encoder_out,
+                    key_padding_mask=encoder_padding_mask,
+                    incremental_state=incremental_state,
+                    static_kv=True,
+                    need_weights=need_attn or need_head_weights or (not self.training and self.need_attn),
+                    need_head_weights=need_head_weights,
+                )
+            x = self.add(x, read, self.encoder_attn_layer_norm)
+
+        hidden = self.feed_forward(self.norm_before(self.final_layer_norm, x))
+        return self.add(x if self.w_resid is None else self.w_resid * x, hidden, self.final_layer_norm), weights
 
 
 def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:

@@ -21,6 +21,7 @@ from fairseq.models import (
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
 from fairseq_fastweights.feature_maps import is_favor
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
 from fairseq_fastweights.models import cuda_graphs
 
@@ -63,7 +64,7 @@ def check_ranges(options: Any) -> None:
         for number in numbers:
             if not least <= number <= most:
                 allowed = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
-                raise ValueError(f"{name} is {number}; it must be {allowed}")
+                raise InvalidInput(f"{name} is {number}; it must be {allowed}")
 
 
 def check_inference(cfg: Any) -> None:
@@ -71,14 +72,14 @@ def check_inference(cfg: Any) -> None:
     for group in ("dataset", "generation", "interactive", "eval_lm"):
         check_ranges(getattr(cfg, group, None))
     if cfg.dataset.shard_id >= cfg.dataset.num_shards:
-        raise ValueError(
+        raise InvalidInput(
             f"shard_id is {cfg.dataset.shard_id}; it must be less than num_shards, {cfg.dataset.num_shards}"
         )
     generation = cfg.generation
     if generation.nbest > generation.beam:
-        raise ValueError(f"nbest is {generation.nbest}; it must be at most beam, {generation.beam}")
+        raise InvalidInput(f"nbest is {generation.nbest}; it must be at most beam, {generation.beam}")
     if not generation.max_len_a and generation.min_len > generation.max_len_b:
-        raise ValueError(f"min_len is {generation.min_len}; it must be at most max_len_b, {generation.max_len_b}")
+        raise InvalidInput(f"min_len is {generation.min_len}; it must be at most max_len_b, {generation.max_len_b}")
 
 
 def check_is_language_model(args: Any) -> None:
@@ -86,14 +87,14 @@ def check_is_language_model(args: Any) -> None:
     name = getattr(args, "_name", None) or getattr(args, "arch", None)
     model = ARCH_MODEL_REGISTRY.get(name)
     if model is not None and not issubclass(model, FairseqLanguageModel):
-        raise ValueError(f"task is fast_weight_language_modeling; for a model of arch {name} it must be another")
+        raise InvalidInput(f"task is fast_weight_language_modeling; for a model of arch {name} it must be another")
 
 
 def check_positions(model: Any, task: Any) -> None:
     """Raises a `ValueError` if the model has fewer positions than the task's segments."""
     segments_are_full = getattr(task.sample_break_mode, "value", task.sample_break_mode) in ("none", None)
     if segments_are_full and model.max_positions() < task.tokens_per_sample:
-        raise ValueError(
+        raise InvalidInput(
             f"max_target_positions is {model.max_positions()}; it must be at least tokens_per_sample, "
             f"{task.tokens_per_sample}"
         )
@@ -103,9 +104,9 @@ def check_criterion(criterion: Any, adaptive: bool) -> None:
     """Raises a `ValueError` for a criterion that does not fit the model's softmax."""
     name = getattr(criterion, "_name", None) or getattr(criterion, "criterion", None)
     if adaptive and name in ("cross_entropy", "label_smoothed_cross_entropy"):
-        raise ValueError(f"criterion is {name}; with adaptive_softmax_cutoff it must be adaptive_loss")
+        raise InvalidInput(f"criterion is {name}; with adaptive_softmax_cutoff it must be adaptive_loss")
     if name == "adaptive_loss" and not adaptive:
-        raise ValueError("criterion is adaptive_loss; it needs adaptive_softmax_cutoff, which is not set")
+        raise InvalidInput("criterion is adaptive_loss; it needs adaptive_softmax_cutoff, which is not set")
 
 
 def register_architecture(model: str, name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
@@ -143,28 +144,30 @@ def _check_task(args: Any) -> None:
     task, ours = args.task, "fast_weight_language_modeling"
     reads_texts = "tokens_per_sample" in getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", ())
     if args.arch.startswith("fast_weight_lm") and not reads_texts:
-        raise ValueError(f"task is {task}; with arch {args.arch} it must be {ours}, or language_modeling")
+        raise InvalidInput(f"task is {task}; with arch {args.arch} it must be {ours}, or language_modeling")
     if args.arch.startswith("fast_weight_transformer") and task in (ours, "language_modeling"):
-        raise ValueError(f"task is {task}; with arch {args.arch} it must be translation, or another that has a source")
+        raise InvalidInput(
+            f"task is {task}; with arch {args.arch} it must be translation, or another that has a source"
+        )
 
 
 def _check_training(args: Any) -> None:
     """Checks options of fairseq-train that fairseq does not check."""
     betas = getattr(args, "adam_betas", None)
     if isinstance(betas, str) and not _are_betas(betas):
-        raise ValueError(
+        raise InvalidInput(
             f"adam_betas is {betas!r}; it must be two numbers, at least 0 and less than 1, as '(0.9, 0.98)'"
         )
     updates = getattr(args, "total_num_update", None)  # not set, it is a reference to max_update
     if isinstance(updates, str) and re.fullmatch(r"[-+]?0*(\.0*)?|-.*", updates):
-        raise ValueError(f"total_num_update is {updates}; it must be positive")
+        raise InvalidInput(f"total_num_update is {updates}; it must be positive")
     most, length = args.max_tokens, getattr(args, "tokens_per_sample", 0)
     if most is not None and most < length and args.sample_break_mode == "none":
-        raise ValueError(f"max_tokens is {most}; it must be at least tokens_per_sample, {length}")
+        raise InvalidInput(f"max_tokens is {most}; it must be at least tokens_per_sample, {length}")
     restored = Path(getattr(args, "restore_file", None) or "")
     # Without it fairseq begins anew; a run's own may be missing, as at its beginning.
     if len(restored.parts) > 1 and restored.parent != Path(args.save_dir) and not restored.exists():
-        raise ValueError(f"restore_file is {str(restored)!r}, and there is no such file")
+        raise InvalidInput(f"restore_file is {str(restored)!r}, and there is no such file")
 
 
 def _check_unused(args: Any, model: Any) -> None:
@@ -177,12 +180,12 @@ def _check_unused(args: Any, model: Any) -> None:
     ):
         value = getattr(options, option)
         if value != default and not fits:
-            raise ValueError(f"{option} is {value}; it needs feature_map {needed}, and feature_map is {given}")
+            raise InvalidInput(f"{option} is {value}; it needs feature_map {needed}, and feature_map is {given}")
     for mixer, kind in MIXERS.items():
         for option, row in kind.options.items():
             value = getattr(options, option_name(mixer, option))
             if mixer not in names and value != row.default:
-                raise ValueError(
+                raise InvalidInput(
                     f"{option_name(mixer, option)} is {value}; it needs a layer of {mixer}, and mixers has none"
                 )
 
@@ -191,10 +194,10 @@ def read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
     """Reads comma-separated cut-offs between bands of word types."""
     words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
     if not words or not all(word.isdecimal() for word in words):
-        raise ValueError(f"{name} is {text!r}; it must be comma-separated numbers of word types")
+        raise InvalidInput(f"{name} is {text!r}; it must be comma-separated numbers of word types")
     cutoffs = [int(word) for word in words]
     if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] > types:
-        raise ValueError(
+        raise InvalidInput(
             f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} types at most"
         )
     return cutoffs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer, State
 
 
@@ -26,7 +27,7 @@ class SegmentState(dict[Mixer, State]):
         rows = {x.shape[0] for buffer in carried.values() for x in buffer.values()}
         fits = rows <= {continues.shape[0]}
         if not fits and bool(continues.any()):
-            raise ValueError(
+            raise InvalidInput(
                 f"continues has {continues.shape[0]} rows, but the segments before had {rows.pop()}; rows can only "
                 "continue a batch of the same size"
             )

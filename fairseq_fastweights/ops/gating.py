@@ -88,7 +88,7 @@ def gate(
     _check(x, activation, bias, log_rate, y, weight, norm)
     dtype = state_dtype(x.dtype) if dtype is None else dtype
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    if backend == "auto" and not _worth_a_kernel(x, bias, log_rate, y, norm, scale, dtype):
+    if backend == "auto" and not _is_faster_native(x, bias, log_rate, y, norm, scale, dtype):
         backend = "reference"
     if choose_elementwise(backend, x) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
@@ -98,7 +98,7 @@ def gate(
     return out if out.shape == shape else out.view(shape)
 
 
-def _worth_a_kernel(
+def _is_faster_native(
     x: Tensor,
     bias: Tensor | None,
     log_rate: Tensor | None,

@@ -291,7 +291,7 @@ def _mark_changed(state: Tensor) -> None:
 
 def can_change(state: Tensor) -> bool:
     """True if the steps take a state that lies in memory like this: its rows contiguous."""
-    return state.shape[-1] <= 1 or state.stride(-1) == 1
+    return state.is_contiguous() or state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
 def one_gate(log_gate: Tensor) -> Arguments:

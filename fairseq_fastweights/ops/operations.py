@@ -101,10 +101,14 @@ class Rule:
         if len(inputs) != 3 + len(self.gates):
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
         q, k, v, *gates = inputs
+        fault: Exception | None = None
         if in_place and self._may_take_step(v, backend):
-            out = self._step(q, k, v, gates, initial_state, starts)
-            if out is not None:
-                return out, initial_state  # type: ignore[return-value]
+            try:
+                out = self._step(q, k, v, gates, initial_state, starts)
+                if out is not None:
+                    return out, initial_state  # type: ignore[return-value]
+            except Exception as error:
+                fault = error  # an argument's, which the checks below name, or the kernel's own
         sizes = check_inputs(q, k, v, initial_state, self.gates, gates, starts)  # type: ignore[arg-type]
         batch, time, heads, key_heads, key_dim, value_dim = sizes
         assert v is not None
@@ -118,6 +122,8 @@ class Rule:
         if kernel is not None:
             native.refuse_tangents(initial_state, *inputs)
         state = check_in_place(initial_state, self.inputs, inputs, starts) if in_place else None
+        if fault is not None:
+            raise fault
         if time == 0:
             if state is not None:
                 return torch.zeros_like(v), state
@@ -173,29 +179,26 @@ class Rule:
         )
 
     def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
-        """`out` of one step in place, or None if the kernels refuse it.
+        """`out` of one step in place; None for what the operator does not refuse, but must not be given.
 
         The operator checks shapes and types before it changes anything. Checked here are devices, strides, memory that
         is shared, and that q is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator:
         it is left for what is refused.
         """
         assert self.kernel is not None
-        try:
-            if q.shape != k.shape:
-                return None
-            for x in (q, k, v):
-                if not x.is_contiguous() and x.stride(-1) not in (0, 1):
-                    return None
-            for x in (q, k, state, *gates):
-                if not x.is_cpu:
-                    return None
-            if starts is not None and not starts.is_cpu:
-                return None
-            native.refuse_tangents(state, q, k, v, *gates)
-            check_in_place(state, self.inputs, (q, k, v, *gates), starts)
-            return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
-        except (RuntimeError, ValueError, AttributeError, TypeError, IndexError):
+        if q.shape != k.shape:
             return None
+        for x in (q, k, v):
+            if not x.is_contiguous() and x.stride(-1) not in (0, 1):
+                return None
+        for x in (q, k, state, *gates):
+            if not x.is_cpu:
+                return None
+        if (starts is not None and not starts.is_cpu) or not native.can_change(state):
+            return None
+        native.refuse_tangents(state, q, k, v, *gates)
+        check_in_place(state, self.inputs, (q, k, v, *gates), starts)
+        return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
 
     def _implementation(
         self, backend: str, v: Tensor, time: int, key_dim: int, gates: list[Tensor | None]
@@ -222,7 +225,7 @@ class Rule:
         return None, self.chunkwise
 
 
-class ReadsFirst(Rule):
+class ReadBeforeWrite(Rule):
     """The delta rule as Mao's published kernel computes it, which reads before it writes, with beta in the key.
 
         k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
@@ -328,7 +331,7 @@ RULES = {
             (_BETA,),
             reference.delta_rule,
             Kernel(native.correction, checked=True),
-            ReadsFirst,
+            ReadBeforeWrite,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
             source="the published kernel of Mao (2022), which is not his Eq. 6",

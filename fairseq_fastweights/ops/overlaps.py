@@ -22,7 +22,7 @@ def overlaps_itself(x: Tensor) -> bool:
     if x.is_contiguous() or 0 in x.shape:
         return False
     if torch.compiler.is_compiling():
-        return not _reaches_apart(x.shape, x.stride())
+        return not _elements_are_disjoint(x.shape, x.stride())
     return _overlaps_itself(x.shape, x.stride())
 
 
@@ -68,7 +68,7 @@ def _layout(x: Tensor) -> tuple[Numbers, Numbers, int]:
     return x.shape, x.stride(), x.element_size()
 
 
-def _reaches_apart(sizes: Numbers, strides: Numbers) -> bool:
+def _elements_are_disjoint(sizes: Numbers, strides: Numbers) -> bool:
     """True if each stride is beyond the reach of all smaller ones: then no two elements share memory."""
     dims = [(n, stride) for n, stride in zip(sizes, strides, strict=True) if n > 1]
     for number, (_, stride) in enumerate(dims):
@@ -81,7 +81,7 @@ def _reaches_apart(sizes: Numbers, strides: Numbers) -> bool:
 @lru_cache(maxsize=256)
 def _overlaps_itself(sizes: Numbers, strides: Numbers) -> bool:
     """Marks the places of the elements, where strides alone do not tell."""
-    if _reaches_apart(sizes, strides):
+    if _elements_are_disjoint(sizes, strides):
         return False
     if any(n > 1 and stride == 0 for n, stride in zip(sizes, strides, strict=True)):
         return True

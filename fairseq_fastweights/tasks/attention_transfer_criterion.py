@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer
 from fairseq_fastweights.conversion.transfer.source import find_files, read_source
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 @register_criterion("attention_transfer", dataclass=FairseqDataclass)
@@ -28,14 +29,14 @@ class AttentionTransferCriterion(FairseqCriterion):
         super().__init__(task)
         options = task.args
         if getattr(options, "transfer_from", None) is None:
-            raise ValueError("criterion is attention_transfer; it needs transfer_from, which is not set")
+            raise InvalidInput("criterion is attention_transfer; it needs transfer_from, which is not set")
         if options.transfer != "all":
-            raise ValueError(
+            raise InvalidInput(
                 f"transfer is {options.transfer!r}; with criterion attention_transfer it must be all, as without "
                 "--transfer: layers learn the attention of the source, which they need whole"
             )
         if options.carry_over_state:
-            raise ValueError("carry_over_state is set; with criterion attention_transfer it must not be")
+            raise InvalidInput("carry_over_state is set; with criterion attention_transfer it must not be")
         self._source = options.transfer_from
         self._transfer: AttentionTransfer | None = None
 
@@ -69,7 +70,7 @@ def _unwrapped(model: Any) -> Any:
     """
     while True:
         if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
-            raise ValueError("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")
+            raise InvalidInput("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")
         if not hasattr(model, "module"):
             return model
         model = model.module

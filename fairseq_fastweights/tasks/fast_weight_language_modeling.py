@@ -24,10 +24,11 @@ from fairseq_fastweights.conversion.transfer.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.documents import Documents, PackedDocuments
 from fairseq_fastweights.data.progress import reported
-from fairseq_fastweights.data.segment_iterator import Carrier, SegmentIterator
+from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import check_architecture
 from fairseq_fastweights.models.option_checks import (
@@ -102,7 +103,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, *others, **named)
         check_ranges(args)
         if args.tokens_per_sample < 1:
-            raise ValueError(
+            raise InvalidInput(
                 f"tokens_per_sample without the context window is {args.tokens_per_sample}; it must be at least 1"
             )
         # Whether every model built so far can be asked for its last positions only.
@@ -112,17 +113,17 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         self._masked_symbols: set[int] = set()
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
-        self._carrier: Carrier | None = None
+        self._carrier: CarriesStates | None = None
         for option in ("carry_over_state", "separate_documents", "text_streams"):
             if getattr(args, option):
                 self._check_text(args, option)
         if args.reset_state_probability and not args.carry_over_state:
-            raise ValueError(
+            raise InvalidInput(
                 f"reset_state_probability is {args.reset_state_probability}; without carry_over_state it must be 0: "
                 "every segment starts in an empty state"
             )
         if args.text_streams and args.carry_over_state:
-            raise ValueError(
+            raise InvalidInput(
                 f"text_streams is {args.text_streams}; with carry_over_state it must be 0: the streams are "
                 "--batch-size times the processes then"
             )
@@ -153,7 +154,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         for name, wanted in wanted_of.items():
             value = getattr(args, name)
             if (None if value is None else getattr(value, "value", value)) not in wanted:
-                raise ValueError(f"{name} is {value}; with {option} it must be {wanted[0]}: {why}")
+                raise InvalidInput(f"{name} is {value}; with {option} it must be {wanted[0]}: {why}")
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
         check_is_language_model(args)
@@ -173,7 +174,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             ("separate_documents", "does not tell documents apart"),
         ):
             if getattr(self.args, option) and not ours:
-                raise ValueError(f"{option} is set, but {type(model).__name__} {why}; it must be fast_weight_lm")
+                raise InvalidInput(f"{option} is set, but {type(model).__name__} {why}; it must be fast_weight_lm")
         if self.args.carry_over_state:
             model.decoder.check_carries()
         if self.args.separate_documents:
@@ -208,7 +209,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         frozen = report.freeze(parse_groups("freeze", options.freeze))
         logger.info("%s", report)
         if len(frozen) == len(list(model.parameters())) and options.unfreeze_threshold is None:
-            raise ValueError(f"freeze is {options.freeze!r}, which leaves nothing to train")
+            raise InvalidInput(f"freeze is {options.freeze!r}, which leaves nothing to train")
         if options.dry_run:
             raise SystemExit(0)
         if options.unfreeze_threshold is None:
@@ -317,11 +318,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         carried = self.args.carry_over_state
         if max_sentences is None:
             option = "carry_over_state" if carried else "text_streams"
-            raise ValueError(f"batch_size is not set; with {option} it must be the number of parallel streams")
+            raise InvalidInput(f"batch_size is not set; with {option} it must be the number of parallel streams")
         together = max_sentences * num_shards
         number = together if carried else self.args.text_streams
         if number % together:
-            raise ValueError(
+            raise InvalidInput(
                 f"text_streams is {number}; it must be a multiple of batch_size times the number of processes, "
                 f"{together}"
             )
@@ -361,7 +362,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             ("separate_documents", PackedDocuments, "generation continues a sample as one text"),
         ):
             if not scores and any(isinstance(loaded, kind) for loaded in self.datasets.values()):
-                raise ValueError(f"{option} is set, but {why}; it must not be set, or score_reference must be")
+                raise InvalidInput(f"{option} is set, but {why}; it must not be set, or score_reference must be")
         return super().build_generator(models, args, *others, **named)
 
     @reported
@@ -385,12 +386,12 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         """
         for option in ("text_streams", "reset_state_probability"):
             if value := getattr(self.args, option):
-                raise ValueError(f"{option} is {value}; in evaluation it must be 0")
+                raise InvalidInput(f"{option} is {value}; in evaluation it must be 0")
         length = self.args.tokens_per_sample + context_window
         one_text = self.args.sample_break_mode in ("none", None)
         # Samples that end with a line may be shorter; fairseq leaves out those that are too long.
         if one_text and max_positions is not None and length > max_positions:
-            raise ValueError(
+            raise InvalidInput(
                 f"tokens_per_sample is {length}{' (context window included)' if context_window else ''}, but the "
                 f"model has {max_positions} positions; it must be at most that"
             )
@@ -401,7 +402,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         }
         if self.args.carry_over_state:
             if context_window:
-                raise ValueError(
+                raise InvalidInput(
                     f"context_window is {context_window}; with carry_over_state it must be 0: the context is the "
                     "whole text before"
                 )
@@ -413,7 +414,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             ).next_epoch_itr(shuffle=False)
         documents = self.args.separate_documents
         if documents and context_window and not one_text:
-            raise ValueError(
+            raise InvalidInput(
                 f"context_window is {context_window} and sample_break_mode {self.args.sample_break_mode}; with "
                 "separate_documents it must be none: windows follow the documents"
             )
@@ -453,7 +454,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
         binary = indexed_dataset.data_file_path(path)
         if os.path.exists(binary) and os.path.getsize(binary) == 0:
-            raise ValueError(f"split {split!r} holds no tokens; {binary} must not be empty")
+            raise InvalidInput(f"split {split!r} holds no tokens; {binary} must not be empty")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
         if lines is None:
             raise FileNotFoundError(f"data: there is no split {split!r} at {path}")

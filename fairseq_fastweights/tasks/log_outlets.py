@@ -37,7 +37,7 @@ class LogOutlets:
         with suppress(OSError):  # no more files can be opened
             for fd in ours:  # all, before a file that is opened gets their numbers
                 if _file(fd) is None:
-                    _lead_nowhere(fd)
+                    _redirect_to_null(fd)
             for fd in ours:
                 self._open[fd] = _Outlet(fd)
 
@@ -86,14 +86,14 @@ class _Outlet:
 
     def close(self) -> None:
         if _gone(self._target):
-            _lead_nowhere(self._fd)
+            _redirect_to_null(self._fd)
         else:
             os.dup2(self._target, self._fd)
         # That ends the pipe, unless a process that was forked meanwhile holds it.
         self._works.acquire(timeout=2 * _PATIENCE)
 
 
-def _lead_nowhere(fd: int) -> None:
+def _redirect_to_null(fd: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere != fd:
         os.dup2(nowhere, fd)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import plain_training, trainee
-from harness.trainee import Stretches, covered
+from harness.trainee import UpdateBlocks, covered
 from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
 from torch import nn
 
@@ -16,7 +16,7 @@ from tests.conftest import ROOT, import_plugin
 
 
 class Asking:
-    """A connection at whose other end these stretches are asked for, one after the other."""
+    """A connection at whose other end these blocks are asked for, one after the other."""
 
     def __init__(self, *asked: tuple[str, int]) -> None:
         self.asked, self.answers = list(asked), []
@@ -43,11 +43,11 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("part", "model", "implementation"), TRAINED)
-def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_path: Path, monkeypatch) -> None:
+def test_every_part_is_trained_in_blocks(part, model, implementation, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)
     asking = Asking(("time", 2), ("profile", 1), ("end", 0))
-    trainee.train(training_of(part, model, implementation, tmp_path), Stretches(asking, "cpu"))
+    trainee.train(training_of(part, model, implementation, tmp_path), UpdateBlocks(asking, "cpu"))
     loaded, timed, profiled = asking.answers
     assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
     if not PARTS[part].translates:  # whose batches are of any size
@@ -55,7 +55,7 @@ def test_every_part_is_trained_in_stretches(part, model, implementation, tmp_pat
     assert 50 < profiled["operators"] < 2000 and "kernels" not in profiled
 
 
-def test_the_first_update_of_a_stretch_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
+def test_the_first_update_of_a_block_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -94,10 +94,10 @@ def test_the_first_update_of_a_stretch_is_not_timed_and_what_a_gpu_did_is_counte
 
     monkeypatch.setattr(trainee, "profile", Profile)
     asking = Asking(("time", 2), ("profile", 1), ("end", 0))
-    stretches, made = Stretches(asking, "cuda"), []
+    blocks, made = UpdateBlocks(asking, "cuda"), []
     with pytest.raises(trainee.Finished):
         for number in range(9):
-            stretches.update(lambda number=number: made.append(number), 100)
+            blocks.update(lambda number=number: made.append(number), 100)
     assert made == [0, 1, 2, 3, 4]  # one more than was asked for, twice
     assert asking.answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
     told = {"operators": 1, "kernels": 3, "kernel seconds": 30e-9}
@@ -194,6 +194,6 @@ def test_the_layer_of_flash_linear_attention_is_that_of_the_paper(tmp_path: Path
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)
     monkeypatch.chdir(ROOT)
     asking = Asking(("time", 1), ("end", 0))
-    trainee.train(training_of("lm-small", "delta", FLA, tmp_path), Stretches(asking, "cpu"))
+    trainee.train(training_of("lm-small", "delta", FLA, tmp_path), UpdateBlocks(asking, "cpu"))
     assert asking.answers[1]["words"] == 2 * 16
     assert given == [{"num_heads": 2, "use_short_conv": False, "qk_activation": "elu", "qk_norm": "sum"}]

@@ -23,7 +23,7 @@ GONE = Lost("failed", "gone")
 
 
 class Fake:
-    """A trainee that answers from a script: by stretch, what it says, or why it is lost. None is no answer yet."""
+    """A trainee that answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
 
     WARM = {"seconds": 2.0}
     happened: list[str] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.data import segment_iterator
-from fairseq_fastweights.data.segment_iterator import SegmentIterator, deal_out, join
+from fairseq_fastweights.data.segment_iterator import SegmentIterator, distribute, join
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from tests.data.test_corpus_readers import PAD, corpus_of
 
@@ -133,8 +133,8 @@ def test_the_segments_that_start_empty_are_the_same_in_any_processes_and_after_a
 
 
 def test_streams_that_are_over_are_not_dealt_out():
-    assert deal_out([[], [(5, 7)], [(8, 9)], []], 2) == ([[(5, 7)], [(8, 9)]], [1, 2])
-    assert deal_out([[], [(5, 8), (9, 10)]], 4) == ([[], [], [(5, 7)], [(7, 8), (9, 10)]], [None, None, 1, None])
+    assert distribute([[], [(5, 7)], [(8, 9)], []], 2) == ([[(5, 7)], [(8, 9)]], [1, 2])
+    assert distribute([[], [(5, 8), (9, 10)]], 4) == ([[], [], [(5, 7)], [(7, 8), (9, 10)]], [None, None, 1, None])
 
 
 def test_the_first_process_has_the_states_of_all(monkeypatch):

@@ -142,6 +142,21 @@ def test_a_step_in_place_is_checked_by_the_kernels_alone(monkeypatch):
         RULE[name].run(inputs, "native", in_place=True)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu" or native.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError])
+def test_a_fault_of_the_kernel_is_no_refusal_and_the_step_is_not_tried_again(monkeypatch, kind):
+    def fails(*inputs: object, state: Tensor, **options: object) -> Tensor:
+        state += 1
+        raise kind("a bug")
+
+    monkeypatch.setattr(native.Kernel, "step_", fails)
+    inputs = RULE["delta"].inputs(**SIZES | {"T": 1}, requires_grad=False)
+    before = inputs["initial_state"].clone()
+    with pytest.raises(kind, match="a bug"):
+        RULE["delta"].run(inputs, "auto", in_place=True)
+    assert torch.equal(inputs["initial_state"], before + 1)
+
+
 def test_what_only_some_inputs_can_have_wrong():
     """States of another type than theirs; no heads or dimensions; heads of k; starts; write strengths above 2."""
     half, single, double = torch.bfloat16, torch.float32, torch.float64

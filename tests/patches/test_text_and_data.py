@@ -213,6 +213,7 @@ def test_text_that_is_no_utf8_is_named_by_all_that_read_it(tmp_path, reader):
 
 def test_a_command_without_a_plugin_ends_in_one_line(capsys, monkeypatch):
     import fairseq_cli
+    from fairseq.invalid_input import InvalidInput
     from fairseq.text_files import FileError
 
     monkeypatch.setattr(sys, "argv", ["bin/fairseq-preprocess"])
@@ -224,4 +225,9 @@ def test_a_command_without_a_plugin_ends_in_one_line(capsys, monkeypatch):
     fairseq_cli._end(lambda *error: shown.append(error), ValueError, ValueError("x"), None)
     with pytest.raises(SystemExit, match="2"):
         fairseq_cli._end(print, FileError, FileError("text, line 1: not UTF-8"), None)
-    assert capsys.readouterr().err == "fairseq-preprocess: error: text, line 1: not UTF-8\n" and len(shown) == 1
+    with pytest.raises(SystemExit, match="2"):
+        fairseq_cli._end(print, InvalidInput, InvalidInput("--lr is ''"), None)
+    assert capsys.readouterr().err == "".join(
+        f"fairseq-preprocess: error: {line}\n" for line in ("text, line 1: not UTF-8", "--lr is ''")
+    )
+    assert len(shown) == 1

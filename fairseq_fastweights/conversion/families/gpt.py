@@ -20,6 +20,7 @@ from fairseq_fastweights.conversion.families.config_values import (
 )
 from fairseq_fastweights.conversion.families.family import Family
 from fairseq_fastweights.conversion.families.weights import embedding, fused, linear, norm, single
+from fairseq_fastweights.invalid_input import InvalidInput
 
 _PADDING = 1
 
@@ -95,7 +96,7 @@ def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -
     fraction, base = rotary(config)
     rotary_dim = int(width // heads * fraction)
     if rotary_dim % 2:
-        raise ValueError(
+        raise InvalidInput(
             f"config.json: rotary_pct is {fraction}; of {width // heads} dimensions a head it must take an even number"
         )
 

@@ -11,6 +11,7 @@ from fairseq_fastweights.conversion.families.config_values import check, check_h
 from fairseq_fastweights.conversion.families.family import Family
 from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import write_pattern
 
 _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}
@@ -93,7 +94,7 @@ def _read(
     shape = read_shape(config, names, end_of_text)
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != shape.layers or not all(kind in _MIXERS for kind in kinds):
-        raise ValueError(
+        raise InvalidInput(
             f"config.json: layer_types is {str(kinds)[:200]}; it must hold one of {', '.join(_MIXERS)} for each of "
             f"{shape.layers} layers"
         )

@@ -20,6 +20,7 @@ from fairseq_fastweights.conversion.families.config_values import (
 )
 from fairseq_fastweights.conversion.families.family import Family
 from fairseq_fastweights.conversion.families.weights import Weight, embedding, plain
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
 SCALINGS = {
@@ -60,7 +61,7 @@ def _check_full_attention(config: dict[str, Any]) -> None:
     kinds = config.get("layer_types") or []
     other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
     if other:
-        raise ValueError(f"config.json: layer_types holds {other[0]!r}; only 'full_attention' is supported")
+        raise InvalidInput(f"config.json: layer_types holds {other[0]!r}; only 'full_attention' is supported")
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def rotary_options(shape: Shape, dim: int) -> dict[str, Any]:
         ValueError: for a kind of scaling that is not supported, or an odd number of dimensions.
     """
     if dim % 2:
-        raise ValueError(f"config.json: head_dim is {dim}; it must be even: rotary embeddings rotate pairs")
+        raise InvalidInput(f"config.json: head_dim is {dim}; it must be even: rotary embeddings rotate pairs")
     base, scaling = _rotary(shape.config, shape.positions)
     return {"rotary-dim": dim, "rotary-base": base} | ({"rotary-scaling": scaling} if scaling else {})
 
@@ -221,13 +222,13 @@ def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
     if kind == "default":
         return base, ""
     if kind not in SCALINGS:
-        raise ValueError(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(SCALINGS)}")
+        raise InvalidInput(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(SCALINGS)}")
     values = (positive(parameters, name, positions if "max" in name else None) for name in SCALINGS[kind])
     scaling = f"{kind}:{','.join(map(_digits, values))}"
     try:
         parse_scaling(scaling)
     except ValueError as error:
-        raise ValueError(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
+        raise InvalidInput(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
     return base, scaling
 
 

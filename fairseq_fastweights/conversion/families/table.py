@@ -15,6 +15,7 @@ from fairseq_fastweights.conversion.families.fla import gated_deltanet, kda
 from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
 from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_text
 from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
+from fairseq_fastweights.invalid_input import InvalidInput
 
 __all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
 
@@ -62,9 +63,9 @@ def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in _UNSUPPORTED:
-        raise ValueError(f"config.json: model_type is {kind!r}, {_UNSUPPORTED[kind]}, which is not supported")
+        raise InvalidInput(f"config.json: model_type is {kind!r}, {_UNSUPPORTED[kind]}, which is not supported")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type is {kind!r}; it must be one of {', '.join(FAMILIES)}")
+        raise InvalidInput(f"config.json: model_type is {kind!r}; it must be one of {', '.join(FAMILIES)}")
     return FAMILIES[kind](config, names, end_of_text)
 
 

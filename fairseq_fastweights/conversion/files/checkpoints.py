@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.digests import with_digests
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     state = load_safely(checkpoint)
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
-        raise ValueError(f"{checkpoint}: this is not a checkpoint of fairseq's")
+        raise InvalidInput(f"{checkpoint}: this is not a checkpoint of fairseq's")
     return state
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.invalid_input import InvalidInput
 
 RECORD, ORIGINALS = "conversion.json", "huggingface"
 """Beside a converted model: what the conversion back needs to know, and the folder of the source's own files."""
@@ -24,9 +25,9 @@ def check_target(target: Path) -> None:
         ValueError: if `target` exists already, or its parent folder does not.
     """
     if os.path.lexists(target):
-        raise ValueError(f"{target}: TARGET exists; nothing is overwritten, it must be a new folder")
+        raise InvalidInput(f"{target}: TARGET exists; nothing is overwritten, it must be a new folder")
     if not target.absolute().parent.is_dir():
-        raise ValueError(f"{target}: TARGET's parent folder must exist")
+        raise InvalidInput(f"{target}: TARGET's parent folder must exist")
 
 
 @contextmanager
@@ -71,13 +72,15 @@ def file_in(folder: Path, name: str) -> Path | None:
     root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = [root.parents[1] / "blobs"] if root.parent.name == "snapshots" else []
     if not any(real.is_relative_to(place) for place in (root, *blobs)):
-        raise ValueError(f"{path} is a link to {real}; it must be a file in {folder}, so copy it there if it is yours")
+        raise InvalidInput(
+            f"{path} is a link to {real}; it must be a file in {folder}, so copy it there if it is yours"
+        )
     try:
         kind = why_not_regular(real)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        raise InvalidInput(f"{path} cannot be read ({error.strerror})") from None
     if kind:
-        raise ValueError(f"{path} {kind}")
+        raise InvalidInput(f"{path} {kind}")
     return real
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_fastweights import integrity, safetensors_digests
 from fairseq_fastweights.bounded_loading import TooLargeError, is_archive, load
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import FileError, read_text
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -37,7 +38,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
         if found is None:
-            raise ValueError(f"{folder}: there are no weights; it must hold one of {', '.join(WEIGHTS)}")
+            raise InvalidInput(f"{folder}: there are no weights; it must hold one of {', '.join(WEIGHTS)}")
         paths = _shards(found) if found.name.endswith(".index.json") else [found]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._readers: dict[str, Callable[[], Tensor]] = {}
@@ -45,7 +46,7 @@ class WeightFiles:
             read = _open_safetensors if path.suffix == ".safetensors" else _open_pickle
             for name, (shape, reader) in read(path).items():
                 if name in self.shapes:
-                    raise ValueError(f"{path}: weight {name!r} is in another file too")
+                    raise InvalidInput(f"{path}: weight {name!r} is in another file too")
                 self.shapes[name] = shape
                 self._readers[name] = reader
 
@@ -58,7 +59,7 @@ class WeightFiles:
         weight = self._readers[name]()
         if weight.dtype not in _DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise ValueError(f"weight {name!r} is {str(weight.dtype).removeprefix('torch.')}; it must be {allowed}")
+            raise InvalidInput(f"weight {name!r} is {str(weight.dtype).removeprefix('torch.')}; it must be {allowed}")
         return weight
 
 
@@ -70,16 +71,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         if kind := integrity.why_not_regular(path):
-            raise ValueError(f"{path} {kind}")
+            raise InvalidInput(f"{path} {kind}")
         content = json.loads(read_text(path))
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
+        raise InvalidInput(f"{path}: there is no such file") from None
     except FileError:
         raise
     except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
-        raise ValueError(f"{path}: this is not JSON ({error})") from None
+        raise InvalidInput(f"{path}: this is not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: this must hold a JSON object, not {type(content).__name__}")
+        raise InvalidInput(f"{path}: this must hold a JSON object, not {type(content).__name__}")
     return content
 
 
@@ -94,19 +95,19 @@ def load_safely(path: Path) -> Any:
     """
     try:
         if kind := integrity.why_not_regular(path):
-            raise ValueError(f"{path} {kind}")
+            raise InvalidInput(f"{path} {kind}")
         file = path.open("rb")
     except OSError as error:
-        raise ValueError(f"{path}: the file cannot be read ({error.strerror})") from None
+        raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
     with file:
         try:
             state = load(file, mapped=path)
         except TooLargeError as error:
-            raise ValueError(integrity.complain(path, str(error))) from None
+            raise InvalidInput(integrity.complain(path, str(error))) from None
         except Exception as error:  # what a damaged file raises depends on where it is damaged
             if is_archive(file) and (damage := integrity.damage_of(file)):
-                raise ValueError(integrity.complain(path, damage)) from None
-            raise ValueError(f"{path}: {_complaint(error)}") from None
+                raise InvalidInput(integrity.complain(path, damage)) from None
+            raise InvalidInput(f"{path}: {_complaint(error)}") from None
         integrity.check_loaded(file, path, state)
     return state
 
@@ -122,15 +123,15 @@ def _complaint(error: Exception) -> str:
 def _shards(index: Path) -> list[Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{index}: weight_map is missing; it must say in which file each weight is")
+        raise InvalidInput(f"{index}: weight_map is missing; it must say in which file each weight is")
     names = sorted(set(places.values()))
     suffix = ".safetensors" if "safetensors" in index.name else ".bin"
     for name in names:
         if Path(name).name != name or not name.endswith(suffix):
-            raise ValueError(f"{index}: weight_map names {name!r}; it must be a {suffix} file in the same folder")
+            raise InvalidInput(f"{index}: weight_map names {name!r}; it must be a {suffix} file in the same folder")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise ValueError(f"{index.parent}: of {len(names)} shards {len(missing)} missing: {', '.join(missing)}")
+        raise InvalidInput(f"{index.parent}: of {len(names)} shards {len(missing)} missing: {', '.join(missing)}")
     return [index.parent / name for name in names]
 
 
@@ -138,15 +139,15 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ValueError(f"{path}: reading it needs the package safetensors: pip install safetensors") from None
+        raise InvalidInput(f"{path}: reading it needs the package safetensors: pip install safetensors") from None
     try:
         opened = safe_open(path, framework="pt")
         names = list(opened.keys())
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
+        raise InvalidInput(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
     if damage := safetensors_digests.why_damaged(path):
-        raise ValueError(f"{path} {damage}")
+        raise InvalidInput(f"{path} {damage}")
 
     def reader(name: str) -> Callable[[], Tensor]:
         return lambda: opened.get_tensor(name)
@@ -157,7 +158,7 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
 def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
     content = load_safely(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
+        raise InvalidInput(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
 
     def reader(weight: Tensor) -> Callable[[], Tensor]:
         return weight.detach
@@ -165,7 +166,7 @@ def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Te
     opened = {}
     for name, weight in content.items():
         if not isinstance(name, str) or not isinstance(weight, Tensor):
-            raise ValueError(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
+            raise InvalidInput(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
         opened[name] = (tuple(weight.shape), reader(weight))
     return opened
 

@@ -17,6 +17,7 @@ import torch
 from fairseq_fastweights.conversion.families.table import FAMILIES
 from fairseq_fastweights.conversion.from_huggingface.published import check_layers
 from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.invalid_input import InvalidInput
 
 SUFFIX = ".gguf"
 _SCALING = re.compile(r"\.rope\.scaling\.|^rope_(freqs|factors)")
@@ -39,14 +40,14 @@ def unpacked(path: Path) -> Iterator[Path]:
         transformers: Any = import_module("transformers")
         load: Any = import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint
     except ImportError as error:
-        raise ValueError(
+        raise InvalidInput(
             f"{path}: reading it needs transformers and gguf: pip install transformers gguf ({error})"
         ) from None
     try:
         if kind := why_not_regular(path):
-            raise ValueError(f"{path} {kind}")
+            raise InvalidInput(f"{path} {kind}")
     except OSError as error:
-        raise ValueError(f"{path}: the file cannot be read ({error.strerror})") from None
+        raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "trust_remote_code": False}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,18 +55,18 @@ def unpacked(path: Path) -> Iterator[Path]:
             file = gguf.GGUFReader(path)
             config = transformers.AutoConfig.from_pretrained(**place)
             if config.model_type not in FAMILIES:
-                raise ValueError(f"its model_type is {config.model_type!r}; it must be one of {', '.join(FAMILIES)}")
+                raise InvalidInput(f"its model_type is {config.model_type!r}; it must be one of {', '.join(FAMILIES)}")
             check_layers(path, config.to_dict(), len(file.tensors))
             scaling = [x for x in [*file.fields, *(tensor.name for tensor in file.tensors)] if _SCALING.search(x)]
             if scaling:  # transformers would leave it out in silence
-                raise ValueError(f"it has {scaling[0]}; scaled rotary embeddings of such files are not supported")
+                raise InvalidInput(f"it has {scaling[0]}; scaled rotary embeddings of such files are not supported")
             with torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(config)  # for the names of its weights
             weights = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
         except Exception as error:  # what a damaged file raises depends on where it is damaged
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"{path} cannot be read as a GGUF file ({lines[0]})") from None
+            raise InvalidInput(f"{path} cannot be read as a GGUF file ({lines[0]})") from None
         # The file has settings in float32: 1e-5 is 9.999999747378752e-06 in it.
         settings = json.loads(config.to_json_string(), parse_float=lambda text: float(str(np.float32(text))))
         (folder / "config.json").write_text(json.dumps(settings))

@@ -9,6 +9,7 @@ from typing import Any
 
 from fairseq_fastweights.conversion.files.weight_files import WEIGHTS
 from fairseq_fastweights.conversion.tokenizers import byte_level
+from fairseq_fastweights.invalid_input import InvalidInput
 
 # An owner and a name, or a name alone, as the hub allows them.
 _NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
@@ -78,14 +79,14 @@ def fetch(name: str, revision: str | None) -> Path:
             return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
         except Exception:
             cache = hub.constants.HF_HUB_CACHE
-            raise ValueError(f"{error}; nor is it in the cache, {cache}") from None
+            raise InvalidInput(f"{error}; nor is it in the cache, {cache}") from None
     try:
         return Path(hub.snapshot_download(name, revision=files.revision, allow_patterns=list(files.sizes)))
     except Exception as error:
         raise _explained(name, revision, error) from None
 
 
-class NoNetwork(ValueError):
+class NoNetwork(InvalidInput):
     """The hub cannot be reached."""
 
 
@@ -93,7 +94,7 @@ def _hub() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError(
+        raise InvalidInput(
             "fetching a model by its name needs the package huggingface_hub: pip install huggingface_hub"
         ) from None
     return huggingface_hub
@@ -115,24 +116,24 @@ def _cached(name: str, file: str, revision: str) -> bool:
     return isinstance(_hub().try_to_load_from_cache(name, file, revision=revision), str)
 
 
-def _explained(name: str, revision: str | None, error: Exception) -> ValueError:
+def _explained(name: str, revision: str | None, error: Exception) -> InvalidInput:
     """Explains an error in one line."""
     errors = _hub().errors
     if isinstance(error, errors.GatedRepoError):
         page = f"https://huggingface.co/{name}"
-        return ValueError(f"{name}: its conditions must be accepted first, at {page}; then log in: hf auth login")
+        return InvalidInput(f"{name}: its conditions must be accepted first, at {page}; then log in: hf auth login")
     if isinstance(error, errors.RevisionNotFoundError):
-        return ValueError(f"{name}: revision is {revision!r}; the hub has no such branch, tag or commit of it")
+        return InvalidInput(f"{name}: revision is {revision!r}; the hub has no such branch, tag or commit of it")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return ValueError(
+        return InvalidInput(
             f"{name}: {_MUST}; there is no such folder, and the hub has no such model, or none that everyone may read "
             "(hf auth login)"
         )
     if isinstance(error, errors.HFValidationError):
-        return ValueError(f"{name}: {_MUST}; {_first_line(error)}")
+        return InvalidInput(f"{name}: {_MUST}; {_first_line(error)}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return ValueError(f"{name}: the hub answered {status} ({_first_line(error)})")
+        return InvalidInput(f"{name}: the hub answered {status} ({_first_line(error)})")
     return NoNetwork(f"{name}: {_MUST}; there is no such folder, and the hub cannot be reached ({_first_line(error)})")
 
 

@@ -25,6 +25,7 @@ from fairseq_fastweights.conversion.options_and_config import new_name, options_
 from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import describe
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
@@ -85,18 +86,18 @@ def read_config(path: Path) -> FastWeightConfig:
     try:
         return FastWeightConfig(**content)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InvalidInput(f"{path}: {error}") from error
 
 
 def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; the weights belong to the words in it")
+        raise InvalidInput(f"{path}: there is no such file; the weights belong to the words in it")
     try:
         dictionary = Dictionary.load(str(path))
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
+        raise InvalidInput(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
     if len(dictionary) != config.vocab_size:
-        raise ValueError(
+        raise InvalidInput(
             f"{path}: it has {len(dictionary)} word types, the four special ones included; vocab_size in config.json "
             f"is {config.vocab_size}"
         )
@@ -123,9 +124,9 @@ def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageMod
         try:
             weight, *others = (files.read(name) for name in there)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+            raise InvalidInput(f"{source}: {error}") from None
         for other, copy in zip(there[1:], others, strict=True):
             if not torch.equal(copy, weight):
-                raise ValueError(f"{source}: config.json ties {other} to {there[0]}, which is not equal to it")
+                raise InvalidInput(f"{source}: config.json ties {other} to {there[0]}, which is not equal to it")
         weights |= dict.fromkeys(same, weight)
     return weights

@@ -25,6 +25,7 @@ from fairseq_fastweights.conversion.files.text_tables import text_table
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.tokenizers import byte_level
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import build_mixer
 from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
 from fairseq_fastweights.models.fast_weight_options import mixer_settings
@@ -54,9 +55,9 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     """
     check_target(target)
     if not source.is_dir():
-        raise ValueError(f"{source}: SOURCE must be a folder, a GGUF file, or a model's name on the hub")
+        raise InvalidInput(f"{source}: SOURCE must be a folder, a GGUF file, or a model's name on the hub")
     if not (source / "config.json").exists() and (packed := sorted(source.glob("*.gguf"))):
-        raise ValueError(f"{source}: there is no config.json, but a GGUF file; give the file: {packed[0]}")
+        raise InvalidInput(f"{source}: there is no config.json, but a GGUF file; give the file: {packed[0]}")
     config = read_json(source / "config.json")
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
@@ -74,7 +75,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         expected[family.output_name] = expected[family.input_name]
     check_weights(f"{source}: the weights do not fit config.json", {n: files.shapes[n] for n in names}, expected)
     if copied and not torch.equal(files.read(family.output_name), files.read(family.input_name)):
-        raise ValueError(
+        raise InvalidInput(
             f"{source}: tie_word_embeddings is true in config.json, but {family.output_name} is not "
             f"{family.input_name}; one of them must change"
         )
@@ -112,7 +113,7 @@ def _added_token(word: str, added: Mapping[str, int]) -> int:
     """The number of the tokenizer's added token that is to end texts."""
     if word not in added:
         known = ", ".join(list(added)[:_MOST_ROWS]) or "it has none"
-        raise ValueError(f"end_of_text is {word!r}; it must be an added token of the tokenizer: {known}")
+        raise InvalidInput(f"end_of_text is {word!r}; it must be an added token of the tokenizer: {known}")
     return added[word]
 
 
@@ -134,7 +135,7 @@ def check_layers(source: Path, settings: Mapping[str, Any], weights: int) -> Non
     """Raises a `ValueError` if config.json has more layers than there are weights: what follows looks at each."""
     for name in ("num_hidden_layers", "n_layer"):
         if name in settings and settings[name] > model_sizes.most_layers(weights):
-            raise ValueError(
+            raise InvalidInput(
                 f"{source}: the weights do not fit config.json: {name} is {settings[name]}, and there are {weights}"
             )
 
@@ -154,7 +155,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
         return
     lines = text_table([("weight", "found", "expected"), *rows[:_MOST_ROWS]]).splitlines()
     lines += [f"and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
-    raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
+    raise InvalidInput("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 
 def model_options(options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from fairseq_fastweights.conversion.files.checkpoints import read_state
 from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, new_folder
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface.published import check_weights, original_files, settings_of
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.safetensors_digests import note_digest
 
@@ -36,12 +37,12 @@ def restore_original(source: Path, target: Path, checkpoint: Path | None = None)
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
-        raise ValueError("writing model.safetensors needs the package safetensors: pip install safetensors") from None
+        raise InvalidInput("writing model.safetensors needs the package safetensors: pip install safetensors") from None
 
     record = read_json(source / RECORD)
     names = record.get("weights")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{source / RECORD}: weights must be a list of names")
+        raise InvalidInput(f"{source / RECORD}: weights must be a list of names")
     originals = original_files(source, ORIGINALS)
     config = read_json(source / ORIGINALS / "config.json")
     family = read_family(config | _chosen(record), set(names))
@@ -72,12 +73,12 @@ def _chosen(record: dict[str, Any]) -> dict[str, Any]:
 def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
     """Reads the model's weights, and checks that they belong to this model."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such checkpoint")
+        raise InvalidInput(f"{path}: there is no such checkpoint")
     model: dict[str, Tensor] = read_state(path)["model"]
     try:
         checkpoint_settings.check(model, "decoder", settings_of(family))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise InvalidInput(f"{path}: {error}") from None
     expected = family.shapes_of_ours()
     if family.tied:
         expected["decoder.output_projection.weight"] = expected["decoder.embed_tokens.weight"]

@@ -36,6 +36,7 @@ from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.conversion.tokenizers.kept_settings import find_kept, generation_config
 from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 
@@ -168,17 +169,17 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     if path.is_dir():
         found = [path / name for name in _CHECKPOINTS if (path / name).is_file()]
         if not found:
-            raise ValueError(f"{path}: there is no checkpoint; it must hold one of {', '.join(_CHECKPOINTS)}")
+            raise InvalidInput(f"{path}: there is no checkpoint; it must hold one of {', '.join(_CHECKPOINTS)}")
         checkpoint = found[0]
     if not checkpoint.is_file():
-        raise ValueError(f"{path}: there is no such checkpoint")
+        raise InvalidInput(f"{path}: there is no such checkpoint")
     state = read_state(checkpoint)
     task = _task_of(state)
     trained_on = str(task.get("data") or "").split(":")[0]
     places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [Path(data)]
     dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
     if dictionary is None:
-        raise ValueError(
+        raise InvalidInput(
             f"{checkpoint}: there is no dict.txt in {' or '.join(str(place) for place in places)}; the option data "
             "names the folder of the data that it was trained on"
         )
@@ -218,7 +219,7 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
         text = " ".join(map(str.strip, lines)) or type(error).__name__
         named = text.startswith(str(run.checkpoint))  # as what our fairseq says
-        raise ValueError(text if named else f"{run.checkpoint}: {text}") from error
+        raise InvalidInput(text if named else f"{run.checkpoint}: {text}") from error
     with no_init_weights():
         ours = FastWeightForCausalLM(config)
     ours.tie_weights()  # which is a part of the initialisation
@@ -250,7 +251,7 @@ def check_all_loaded(source: Path, model: FastWeightForCausalLM, weights: dict[s
     """Raises a `ValueError` unless `weights` has the names of the model's weights."""
     own = set(model.state_dict())
     if different := sorted(own ^ set(weights)):
-        raise ValueError(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
+        raise InvalidInput(f"{source}: {len(different)} weights do not fit the model, {different[0]} for one")
 
 
 def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
@@ -271,9 +272,9 @@ def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
 
 def _check_kind(model: Any, task: Any) -> None:
     if not isinstance(model, TransformerLanguageModel) or not isinstance(model.decoder, TransformerDecoder):
-        raise ValueError(f"this is a {type(model).__name__}; it must be a language model: fast_weight_lm")
+        raise InvalidInput(f"this is a {type(model).__name__}; it must be a language model: fast_weight_lm")
     if len(task.target_dictionary) != len(task.dictionary):
-        raise ValueError(
+        raise InvalidInput(
             f"output_dictionary_size is {len(task.target_dictionary)}; it must be the dictionary's, "
             f"{len(task.dictionary)}"
         )

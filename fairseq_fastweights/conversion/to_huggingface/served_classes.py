@@ -23,6 +23,7 @@ from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run_o
 from fairseq_fastweights.conversion.to_huggingface.tokenizers import make_tokenizer
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.safetensors_digests import note_digest
 
@@ -70,7 +71,7 @@ def to_served(
     try:
         _write(kind, target, model, dictionary, made, run.pieces)
     except ValueError as error:
-        raise ValueError(f"{run.checkpoint}: {error}") from None
+        raise InvalidInput(f"{run.checkpoint}: {error}") from None
 
 
 def _write(
@@ -114,7 +115,7 @@ def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:
     """Raises a `ValueError` if transformers reads tokenizers of this class otherwise than their files say."""
     read = import_module("transformers").AutoTokenizer.from_pretrained(folder)
     if type(read) is not type(tokenizer):
-        raise ValueError(
+        raise InvalidInput(
             f"--as is {kind}, of which transformers reads all tokenizers as {type(read).__name__}; this one is none"
         )
 
@@ -178,7 +179,7 @@ def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary:
         if (parse_scaling(mine) != parse_scaling(its) if name == "rotary_scaling" else mine != its)
     ]
     if different:
-        raise ValueError(f"--as is {kind}; a model of this class differs in {len(different)}: {'; '.join(different)}")
+        raise InvalidInput(f"--as is {kind}; a model of this class differs in {len(different)}: {'; '.join(different)}")
 
 
 def _canonical(config: FastWeightConfig) -> dict[str, Any]:

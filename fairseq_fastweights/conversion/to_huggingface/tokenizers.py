@@ -18,6 +18,7 @@ from fairseq_fastweights.conversion.from_huggingface.published import original_f
 from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES, read_merges, read_pieces, read_settings
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.text_files import open_text
 
@@ -54,7 +55,7 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
             return folder
         missing = [name for name in PIECES[:2] if not (folder / name).is_file()]
         if missing:
-            raise ValueError(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
+            raise InvalidInput(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
         return folder
     for folder in nearby:
         if _has(folder, PIECES[:2]) or _has(folder, tokenizer_json.FILES):
@@ -62,7 +63,7 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
     with open_text(dictionary) as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
     if numbers and sum(numbers) > 0.9 * len(numbers):
-        raise ValueError(
+        raise InvalidInput(
             f"{dictionary}: these are numbers, as of the pieces of a BPE; --tokenizer names the folder with its "
             f"{' and '.join(PIECES[:2])}, or says {WORDS} if they are words"
         )
@@ -148,7 +149,7 @@ def _of_source(dictionary: Dictionary, folder: Path) -> tuple[dict[str, Any], di
     try:
         source = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many libraries
-        raise ValueError(f"{path}: transformers cannot read this tokenizer ({str(error).splitlines()[0]})") from error
+        raise InvalidInput(f"{path}: transformers cannot read this tokenizer ({str(error).splitlines()[0]})") from error
     made = json.loads(source.backend_tokenizer.to_str())
     number_of = source_numbers(dictionary, folder / RECORD)
     made["added_tokens"] = [x for x in made["added_tokens"] if number_of(x["id"]) != dictionary.unk()]
@@ -177,14 +178,14 @@ def _renumbered(
     """The tokenizer with other numbers, and words for padding and what is unknown."""
     model = made["model"]
     if model.get("type", "BPE") != "BPE":
-        raise ValueError(f"{path}: model is {model.get('type')!r}; only 'BPE' is supported")
+        raise InvalidInput(f"{path}: model is {model.get('type')!r}; only 'BPE' is supported")
     model["vocab"] = {word: number_of(number) for word, number in model["vocab"].items()}
     made["added_tokens"] = tokenizer_json.read_added_tokens(path, made)
     for entry in made["added_tokens"]:
         entry["id"] = number_of(entry["id"])
     lacking = [word for word, number in model["vocab"].items() if number == dictionary.unk()]
     if lacking:  # transformers' tokenizers cannot make <unk> of a piece
-        raise ValueError(
+        raise InvalidInput(
             f"{path}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have all, as by "
             "fairseq-preprocess --srcdict"
         )
@@ -237,14 +238,14 @@ def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     }
     lacking = [piece for piece, number in vocabulary.items() if number == dictionary.unk()]
     if lacking:  # transformers' tokenizers cannot make <unk> of a piece
-        raise ValueError(
+        raise InvalidInput(
             f"{folder / 'encoder.json'}: of {len(vocabulary)} pieces dict.txt lacks {len(lacking)}, {lacking[0]!r} for "
             f"one; it must have all, as by fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the "
             "words, and texts are to be encoded before"
         )
     for first, second in merges:
         if first + second not in vocabulary:
-            raise ValueError(
+            raise InvalidInput(
                 f"{folder / 'vocab.bpe'}: it joins {first!r} and {second!r}, which encoder.json lacks as one"
             )
     special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}

@@ -16,6 +16,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import is_number, read_added_tokens
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import read_text
 
 FILES = (
@@ -98,14 +99,14 @@ class Tokenizer:
         """
         multiples = [2**n for n in range(11)]
         if vocabulary_size not in {-(-self.size // m) * m for m in multiples}:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
                 f"{vocabulary_size}; it must be as many, or padded to a multiple of a power of 2 up to 1024"
             )
         made = set(bytes_to_unicode().values()) | {first + second for first, second in self.merges}
         piece = next((piece for piece in made if self.vocabulary[piece] == end_of_text), None)
         if piece is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"config.json: eos_token_id is {end_of_text}, which in {self.source} is {piece!r}, a piece of text; it "
                 "must be a word of its own"
             )
@@ -151,7 +152,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         tokenizer = _from_two_files(folder)
     else:
-        raise ValueError(f"{folder}: there is no tokenizer; it must hold tokenizer.json, or vocab.json and merges.txt")
+        raise InvalidInput(
+            f"{folder}: there is no tokenizer; it must hold tokenizer.json, or vocab.json and merges.txt"
+        )
     _check_pieces(tokenizer)
     return tokenizer
 
@@ -160,39 +163,39 @@ def _from_one_file(path: Path) -> Tokenizer:
     content = read_json(path)
     model = content.get("model")
     if not isinstance(model, dict):
-        raise ValueError(f"{path}: model is missing; it must describe a BPE")
+        raise InvalidInput(f"{path}: model is missing; it must describe a BPE")
     # Files of some versions leave the type out, and the merges tell.
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
-        raise ValueError(f"{path}: model is {kind!r}; only 'BPE' is supported")
+        raise InvalidInput(f"{path}: model is {kind!r}; only 'BPE' is supported")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
         if model.get(name):
-            raise ValueError(f"{path}: {name} of the model is {model[name]!r}; it must not be set")
+            raise InvalidInput(f"{path}: {name} of the model is {model[name]!r}; it must not be set")
     splitter = content.get("pre_tokenizer") or {}
     if _kind(splitter) != "ByteLevel" or splitter.get("add_prefix_space", True) or not splitter.get("use_regex", True):
-        raise ValueError(
+        raise InvalidInput(
             f"{path}: pre_tokenizer is {_describe(splitter)}; only ByteLevel with add_prefix_space false and use_regex "
             "true is supported"
         )
     normalizer = content.get("normalizer") or {}
     if _kind(normalizer) not in (None, "NFC"):
-        raise ValueError(f"{path}: normalizer is {_describe(normalizer)}; only NFC, or none, is supported")
+        raise InvalidInput(f"{path}: normalizer is {_describe(normalizer)}; only NFC, or none, is supported")
     after = content.get("post_processor") or {}
     # ByteLevel changes offsets only; a template may add words.
     if _kind(after) not in (None, "ByteLevel") and (
         _kind(after) != "TemplateProcessing" or after.get("special_tokens")
     ):
-        raise ValueError(f"{path}: post_processor is {_describe(after)}; only ByteLevel, or none, is supported")
+        raise InvalidInput(f"{path}: post_processor is {_describe(after)}; only ByteLevel, or none, is supported")
     merges = model.get("merges")
     if not isinstance(merges, list):
-        raise ValueError(f"{path}: merges of the model are missing")
+        raise InvalidInput(f"{path}: merges of the model are missing")
     added: dict[str, int] = {}
     normalized, special = set(), set()
     for entry in read_added_tokens(path, content):
         word, number = entry["content"], entry["id"]
         for name in ("lstrip", "rstrip", "single_word"):
             if entry.get(name):
-                raise ValueError(f"{path}: {name} of the added token {word!r} is set; it must not be")
+                raise InvalidInput(f"{path}: {name} of the added token {word!r} is set; it must not be")
         added[word] = number
         if entry.get("normalized"):
             normalized.add(word)
@@ -217,7 +220,7 @@ def _from_two_files(folder: Path) -> Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         for name in ("add_prefix_space", "add_bos_token"):
             if config.get(name):
-                raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is set; it must not be")
+                raise InvalidInput(f"{folder / 'tokenizer_config.json'}: {name} is set; it must not be")
     vocabulary = _vocabulary(folder / "vocab.json", read_json(folder / "vocab.json"))
     added = {}
     if (folder / "added_tokens.json").is_file():
@@ -237,42 +240,42 @@ def _from_two_files(folder: Path) -> Tokenizer:
 
 def _vocabulary(path: Path, content: Any) -> dict[str, int]:
     if not isinstance(content, dict) or not all(is_number(number) for number in content.values()):
-        raise ValueError(f"{path}: the vocabulary must give each piece its number")
+        raise InvalidInput(f"{path}: the vocabulary must give each piece its number")
     if len(set(content.values())) < len(content):
-        raise ValueError(f"{path}: the vocabulary has several pieces with the same number")
+        raise InvalidInput(f"{path}: the vocabulary has several pieces with the same number")
     return content
 
 
 def _merge(path: Path, pair: Any) -> tuple[str, str]:
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
-        raise ValueError(f"{path}: merges hold {pair!r}; each must be two pieces")
+        raise InvalidInput(f"{path}: merges hold {pair!r}; each must be two pieces")
     return pair[0], pair[1]
 
 
 def _check_pieces(tokenizer: Tokenizer) -> None:
     lacking = [piece for piece in bytes_to_unicode().values() if piece not in tokenizer.vocabulary]
     if lacking:
-        raise ValueError(
+        raise InvalidInput(
             f"{tokenizer.source}: {len(lacking)} of the 256 bytes have no piece, {lacking[0]!r} for one; a byte-level "
             "BPE has them all"
         )
     for first, second in tokenizer.merges:
         if first + second not in tokenizer.vocabulary:
-            raise ValueError(
+            raise InvalidInput(
                 f"{tokenizer.source}: merges join {first!r} and {second!r}, which the vocabulary lacks as one piece"
             )
     # GPT-NeoX's vocab.json lists its runs of spaces as they are; only tokenizer.json says that they are cut out first.
     strange = set(tokenizer.vocabulary) - set(tokenizer.added)
     strange = {piece for piece in strange if not set(piece) <= set(bytes_to_unicode().values())}
     if strange:
-        raise ValueError(
+        raise InvalidInput(
             f"{tokenizer.source}: {len(strange)} pieces, {min(strange)!r} for one, are not written in characters for "
             "bytes; they must be among the added tokens, as tokenizer.json has them"
         )
     words = {number: piece for piece, number in tokenizer.vocabulary.items()}
     for word, number in tokenizer.added.items():
         if words.get(number, word) != word:
-            raise ValueError(
+            raise InvalidInput(
                 f"{tokenizer.source}: {number} is {words[number]!r} in the vocabulary and {word!r} in added_tokens"
             )
 

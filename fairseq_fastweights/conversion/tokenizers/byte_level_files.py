@@ -7,6 +7,7 @@ from typing import Any
 
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import is_number
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import read_text
 
 PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
@@ -23,7 +24,7 @@ def read_pieces(folder: Path) -> dict[str, int]:
     content = read_json(path)
     for piece, number in content.items():
         if not is_number(number):
-            raise ValueError(f"{path}: the number of {piece!r} is {str(number)[:200]}; it must be a whole number")
+            raise InvalidInput(f"{path}: the number of {piece!r} is {str(number)[:200]}; it must be a whole number")
     return content
 
 
@@ -38,7 +39,7 @@ def read_merges(folder: Path) -> list[tuple[str, str]]:
     for line in read_text(path).split("\n")[1:-1]:  # as fairseq reads it
         pair = line.split(" ")
         if len(pair) != 2:
-            raise ValueError(f"{path}: it holds {line[:200]!r}; each line must be two pieces")
+            raise InvalidInput(f"{path}: it holds {line[:200]!r}; each line must be two pieces")
         merges.append((pair[0], pair[1]))
     return merges
 
@@ -60,7 +61,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     }
     wrong = next((name for name in right if not right[name]), None)
     if wrong is not None:
-        raise ValueError(f"{path}: {wrong} is {str(settings[wrong])[:200]}; it must be as from-huggingface writes it")
+        raise InvalidInput(f"{path}: {wrong} is {str(settings[wrong])[:200]}; it must be as from-huggingface writes it")
     return settings
 
 

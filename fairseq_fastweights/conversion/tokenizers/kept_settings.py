@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, file
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.byte_level import TEMPLATE, template_names
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.invalid_input import InvalidInput
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
 """The files that are read, besides those of `tokenizer.template_names`."""
@@ -87,7 +88,7 @@ def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str])
     for name, fits in _PLAIN.items():
         if (value := config.get(name)) is not None:
             if not fits(value):
-                raise ValueError(f"{path}: {name} is {value!r}; this is no value of this setting")
+                raise InvalidInput(f"{path}: {name} is {value!r}; this is no value of this setting")
             arguments[name] = value
     words, tokens = set(known), {**older, **config}
     arguments |= {name: word for name in _NAMED if (word := _word(tokens.get(name))) in words}
@@ -114,7 +115,7 @@ def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
                 name = "default" if file == TEMPLATE else Path(file).stem
                 found[name] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"{folder / file}: this is not UTF-8 ({error})") from None
+                raise InvalidInput(f"{folder / file}: this is not UTF-8 ({error})") from None
     given = config.get("chat_template")
     if found or given is None:
         return found
@@ -122,7 +123,9 @@ def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         given = {entry.get("name"): entry.get("template") for entry in given}
     templates = {"default": given} if isinstance(given, str) else given
     if not isinstance(templates, dict) or not all(isinstance(x, str) for pair in templates.items() for x in pair):
-        raise ValueError(f"{folder}/tokenizer_config.json: chat_template must be a text, or a list of names and texts")
+        raise InvalidInput(
+            f"{folder}/tokenizer_config.json: chat_template must be a text, or a list of names and texts"
+        )
     return templates
 
 
@@ -159,7 +162,7 @@ def generation_config(
         made: GenerationConfig = kind(bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, **values)
         made.validate(strict=True)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        raise InvalidInput(f"{path}: {' '.join(str(error).split())[:300]}") from None
     return made
 
 

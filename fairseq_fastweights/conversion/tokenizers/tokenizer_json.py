@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import read_text
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
@@ -42,12 +43,12 @@ class WholeTokenizer:
             ValueError: if it has more, or far fewer; or if the end-of-text token is a piece of ordinary text.
         """
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
-            raise ValueError(
+            raise InvalidInput(
                 f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
                 f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
         if end_of_text not in self.added.values():
-            raise ValueError(
+            raise InvalidInput(
                 f"config.json: eos_token_id is {end_of_text}, which in {FILE} is no added token; it must be a word of "
                 "its own"
             )
@@ -73,7 +74,7 @@ def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
     tokenizer = open_tokenizer(path)
     numbers = tokenizer.get_vocab(with_added_tokens=True)
     if not numbers:
-        raise ValueError(f"{path}: the tokenizer has no words")
+        raise InvalidInput(f"{path}: the tokenizer has no words")
     added = read_added_tokens(path, content)
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     end = config.get("eos_token")
@@ -94,7 +95,7 @@ def read_end_of_text(path: Path) -> int:
     """
     number: Any = read_json(path).get("end_of_text")
     if not is_number(number):
-        raise ValueError(f"{path}: end_of_text is {str(number)[:200]}; it must be a whole number")
+        raise InvalidInput(f"{path}: end_of_text is {str(number)[:200]}; it must be a whole number")
     return int(number)
 
 
@@ -106,11 +107,11 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
     """
     entries = content.get("added_tokens") or []
     if not isinstance(entries, list):
-        raise ValueError(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
+        raise InvalidInput(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
     for entry in entries:
         word, number = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
         if not isinstance(word, str) or not word or not is_number(number):
-            raise ValueError(f"{path}: added_tokens holds {str(entry)[:200]}; it must have a content and an id")
+            raise InvalidInput(f"{path}: added_tokens holds {str(entry)[:200]}; it must have a content and an id")
     return entries
 
 
@@ -128,14 +129,14 @@ def open_tokenizer(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
+        raise InvalidInput(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
     content = read_text(path)
     try:
         tokenizer = Tokenizer.from_str(content)
     except BaseException as error:  # of Rust, which has no type of its own, and whose panics are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise ValueError(f"{path}: this is no tokenizer ({' '.join(str(error).split())[:200]})") from None
+        raise InvalidInput(f"{path}: this is no tokenizer ({' '.join(str(error).split())[:200]})") from None
     tokenizer.no_truncation()  # some files still say how they were last used
     tokenizer.no_padding()
     return tokenizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.conversion.transfer.source import Source
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
@@ -39,7 +40,7 @@ class AttentionTransfer:
             if not isinstance(mixer, SoftmaxAttention)
         ]
         if not self._pairs:
-            raise ValueError("criterion is attention_transfer; the model must have a mixer other than softmax")
+            raise InvalidInput("criterion is attention_transfer; the model must have a mixer other than softmax")
 
     def errors(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The mean square of each mixer's error, divided by that of the attention's output.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from fairseq_fastweights.invalid_input import InvalidInput
+
 GROUPS = ("embeddings", "output", "feed-forward", "output-projection", "attention")
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -52,7 +54,7 @@ def parse_groups(argument: str, text: str) -> frozenset[str]:
     if words == ["none"]:
         return frozenset()
     if not set(words) <= set(GROUPS):
-        raise ValueError(f"{argument} is {text!r}; it must be all, none, or comma-separated: {', '.join(GROUPS)}")
+        raise InvalidInput(f"{argument} is {text!r}; it must be all, none, or comma-separated: {', '.join(GROUPS)}")
     return frozenset(words)
 
 

@@ -11,6 +11,7 @@ from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
 from fairseq_fastweights.conversion.transfer.groups import GROUPS, parse_groups
+from fairseq_fastweights.invalid_input import InvalidInput
 
 
 @dataclass
@@ -84,11 +85,11 @@ def check_options(options: Any) -> None:
         for name, unset in (("transfer", "all"), ("freeze", "none"), ("dry_run", False)):
             value = getattr(options, name)
             if value != unset:
-                raise ValueError(f"{name} is {value!r}; it needs transfer_from, which is not set")
+                raise InvalidInput(f"{name} is {value!r}; it needs transfer_from, which is not set")
     if not transferred:
-        raise ValueError(f"transfer is {options.transfer!r}; with transfer_from it must name something")
+        raise InvalidInput(f"transfer is {options.transfer!r}; with transfer_from it must name something")
     if not frozen <= transferred:
-        raise ValueError(
+        raise InvalidInput(
             f"freeze is {options.freeze!r}, but transfer is {options.transfer!r}: only what is transferred can be "
             "frozen"
         )
@@ -100,18 +101,18 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
     if threshold is None:
         for name, unset in (("unfreeze_patience", 1), ("unfreeze_interval", None)):
             if getattr(options, name) != unset:
-                raise ValueError(f"{name} is {getattr(options, name)}; it needs unfreeze_threshold, which is not set")
+                raise InvalidInput(f"{name} is {getattr(options, name)}; it needs unfreeze_threshold, which is not set")
         return
     if not 0 < threshold < 1:
-        raise ValueError(f"unfreeze_threshold is {threshold:g}; it must be above 0 and below 1")
+        raise InvalidInput(f"unfreeze_threshold is {threshold:g}; it must be above 0 and below 1")
     if not frozen:
-        raise ValueError(
+        raise InvalidInput(
             f"unfreeze_threshold is {threshold:g}, but freeze is none; it must name what is to be unfrozen"
         )
     if options.unfreeze_patience < 1:
-        raise ValueError(f"unfreeze_patience is {options.unfreeze_patience}; it must be at least 1")
+        raise InvalidInput(f"unfreeze_patience is {options.unfreeze_patience}; it must be at least 1")
     if options.unfreeze_interval is None or options.unfreeze_interval < 1:
-        raise ValueError(
+        raise InvalidInput(
             f"unfreeze_interval is {options.unfreeze_interval}; with unfreeze_threshold it must be a number of "
             "updates, at least 1"
         )
@@ -126,7 +127,7 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
         ("tpu", options.tpu is True, "off"),
     ):
         if refused:
-            raise ValueError(
+            raise InvalidInput(
                 f"{name} is {_plain(getattr(options, name))}; with unfreeze_threshold it must be {instead}: frozen "
                 "weights would be changed too"
             )

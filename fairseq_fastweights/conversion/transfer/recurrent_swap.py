@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.gated_delta import GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer
@@ -80,7 +81,7 @@ def check_recurrent(mixer: Mixer, heads: int, rows: int) -> None:
     for option, value in wanted:
         if (own := getattr(mixer, option)) != value:
             named = "fast_weight_heads" if option == "num_heads" else option_name(name, option)
-            raise ValueError(
+            raise InvalidInput(
                 f"{named} is {own}; in place of the source's attention it must be {value} ({name}), or transfer must "
                 "be embeddings,output,feed-forward"
             )

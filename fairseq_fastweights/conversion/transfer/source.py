@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fastweights.conversion.transfer.groups import count_layers
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 
 # What is in a checkpoint beside parameters.
@@ -47,13 +48,13 @@ def find_files(path: str) -> tuple[Path, Path]:
     given = Path(path)
     file = given / "model.pt" if given.is_dir() else given
     if not file.is_file():
-        raise ValueError(
+        raise InvalidInput(
             f"transfer_from is {path!r}, but there is no file {file}; it must be a folder with model.pt and dict.txt, "
             "or a checkpoint with dict.txt beside it"
         )
     dictionary = file.parent / "dict.txt"
     if not dictionary.is_file():
-        raise ValueError(
+        raise InvalidInput(
             f"transfer_from is {path!r}, but there is no {dictionary}; the weights belong to the words in it"
         )
     return file, dictionary
@@ -73,7 +74,7 @@ def check_dictionary(file: Path, dictionary: Dictionary) -> None:
     else:
         at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
         difference = f"type {at} is {theirs[at]!r} in {file} and {ours[at]!r} in that of the data"
-    raise ValueError(
+    raise InvalidInput(
         f"the dictionary of transfer_from is not that of the data: {difference}. The published dictionary of the "
         "Baevski & Auli checkpoint, for one, is in another order than a freshly made one. Binarise the data with "
         f"fairseq-preprocess --srcdict {file}"
@@ -89,17 +90,17 @@ def read_source(file: Path) -> Source:
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not a checkpoint that fairseq wrote: {type(error).__name__} {error}") from error
+        raise InvalidInput(f"{file} is not a checkpoint that fairseq wrote: {type(error).__name__} {error}") from error
     options = _options(state)
     weights = state["model"]
     if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
-        raise ValueError(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
+        raise InvalidInput(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
     checkpoint_settings.rename_former(weights, "decoder")
     settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
     if settings is not None:
         mixers = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
         if mixers != "softmax":
-            raise ValueError(
+            raise InvalidInput(
                 f"{file} holds a model with other mixers than softmax ({mixers}); transfer_from takes Transformers. To "
                 "train it further, use --finetune-from-model"
             )

@@ -11,6 +11,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
 from fairseq_fastweights.conversion.transfer.source import Source
+from fairseq_fastweights.invalid_input import InvalidInput
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def follow_source(options: Any, source: Source, groups: frozenset[str]) -> None:
         return
     width = options.decoder_embed_dim
     if type(theirs) is not int or theirs < 1 or (getattr(options, "head_dim", 0) == 0 and width % theirs):
-        raise ValueError(
+        raise InvalidInput(
             f"{source.file} has {_NAME} {theirs!r} in its settings; it must be a divisor of decoder_embed_dim, {width}"
         )
     told = ""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import shared
@@ -38,18 +39,18 @@ def check_swap(attention: Mixer) -> None:
     if not isinstance(attention, FastWeightAttention):
         return
     if attention.feature_map.key_dim > attention.head_dim:
-        raise ValueError(
+        raise InvalidInput(
             f"feature_dim is {attention.feature_map.key_dim}; with the feature map {attention.feature_map_name} it "
             f"must be at most the {attention.head_dim} numbers that the source's keys and queries have per head "
             "(relu, favor and dpfp make more of them)"
         )
     if attention.feature_map.key_dim < attention.head_dim and not isinstance(attention.q_norm, nn.Identity):
-        raise ValueError(
+        raise InvalidInput(
             f"feature_dim is {attention.feature_map.key_dim}; with query_key_norm_eps it must be the "
             f"{attention.head_dim} numbers that are normalised in each head"
         )
     if attention.update_rule in DELTA_RULES and _gate(attention, "beta").bias is None:
-        raise ValueError(
+        raise InvalidInput(
             f"no_attention_bias is set; the delta rule in place of a trained attention starts at a write strength of "
             f"{WRITE_STRENGTH}, which is kept in a bias: it must not be set"
         )

@@ -22,6 +22,7 @@ from fairseq_fastweights.conversion.transfer.recurrent_swap import (
 )
 from fairseq_fastweights.conversion.transfer.source import Source
 from fairseq_fastweights.conversion.transfer.swap import check_swap, reads_without_scale, swap
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
@@ -139,7 +140,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         ValueError: if the model is no Transformer, or weights do not fit; the message lists all, and nothing is copied.
     """
     if not isinstance(getattr(model, "decoder", None), TransformerDecoderBase):
-        raise ValueError(
+        raise InvalidInput(
             f"transfer_from is set, but {type(model).__name__} is no Transformer; it must be fast_weight_lm"
         )
     options = model.decoder.args
@@ -182,12 +183,12 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
     if misfits:
         of_attention = all(".self_attn." in name for _, name, *_ in misfits)
         advice = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
-        raise ValueError(
+        raise InvalidInput(
             f"the weights in {source.file} do not fit the model; nothing was transferred{advice}\n"
             + text_table([["what", "name", "source", "model"], *misfits])
         )
     if not any(groups & set(target.groups) for target in targets):
-        raise ValueError(
+        raise InvalidInput(
             f"transfer is {','.join(group for group in GROUPS if group in groups)}, of which the model has nothing: "
             f"its mixers take no weights of attention; it must be of {_WITHOUT_ATTENTION}"
         )

@@ -8,6 +8,8 @@ import tarfile
 import tempfile
 import zlib
 
+from fairseq.text_files import FileError
+
 
 def unpack(archive: str, cache: str) -> str:
     """Unpacks a model's archive into a folder of `cache`, whole or not at all, and returns that folder.
@@ -16,11 +18,11 @@ def unpack(archive: str, cache: str) -> str:
     left out, as fairseq does.
 
     Raises:
-        ValueError: if it is no whole archive, or holds something else than files and folders; the message names it.
+        FileError: if it is no whole archive, or holds something else than files and folders; the message names it.
     """
     found = os.stat(archive)
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{archive} is no regular file; it must be a folder or an archive by tar")
+        raise FileError(f"{archive} is no regular file; it must be a folder or an archive by tar")
     identity = f"{os.path.realpath(archive)} {found.st_size} {found.st_mtime_ns}"
     folder = os.path.join(cache, f"unpacked-{hashlib.sha256(identity.encode()).hexdigest()}")
     if os.path.isdir(folder):
@@ -44,7 +46,7 @@ def extract(archive: str, folder: str) -> str:
     (CVE-2025-4517). So there may be no links; names are looked at before anything is written.
 
     Raises:
-        ValueError: if it is no whole archive, or holds something else than files and folders; the message names it.
+        FileError: if it is no whole archive, or holds something else than files and folders; the message names it.
     """
     try:
         with tarfile.open(archive, "r:*") as opened:
@@ -54,7 +56,7 @@ def extract(archive: str, folder: str) -> str:
             else:
                 opened.extractall(folder)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-        raise ValueError(f"{archive} cannot be unpacked: {str(error) or type(error).__name__}") from None
+        raise FileError(f"{archive} cannot be unpacked: {str(error) or type(error).__name__}") from None
     return os.path.commonpath(names) if names else ""
 
 

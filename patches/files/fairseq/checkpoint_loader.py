@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from fairseq import integrity
 from fairseq.bounded_loading import TooLargeError, is_archive, load
+from fairseq.text_files import FileError
 
 
 class _OldMeter:
@@ -120,10 +121,10 @@ def _only_allowing(allowed: list[Any]) -> Iterator[None]:
 def open_checkpoint(file: str, path: str) -> BinaryIO:
     """Opens the checkpoint in `file`, known to the user as `path`.
 
-    Raises `ValueError`, naming `path`, when it is no regular file: to open a pipe might wait forever.
+    Raises `FileError`, naming `path`, when it is no regular file: to open a pipe might wait forever.
     """
     if reason := integrity.why_not_regular(file):
-        raise ValueError(f"checkpoint {path} {reason}")
+        raise FileError(f"checkpoint {path} {reason}")
     return open(file, "rb")
 
 
@@ -141,7 +142,7 @@ def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
             if getattr(error, "filename", None) is not None or str(path) in str(error):
                 raise
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
-            raise ValueError(
+            raise FileError(
                 f"checkpoint {path} is damaged, or not a checkpoint that fairseq wrote ({reason})"
             ) from error
 
@@ -151,24 +152,24 @@ def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict[str, Any]:
     """The content of the open checkpoint `file`, known to the user as `path`, tensors on the CPU.
 
-    Raises `ValueError`, naming `path`, when the file is empty, cut short or damaged, when it holds an object that no
+    Raises `FileError`, naming `path`, when the file is empty, cut short or damaged, when it holds an object that no
     checkpoint of fairseq needs, and when it is no checkpoint of fairseq with this `part`.
     """
     if not file.read(1):
-        raise ValueError(integrity.complain(path, "is empty (0 bytes)"))
+        raise FileError(integrity.complain(path, "is empty (0 bytes)"))
     file.seek(0)
     try:
         with _only_allowing(_ALLOWED):
             state = load(file)
     except TooLargeError as error:
-        raise ValueError(integrity.complain(path, str(error))) from None
+        raise FileError(integrity.complain(path, str(error))) from None
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         damage = integrity.damage_of(file) if is_archive(file) else None
-        raise ValueError(integrity.complain(path, damage or _complaint(error))) from None
+        raise FileError(integrity.complain(path, damage or _complaint(error))) from None
     integrity.check_loaded(file, path, state)
     if not isinstance(state, dict) or not isinstance(state.get(part), dict):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
+        raise FileError(
             f"checkpoint {path} is not one of fairseq: it should be a dictionary with another under {part!r}, and is "
             f"{found}"
         )

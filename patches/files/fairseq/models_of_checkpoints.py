@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from fairseq import integrity, model_sizes
+from fairseq.invalid_input import InvalidInput
 from fairseq.settings import literal
+from fairseq.text_files import FileError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -98,7 +100,7 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
         weights: its weights, to which the model's size is compared.
 
     Raises:
-        ValueError: if the settings ask for more than the weights could fill, or make no model; the message names the
+        FileError: if the settings ask for more than the weights could fill, or make no model; the message names the
             file and the setting.
     """
     tensors = _tensors(weights)
@@ -106,13 +108,13 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
     numbers = _numbers(settings)
     for name, value in numbers.items():
         if "layers" in name and value > model_sizes.most_layers(len(tensors)):
-            raise ValueError(f"{path} is refused: {name} is {value}, and it has {len(tensors)} weights")
+            raise FileError(f"{path} is refused: {name} is {value}, and it has {len(tensors)} weights")
     try:
         with _Limit(model_sizes.most_bytes(size), _TENSORS * len(tensors) + _MORE_TENSORS):
             yield
     except _TooLargeError as error:
         likely = model_sizes.likely(numbers, error.shape)
-        raise ValueError(
+        raise FileError(
             f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
         ) from None
     except Exception as error:
@@ -120,11 +122,11 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
         if lacks or (isinstance(error, OSError) and error.filename is not None):
             raise
         reason = _line(error)
-        if type(error) is not ValueError:
+        if not isinstance(error, ValueError):
             reason = f"its settings make no model: {reason}"
         if isinstance(error, _OF_SIZES):
             reason += f"; {model_sizes.likely(numbers)}"
-        raise ValueError(f"{path}: {reason}") from error
+        raise FileError(f"{path}: {reason}") from error
 
 
 def _numbers(settings: Any) -> dict[str, int]:
@@ -146,31 +148,31 @@ def load_weights(model: Any, path: str, weights: dict[str, Tensor], strict: bool
     """Loads the weights of a checkpoint into its model.
 
     Raises:
-        ValueError: if they do not fit it, or are no numbers; the message names the file and a weight.
+        FileError: if they do not fit it, or are no numbers; the message names the file and a weight.
     """
     if reason := integrity.why_no_numbers(weights):
-        raise ValueError(f"{path} is refused: {reason}")
+        raise FileError(f"{path} is refused: {reason}")
     try:
         model.load_state_dict(weights, strict=strict, model_cfg=settings)
     except Exception as error:
-        raise ValueError(f"{path}: {_line(error)}") from error
+        raise FileError(f"{path}: {_line(error)}") from error
 
 
 def check_kinds(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a weight of another kind of number than the model's of that name, as complex ones."""
+    """Raises an `InvalidInput` for a weight of another kind of number than the model's of that name."""
     own = model.state_dict()
     for name, weight in weights.items():
         if not isinstance(weight, Tensor):
-            raise ValueError(f"weight {name} is of type {type(weight).__name__}; it must be a tensor")
+            raise InvalidInput(f"weight {name} is of type {type(weight).__name__}; it must be a tensor")
         if name in own and own[name].is_floating_point() and not weight.is_floating_point() and weight.numel() > 1:
             kind = str(weight.dtype).removeprefix("torch.")
-            raise ValueError(f"weight {name} is {kind}; it must be floating-point, as that of the model")
+            raise InvalidInput(f"weight {name} is {kind}; it must be floating-point, as that of the model")
 
 
 def check_score(path: str, loss: Any) -> None:
-    """Raises a `ValueError` for a loss that is not a number."""
+    """Raises a `FileError` for a loss that is not a number."""
     if math.isnan(loss):
-        raise ValueError(
+        raise FileError(
             f"{path}: the loss is not a number (nan): an activation is too large for the type of the weights, as with "
             "--fp16, or the model computes with none"
         )

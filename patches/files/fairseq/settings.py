@@ -6,6 +6,8 @@ This takes the place of every `eval`: settings come out of checkpoints, which ma
 import ast
 from typing import Any
 
+from fairseq.invalid_input import InvalidInput
+
 LARGEST = 100_000
 """Values and characters that sums and products may make of a text that is shorter."""
 
@@ -15,14 +17,14 @@ def literal(text: str) -> Any:
 
     Raises:
         TypeError: if `text` is no string, as `eval` does.
-        ValueError: for anything else than a literal, naming it.
+        InvalidInput: for anything else than a literal, naming it.
     """
     if not isinstance(text, str):
         raise TypeError(f"a setting must be a string, not {type(text).__name__}")
     try:
         return _value(ast.parse(text.strip(), mode="eval").body, max(LARGEST, len(text)))[0]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{text[:200]!r} is no literal, nor a sum or product of such: {error}") from None
+        raise InvalidInput(f"{text[:200]!r} is no literal, nor a sum or product of such: {error}") from None
 
 
 def _value(node: ast.expr, most: int) -> tuple[Any, int]:

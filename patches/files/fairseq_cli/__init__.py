@@ -1,4 +1,4 @@
-"""Ends fairseq's commands in one line, and exit code 2, for what is wrong with a file of theirs.
+"""Ends fairseq's commands in one line, and exit code 2, for what is wrong with a file or an option of theirs.
 
 This is for commands that load no plugin, such as fairseq-preprocess; in fairseq as released the file is empty. Where
 FASTWEIGHTS_TRACEBACK=1 asks for it, there is a traceback.
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def _end(otherwise: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    from fairseq.text_files import FileError  # not before: fairseq's commands set their log up before they import it
+    from fairseq.invalid_input import InvalidInput  # not before: commands set their log up first
 
-    if not isinstance(error, FileError):
+    if not isinstance(error, InvalidInput):
         otherwise(kind, error, trace)
         return
     print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)

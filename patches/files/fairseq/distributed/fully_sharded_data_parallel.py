@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from fairseq import utils
+from fairseq.invalid_input import InvalidInput
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -50,7 +51,7 @@ def fsdp_wrap(module: nn.Module, min_num_params: int | None = None, **unused: An
 
 
 def check_options(cfg: Any) -> None:
-    """Raises a `ValueError` that names an option which parameters in parts cannot serve."""
+    """Raises an `InvalidInput` that names an option which parameters in parts cannot serve."""
     half = cfg.common.fp16 and not cfg.common.memory_efficient_fp16
     for option, is_set, why in (
         ("--amp", cfg.common.amp, "--fp16 and --bf16 can be"),
@@ -65,9 +66,9 @@ def check_options(cfg: Any) -> None:
         ("--eval-bleu", getattr(cfg.task, "eval_bleu", False), "processes would write texts of different lengths"),
     ):
         if is_set:
-            raise ValueError(f"{option} is set; with --ddp-backend fully_sharded it must not be: {why}")
+            raise InvalidInput(f"{option} is set; with --ddp-backend fully_sharded it must not be: {why}")
     if half and not cfg.common.fp16_no_flatten_grads:
-        raise ValueError("--fp16 is set; with --ddp-backend fully_sharded --fp16-no-flatten-grads must be set too")
+        raise InvalidInput("--fp16 is set; with --ddp-backend fully_sharded --fp16-no-flatten-grads must be set too")
 
 
 class FullyShardedDataParallel(nn.Module):
