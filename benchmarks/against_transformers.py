@@ -9,16 +9,20 @@ for each head; beside them the plain delta rule, and the rule with a gate for ea
 models: random models of the real classes, Qwen3-Next and Kimi-Linear of about 100 million parameters, before and after
 `integrations.transformers.install`: a prompt, and a token after it. Their logits are compared first. "no rule" is the
 same without the rule's work, which no implementation of the rule can beat.
+converted: the next word of a random model in the shape of SmolLM2-135M after so many words, by transformers' class, by
+this package, and with memories in some of its layers, or in all. Times are those of the processor, with one thread.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import process_time
 from typing import Any
 
 import torch
 import transformers
-from harness import records
+from harness import converted, records
 from harness.program import finish, make_parser, parse
 from harness.timing import Clock, first_calls, time_in_turns
 from torch import Tensor
@@ -174,10 +178,33 @@ def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
         # One more token, which joins the cache: it grows alike in both.
         token[way] = partial(call, functions, text[:, :1], past_key_values=first.past_key_values)
     ours, theirs, _ = logits
+    check_alike(ours, theirs)
+    return [(name, "prefill", prompt, prefill), (name, "token", 1, token)]
+
+
+def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
+    """By the number of texts, the numbers of words that were read before."""
+    shape = sizes["shape"]
+    peer = converted.llama(shape)
+    models = {"source": converted.converted(peer, "", ""), PEER: peer}
+    for (where, layers), mixer in itertools.product(converted.layers_of(shape).items(), converted.MEMORIES):
+        models[f"{mixer} {where}"] = converted.converted(peer, mixer, layers)
+    text = torch.randint(4, shape["vocab_size"], (2, 9))
+    with torch.no_grad():
+        check_alike(*(models[name](text).logits for name in ("source", PEER)))
+    compiled = {name: converted.compiled(models[name]) for name in models if name in sizes["compiled"]}
+    for batch, befores in sizes["lengths"].items():
+        steps = models | ({f"{name}, compiled": step for name, step in compiled.items()} if batch == 1 else {})
+        for before in befores:
+            calls = {name: converted.Generation(step, batch, before).advance for name, step in steps.items()}
+            yield f"Batch of {batch}", "token", before, calls
+
+
+def check_alike(ours: Tensor, theirs: Tensor) -> None:
+    """Ends the program where what is measured is not the same."""
     error = float((ours - theirs).abs().max())
     if not error <= 1e-3:
         raise RuntimeError(f"logits differ by {error:g}: what is measured is not the same")
-    return [(name, "prefill", prompt, prefill), (name, "token", 1, token)]
 
 
 # By subject its comparisons, their sizes, and tiny ones.
@@ -193,10 +220,18 @@ SUBJECTS: dict[str, tuple[Callable[..., Iterator[Comparison]], dict[str, Any], d
         {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12},
         {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4},
     ),
+    "converted": (
+        conversions,
+        {
+            **{"shape": converted.SMOLLM2, "lengths": {1: [256, 1024, 2048, 4096], 32: [256, 1024]}},
+            "compiled": ["source", *(f"{mixer} in 6 of 30 layers" for mixer in converted.MEMORIES)],
+        },
+        {"shape": converted.TINY, "lengths": {1: [70], 2: [3]}, "compiled": []},
+    ),
 }
 
 
-def compare(comparison: Comparison, rounds: int) -> list[dict[str, Any]]:
+def compare(comparison: Comparison, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     """Makes a comparison; returns a row for each of its calls."""
     part, kind, time, calls = comparison
 
@@ -207,7 +242,7 @@ def compare(comparison: Comparison, rounds: int) -> list[dict[str, Any]]:
     way = partial(partial, backward_too) if kind == "forward+backward" else torch.no_grad()
     calls = {name: way(call) for name, call in calls.items()}
     warm = {name: first_calls(call, lambda: None)[1:] for name, call in calls.items()}
-    seconds, _ = time_in_turns(calls, warm, Clock(), rounds)
+    seconds, _ = time_in_turns(calls, warm, clock, rounds)
     first = next(iter(seconds.values()))["median"]
     common = {"part": part, "pass": kind, "time": time}
     return [{**common, "name": name, "ratio": x["median"] / first, "seconds": x} for name, x in seconds.items()]
@@ -221,7 +256,9 @@ def main() -> None:
     keep_freed_memory()
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick]
-    rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds)]
+    # With all its weights a token takes many milliseconds, and other work on the machine would be in them.
+    clock = Clock(process_time) if options.subject == "converted" else Clock()
+    rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds, clock)]
     finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)
 
 

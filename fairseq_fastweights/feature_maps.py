@@ -247,7 +247,9 @@ class ReluMap(FeatureMap):
         return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))
 
     def _project(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthi,hoi->btho", x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+        vectors = x.flatten(0, 1).transpose(0, 1)
+        bias, weight = self.bias.to(x.dtype)[:, None], self.weight.to(x.dtype).transpose(1, 2)
+        return torch.baddbmm(bias, vectors, weight).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 class FavorMap(FeatureMap):

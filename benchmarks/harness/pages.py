@@ -277,5 +277,8 @@ def _cut(record: Record) -> str:
 _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
     **{"kernels": _kernels, "generation": _generation, "translation": _translation, "training": _training},
     "updates": _updates,
-    **{"training_length": _training_length, **dict.fromkeys(("mixers", "gated_delta", "models"), _in_turns)},
+    **{
+        "training_length": _training_length,
+        **dict.fromkeys(("mixers", "gated_delta", "models", "converted"), _in_turns),
+    },
 }

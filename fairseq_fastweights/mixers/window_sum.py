@@ -165,14 +165,16 @@ class WindowSum(MemoryAttention):
             past = before["keys"][:, :, 1:], before["values"][:, :, 1:]
             blocks = in_blocks(q, k, v, *past, seen.clamp(max=self.window - 1))
         out, weight = self._window(blocks)
-        leaving = seen[:, first:] >= self.window
+        staying = seen[:, first:] < self.window
         if lengths is not None:
-            leaving = leaving & ~beyond(time, lengths).t()[:, first:]
+            staying = staying | beyond(time, lengths).t()[:, first:]
         old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
         begin = None if starts is None else starts[:, first:]
-        recalled, memory = self._recall(q[:, :, first:], old_k, old_v, leaving, before["state"], begin, in_place)
-        recalled = F.pad(recalled.transpose(1, 2), (0, 0, first, 0))
+        recalled, memory = self._recall(q[:, :, first:], old_k, old_v, staying, before["state"], begin, in_place)
+        recalled = recalled.transpose(1, 2)
+        if first:
+            recalled = F.pad(recalled, (0, 0, first, 0))
         out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
         return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
 
@@ -196,33 +198,34 @@ class WindowSum(MemoryAttention):
         precise = ops.state_dtype(blocks.q.dtype)
         with without_autocast(blocks.q):  # which would run products of matrices in half precision
             # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
-            queries = blocks.q.unflatten(1, (heads, self.num_heads // heads)).flatten(2, 3).to(precise)
+            sharing = self.num_heads // heads
+            queries = blocks.q.reshape(len(blocks.q), heads, sharing * size, dim).to(precise)
             scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)
-            scores = scores.unflatten(2, (self.num_heads // heads, size))
+            scores = scores.unflatten(2, (sharing, size))
             scores = scores.masked_fill(~blocks.visible[:, None, None], -torch.inf)
-            factor = self.log_factor.to(precise).exp().view(heads, -1, 1, 1)
-            weights = ((scores - scores.amax(dim=-1, keepdim=True)).exp() * factor).flatten(2, 3)
-            read = weights @ F.pad(blocks.v.to(precise), (0, 1), value=1.0)
-        both = blocks.join(read.unflatten(2, (-1, size)).flatten(1, 2))
-        return both[..., :dim], both[..., dim:]
+            largest = scores.amax(dim=-1, keepdim=True) - self.log_factor.to(precise).view(heads, -1, 1, 1)
+            weights = (scores - largest).exp().flatten(2, 3)
+            read = weights @ blocks.v.to(precise), weights.sum(-1, keepdim=True)
+        out, weight = (blocks.join(x.unflatten(2, (sharing, size)).flatten(1, 2)) for x in read)
+        return out, weight
 
     def _recall(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        leaving: Tensor,
+        staying: Tensor,
         memory: Tensor,
         starts: Tensor | None,
         in_place: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Writes what leaves the window where `leaving`, (batch, time), is true, and reads it at every step.
+        """Writes what leaves the window, except where `staying`, (batch, time), is true, and reads at every step.
 
         Returns (batch, time, heads, head_dim + 1), what is read of values and of ones, and the memory.
         """
         q, k, v = (shared(x, self.num_heads, 1).transpose(1, 2) for x in (q, k, v))
         q, k, v = self._features(q, k, v)
-        k = k.masked_fill(~leaving[..., None, None], 0)
+        k = k.masked_fill(staying[..., None, None], 0)
         how: dict[str, Any] = {} if starts is None else {"starts": starts}
         v = F.pad(v, (0, 1), value=1.0)
         return ops.sum_rule(q, k, v, initial_state=memory, in_place=in_place, backend=self.backend, **how)

@@ -31,6 +31,8 @@ class Blocks(NamedTuple):
     def join(self, out: Tensor) -> Tensor:
         """Puts what was computed of the queries, (rows, heads, size, dim), together: (batch, heads, time, dim)."""
         batch, blocks, time = self.shape
+        if blocks == 1:
+            return out
         return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :time]
 
 

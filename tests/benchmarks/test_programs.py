@@ -11,6 +11,7 @@ import kernels
 import pytest
 import torch
 from harness.cases import RULES
+from harness.converted import MEMORIES
 
 MEASURING = ("kernels", "generation", "translation", "training")
 BOTH = ("forward", "forward+backward")
@@ -81,6 +82,16 @@ IN_TURNS = {
     },
     "models": dict.fromkeys(
         ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers", "no rule"))
+    ),
+    "converted": dict.fromkeys(
+        ("Batch of 1", "Batch of 2"),
+        (
+            ("token",),
+            (
+                *("source", "transformers", *(f"{mixer} in 1 of 5 layers" for mixer in MEMORIES)),
+                *(f"{mixer} in all layers" for mixer in MEMORIES),
+            ),
+        ),
     ),
 }
 
