@@ -30,17 +30,14 @@ from fairseq_fastweights.models.fast_weight_decoder import describe
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
-def from_exported(source: Path, target: Path) -> bool:
-    """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a byte-level BPE, if there is one.
+def from_exported(source: Path, target: Path) -> None:
+    """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a tokenizer, if there is one.
 
     The settings of the tokenizer and of generation, with chat templates, go to its folder `huggingface`.
 
     Args:
         source: the folder, with `fairseq/dict.txt`.
         target: the new folder.
-
-    Returns:
-        Whether there is a byte-level BPE.
 
     Raises:
         ValueError: if a file is missing or cannot be used; nothing is written then.
@@ -72,7 +69,6 @@ def from_exported(source: Path, target: Path) -> bool:
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
         copy_files(copied, folder)
-    return PIECES[0] in copied
 
 
 def read_config(path: Path) -> FastWeightConfig:

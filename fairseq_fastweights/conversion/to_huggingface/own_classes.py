@@ -50,7 +50,7 @@ class Run:
     Attributes:
         checkpoint: the file.
         dictionary: the file dict.txt.
-        pieces: the folder of the byte-level BPE whose numbers are the words of the dictionary; None if they are words.
+        pieces: the folder of the tokenizer whose numbers are the words of the dictionary; None if they are words.
         kept: the folder with the settings of a tokenizer and of generation from a Hugging Face folder; None for none.
         types: the dtypes of the checkpoint's weights.
         updates: number of updates after which it was written; None if unknown.
@@ -72,9 +72,9 @@ def load_for_causal_lm(
     Args:
         path: the checkpoint, or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
         data: the folder with its dict.txt; None to search the checkpoint's folder, and then that of the training data.
-        tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, from `from-huggingface`,
-            byte_level.json) whose numbers are in dict.txt; "words" if dict.txt has words; None to search beside
-            dict.txt, beside the checkpoint, and in the `--transfer-from` of the training.
+        tokenizer: the folder of the tokenizer whose numbers are in dict.txt (tokenizer.json and tokenizer_words.json,
+            or encoder.json and vocab.bpe); "words" if dict.txt has words; None to search beside dict.txt, beside the
+            checkpoint, and in the `--transfer-from` of the training.
 
     Returns:
         The model, in evaluation mode and in the dtype of the checkpoint, and the tokenizer. Both use the numbers of the
@@ -119,7 +119,7 @@ def to_huggingface(
         target: the new folder.
         checkpoint: another checkpoint, with the dictionary and tokenizer of `source`.
         data: the folder with its dict.txt, as for `load_for_causal_lm`.
-        tokenizer: the folder of its byte-level BPE, as for `load_for_causal_lm`.
+        tokenizer: the folder of its tokenizer, as for `load_for_causal_lm`.
 
     Raises:
         ValueError: if a file is missing or cannot be used; nothing is written then.
