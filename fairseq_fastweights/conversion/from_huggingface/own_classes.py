@@ -26,7 +26,6 @@ from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_j
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.fast_weight_decoder import describe
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
@@ -60,9 +59,9 @@ def from_exported(source: Path, target: Path) -> None:
         if name not in weights:
             weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`, of no meaning
     decoder = model.decoder
-    mixers = list(zip(decoder.mixer_names, decoder.mixers, strict=True))
     weights["decoder.version"] = torch.tensor([3.0])
-    weights[f"decoder.{checkpoint_settings.NAME}"] = checkpoint_settings.encode(describe(cfg.model, dictionary, mixers))
+    settings = checkpoint_settings.settings_of(cfg.model, decoder.mixer_names, dictionary)
+    weights[f"decoder.{checkpoint_settings.NAME}"] = settings
     if decoder.adaptive_softmax is not None:
         weights["decoder.adaptive_softmax.version"] = torch.tensor([1])
 

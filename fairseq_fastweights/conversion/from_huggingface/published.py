@@ -25,9 +25,8 @@ from fairseq_fastweights.conversion.files.text_tables import text_table
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.tokenizers import file_names
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer, tokenizer_options
-from fairseq_fastweights.mixers.registry import build_mixer
-from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
-from fairseq_fastweights.models.fast_weight_options import mixer_settings
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_lm import layer_mixers
 
 _MOST_ROWS = 40
 
@@ -157,18 +156,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     raise ValueError("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 
-def model_options(options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """All options of the `fast_weight_lm` with these ones, which have no dashes before them, and its layers' mixers."""
-    named = {name.replace("-", "_"): value for name, value in options.items()}
-    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
-    return fast_weight_lm.FastWeightLanguageModel.complete(model)
-
-
 def settings_of(family: Family) -> Tensor:
     """The settings of the model that its checkpoint records."""
-    model, names = model_options(family.options)
-    settings = mixer_settings(model, model.decoder_attention_heads)
-    with torch.device("meta"):
-        built = {name: build_mixer(name, model.decoder_embed_dim, settings) for name in set(names)}
-    mixers = [(name, built[name]) for name in names]
-    return checkpoint_settings.encode(fast_weight_decoder.describe(model, family.dictionary(), mixers))
+    options = configuration(family.options).model
+    return checkpoint_settings.settings_of(options, layer_mixers(options), family.dictionary())

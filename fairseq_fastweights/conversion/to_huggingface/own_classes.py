@@ -34,10 +34,8 @@ from fairseq_fastweights.conversion.to_huggingface.tokenizers import find_pieces
 from fairseq_fastweights.conversion.tokenizers import tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.conversion.tokenizers.kept_settings import find_kept, generation_config
-from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 """The checkpoints that are looked for in a folder, in this order."""
@@ -212,8 +210,7 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         (theirs,) = loaded
         _check_kind(theirs, task)
         decoder = theirs.decoder
-        names = decoder.mixer_names if isinstance(decoder, FastWeightDecoder) else ["softmax"] * len(decoder.layers)
-        config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
+        config = config_of(decoder.args, task.dictionary)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
         text = " ".join(map(str.strip, lines)) or type(error).__name__
@@ -261,12 +258,8 @@ def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]
-    checkpoint_settings.rename_former(weights, "decoder")
-    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
-    if settings is None:
-        return True
-    own = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
-    return bool(own == source_mixers(folder))
+    settings = checkpoint_settings.read(weights, "decoder")
+    return settings is None or bool(settings["mixers"] == source_mixers(folder))
 
 
 def _check_kind(model: Any, task: Any) -> None:
