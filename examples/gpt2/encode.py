@@ -34,9 +34,9 @@ KINDS = tuple(f".{kind}{packed}" for kind in ("txt", "jsonl") for packed in ("",
 NAMES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 """What the files, or folders of files, of a split may be called."""
 OPTIONAL = "test"
-TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
-OTHER_TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
-"""What from-huggingface leaves of a byte-level BPE such as GPT-2's, and of any other tokenizer."""
+TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
+FORMER_TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
+"""What from-huggingface leaves of a tokenizer, and what it once left of a byte-level BPE such as GPT-2's."""
 _DOCUMENTS = 64
 """For each process at a time."""
 
@@ -183,7 +183,7 @@ def _open_text(path: Path) -> Iterator[Iterator[str]]:
 
 def tokenizer_files(source: Path) -> tuple[str, ...]:
     """The tokenizer's files in a converted model's folder."""
-    return OTHER_TOKENIZER if (source / OTHER_TOKENIZER[-1]).exists() else TOKENIZER
+    return TOKENIZER if (source / TOKENIZER[-1]).exists() else FORMER_TOKENIZER
 
 
 def load_tokenizer(source: Path) -> Callable[[str], str]:
@@ -194,7 +194,7 @@ def load_tokenizer(source: Path) -> Callable[[str], str]:
     from fairseq_fastweights.data.tokenizer_json import TokenizerJson
 
     settings = Namespace(byte_level_folder=str(source), tokenizer_json_folder=str(source))
-    return (ByteLevelBPE if tokenizer_files(source) == TOKENIZER else TokenizerJson)(settings).encode
+    return (TokenizerJson if tokenizer_files(source) == TOKENIZER else ByteLevelBPE)(settings).encode
 
 
 _tokenizer: Callable[[str], str]

@@ -30,8 +30,8 @@ if [ -e "$out/dict.txt" ]; then
     exit 0
 fi
 check_new "$out"
-tokenizer="encoder.json vocab.bpe byte_level.json"
-[ ! -e "$source/tokenizer_words.json" ] || tokenizer=tokenizer.json # of another kind than GPT-2's
+tokenizer="tokenizer.json tokenizer_words.json"
+[ ! -e "$source/byte_level.json" ] || tokenizer="encoder.json vocab.bpe" # of an earlier conversion
 for name in dict.txt $tokenizer; do
     [ -e "$source/$name" ] || die "SOURCE is $source, which holds no $name; from-huggingface makes it"
 done

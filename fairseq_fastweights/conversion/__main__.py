@@ -17,7 +17,7 @@ from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface import hub
 from fairseq_fastweights.conversion.from_huggingface.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
-from fairseq_fastweights.conversion.tokenizers import tokenizer_json
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import tokenizer_options
 from fairseq_fastweights.invalid_input import InvalidInput
 
 
@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     writing.add_argument(
         "--tokenizer",
-        help="the folder with encoder.json and vocab.bpe of the byte-level BPE whose numbers are in dict.txt, or "
-        "'words' if words are (default: searched beside dict.txt and the checkpoint)",
+        help="the folder with the tokenizer whose numbers are in dict.txt: tokenizer.json and tokenizer_words.json, or "
+        "encoder.json and vocab.bpe; or 'words' if words are (default: searched beside dict.txt and the checkpoint)",
     )
     writing.add_argument(
         "--as",
@@ -106,13 +106,12 @@ def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
             raise InvalidInput(
                 f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>"
             )
-        if _with_transformers("from_huggingface.own_classes").from_exported(source, target):
-            lines.append(f"its tokenizer is --bpe byte_level --byte-level-folder {target}")
-        elif (target / tokenizer_json.SETTINGS).is_file():
-            lines.append(f"its tokenizer is --bpe tokenizer_json --tokenizer-json-folder {target}")
+        _with_transformers("from_huggingface.own_classes").from_exported(source, target)
     else:
-        lines.append(f"its tokenizer is {from_huggingface(source, target, end_of_text=end_of_text)}")
+        from_huggingface(source, target, end_of_text=end_of_text)
         lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
+    if tokenizer := tokenizer_options(target):
+        lines.insert(2, f"its tokenizer is {tokenizer}")
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ MODULES = {
     "source_weights": "families.weights",
     "byte_level_files": "tokenizers.byte_level_files",
     "kept_settings": "tokenizers.kept_settings",
-    "tokenizer": "tokenizers.byte_level",
+    "tokenizer": "tokenizers.tokenizer_json",
     "whole_tokenizer": "tokenizers.tokenizer_json",
     "exported": "from_huggingface.own_classes",
     "gguf": "from_huggingface.gguf",

@@ -1,8 +1,14 @@
-"""Translates fairseq's options and names for a language model into those of `FastWeightConfig`'s model, and back."""
+"""Translates the options of `fast_weight_lm`, which describe a model here, into `FastWeightConfig` and back.
+
+The options are what a user types and what `--help` explains, and each checkpoint holds all of them. All else is made of
+them: a config.json by `config_of`, the settings in a checkpoint's tensor by `checkpoint_settings.settings_of`; and
+published models are read as options (`families.family.Family`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import not_
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -11,39 +17,60 @@ from fairseq.utils import safe_getattr
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import MIXERS, option_name, write_pattern
-from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
+from fairseq_fastweights.models.fast_weight_lm import layer_mixers
+from fairseq_fastweights.models.fast_weight_options import SHARED_OPTIONS, mixer_settings, parse_layers, same
 
-_SAME = {
-    "hidden_size": "decoder_embed_dim",
-    "input_size": "decoder_input_dim",
-    "output_size": "decoder_output_dim",
-    "intermediate_size": "decoder_ffn_embed_dim",
-    "num_hidden_layers": "decoder_layers",
-    "num_attention_heads": "decoder_attention_heads",
-    "max_position_embeddings": "max_target_positions",
-    "hidden_act": "activation_fn",
-    "pre_norm": "decoder_normalize_before",
-    "parallel_residual": "parallel_residual",
-    "rms_norm_eps": "rms_norm_eps",
-    "zero_centered_norms": "zero_centered_norms",
-    "swiglu": "swiglu",
-    "embedding_norm": "layernorm_embedding",
-    "adaptive_input_factor": "adaptive_input_factor",
-    "adaptive_softmax_factor": "adaptive_softmax_factor",
-    "adaptive_softmax_dropout": "adaptive_softmax_dropout",
-    "adaptive_softmax_bias": "adaptive_softmax_bias",
-    "square_projections": "square_projections",
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "layerdrop": "decoder_layerdrop",
-    "initializer_range": "init_std",
+
+def _numbers(text: Any) -> list[int]:
+    return [int(word) for word in str(text).strip("[]").split(",")]
+
+
+def _text(numbers: Sequence[int] | None) -> str | None:
+    return None if numbers is None else ",".join(map(str, numbers))
+
+
+_Change = Callable[[Any], Any]
+_TABLE: dict[str, tuple[str, _Change, _Change]] = {
+    **{
+        setting: (option, same, same)
+        for setting, option in {
+            "hidden_size": "decoder_embed_dim",
+            "input_size": "decoder_input_dim",
+            "output_size": "decoder_output_dim",
+            "intermediate_size": "decoder_ffn_embed_dim",
+            "num_hidden_layers": "decoder_layers",
+            "num_attention_heads": "decoder_attention_heads",
+            "max_position_embeddings": "max_target_positions",
+            "hidden_act": "activation_fn",
+            "pre_norm": "decoder_normalize_before",
+            "parallel_residual": "parallel_residual",
+            "rms_norm_eps": "rms_norm_eps",
+            "zero_centered_norms": "zero_centered_norms",
+            "swiglu": "swiglu",
+            "embedding_norm": "layernorm_embedding",
+            "adaptive_softmax_bias": "adaptive_softmax_bias",
+            "square_projections": "square_projections",
+            "dropout": "dropout",
+            "attention_dropout": "attention_dropout",
+            "initializer_range": "init_std",
+        }.items()
+    },
+    **{
+        setting: (option, float, same)
+        for setting, option in {
+            "adaptive_input_factor": "adaptive_input_factor",
+            "adaptive_softmax_factor": "adaptive_softmax_factor",
+            "adaptive_softmax_dropout": "adaptive_softmax_dropout",
+            "activation_dropout": "activation_dropout",
+            "layerdrop": "decoder_layerdrop",
+        }.items()
+    },
+    "final_norm": ("no_decoder_final_norm", not_, not_),
+    "scale_embeddings": ("no_scale_embedding", not_, not_),
+    "adaptive_input_cutoffs": ("adaptive_input_cutoff", _numbers, _text),
+    "adaptive_softmax_cutoffs": ("adaptive_softmax_cutoff", _numbers, _text),
 }
-"""Settings that differ from options only in their names."""
-
-_FLOATS = ("adaptive_input_factor", "adaptive_softmax_factor", "adaptive_softmax_dropout", "layerdrop")
-
-_PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
-"""The beginnings of parameters' names, in fairseq and in `fairseq_fastweights.huggingface`."""
+"""By setting, the option that says the same, and how either is made from the other's value."""
 
 _WITHOUT_COUNTERPART = {
     "character_embeddings": (False, None),
@@ -53,108 +80,86 @@ _WITHOUT_COUNTERPART = {
 }
 """Options without a setting in `FastWeightConfig`, with the values at which they have no effect."""
 
+_PREFIXES = {"decoder.output_projection.": "lm_head.", "decoder.adaptive_softmax.": "lm_head.", "decoder.": "model."}
+"""The beginnings of parameters' names, in fairseq and in `fairseq_fastweights.huggingface`."""
 
-def config_of(args: Any, mixers: Sequence[str], dictionary: Dictionary, *, final_norm: bool) -> FastWeightConfig:
-    """The configuration of a model that was built with these options.
 
-    Args:
-        args: the model's options.
-        mixers: the names of its layers' mixers.
-        dictionary: its dictionary.
-        final_norm: whether there is a layer norm after the last layer.
+def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
+    """The configuration of the model that is built with all these options, of `fast_weight_lm` or `transformer_lm`.
 
     Raises:
         ValueError: if an option has no counterpart; the message names it.
     """
+
+    def value_of(option: str) -> Any:
+        return safe_getattr(options, option, None)
+
     for name, nothing in _WITHOUT_COUNTERPART.items():
-        value = safe_getattr(args, name, None)
-        if value not in nothing:
-            raise InvalidInput(f"{name} is {value!r}; models with it have no counterpart among those of transformers")
-    settings: dict[str, Any] = {}
-    for own, option in _SAME.items():
-        value = safe_getattr(args, option, None)
-        if value is not None:
-            settings[own] = float(value) if own in _FLOATS else getattr(value, "value", value)
-    learned = bool(safe_getattr(args, "decoder_learned_pos", False))
-    if safe_getattr(args, "no_token_positional_embeddings", False):
-        settings["position_embeddings"] = "none"
+        if value_of(name) not in nothing:
+            raise InvalidInput(
+                f"{name} is {value_of(name)!r}; models with it have no counterpart among those of transformers"
+            )
+    settings = {
+        setting: read(value_of(option)) for setting, (option, read, _) in _TABLE.items() if value_of(option) is not None
+    }
+    bands = settings.get("adaptive_softmax_cutoffs") is not None
+    tied_by = "tie_adaptive_weights" if bands else "share_decoder_input_output_embed"
+    tied = bool(value_of(tied_by))
+    if not value_of("adaptive_input"):
+        settings["adaptive_input_cutoffs"] = None
+    elif tied and not bands:
+        raise InvalidInput(f"{tied_by} is set with adaptive_input; embeddings in bands are not an output layer")
+    if value_of("no_token_positional_embeddings"):
+        positions = "none"
     else:
-        settings["position_embeddings"] = "learned" if learned else "sinusoidal"
-    adaptive_input = bool(safe_getattr(args, "adaptive_input", False))
-    softmax_cutoffs = _cutoffs(safe_getattr(args, "adaptive_softmax_cutoff", None))
-    tied = "share_decoder_input_output_embed" if softmax_cutoffs is None else "tie_adaptive_weights"
-    if softmax_cutoffs is None and adaptive_input and safe_getattr(args, tied, False):
-        raise InvalidInput(f"{tied} is set with adaptive_input; embeddings in bands are not an output layer")
-    masked = safe_getattr(args, "mask_special_symbols", False)
-    activation_dropout = safe_getattr(args, "activation_dropout", 0) or safe_getattr(args, "relu_dropout", 0) or 0
-    return FastWeightConfig(
-        **settings,
-        vocab_size=len(dictionary),
-        mixers=list(mixers),
-        output_norm_layers=sorted(parse_layers(safe_getattr(args, "output_norm_layers", ""), len(mixers))),
-        mixer_settings=_settings_of(args, mixers),
-        final_norm=final_norm,
-        scale_embeddings=not safe_getattr(args, "no_scale_embedding", False),
-        adaptive_input_cutoffs=_cutoffs(args.adaptive_input_cutoff) if adaptive_input else None,
-        adaptive_softmax_cutoffs=softmax_cutoffs,
-        tie_word_embeddings=bool(safe_getattr(args, tied, False)),
-        tie_adaptive_projections=bool(
-            softmax_cutoffs is not None
-            and safe_getattr(args, tied, False)
-            and safe_getattr(args, "tie_adaptive_proj", False)
-        ),
-        masked_tokens=[dictionary.bos(), dictionary.pad(), dictionary.unk()] if masked else [],
-        activation_dropout=float(activation_dropout),
-        pad_token_id=dictionary.pad(),
-        bos_token_id=dictionary.bos() if safe_getattr(args, "add_bos_token", False) else dictionary.eos(),
-        eos_token_id=dictionary.eos(),
-    )
+        positions = "learned" if value_of("decoder_learned_pos") else "sinusoidal"
+    ours = value_of("mixers") is not None  # fairseq's own Transformer has no such option
+    mixers = layer_mixers(options) if ours else ("softmax",) * options.decoder_layers
+    masked = value_of("mask_special_symbols")
+    settings |= {
+        "vocab_size": len(dictionary),
+        "mixers": list(mixers),
+        "mixer_settings": _settings_of(options, mixers) if ours else {},
+        "output_norm_layers": sorted(parse_layers(value_of("output_norm_layers") or "", len(mixers))),
+        "position_embeddings": positions,
+        "final_norm": settings.get("pre_norm", False) and settings.get("final_norm", True),
+        "tie_word_embeddings": tied,
+        "tie_adaptive_projections": bands and tied and bool(value_of("tie_adaptive_proj")),
+        "activation_dropout": settings.get("activation_dropout") or float(value_of("relu_dropout") or 0),
+        "masked_tokens": [dictionary.bos(), dictionary.pad(), dictionary.unk()] if masked else [],
+        "pad_token_id": dictionary.pad(),
+        "bos_token_id": dictionary.bos() if value_of("add_bos_token") else dictionary.eos(),
+        "eos_token_id": dictionary.eos(),
+    }
+    return FastWeightConfig(**settings)
 
 
 def options_of(config: FastWeightConfig) -> dict[str, Any]:
     """The options of `fast_weight_lm`, without dashes, that build a model of this configuration; True for flags."""
-    options: dict[str, Any] = {option: getattr(config, own) for own, option in _SAME.items()}
     assert isinstance(config.mixers, list) and config.mixer_settings is not None
-    if config.position_embeddings == "none":
-        options["no_token_positional_embeddings"] = True
-    elif config.position_embeddings == "learned":
-        options["decoder_learned_pos"] = True
-    if config.adaptive_input_cutoffs is not None:
-        options["adaptive_input"] = True
-        options["adaptive_input_cutoff"] = ",".join(map(str, config.adaptive_input_cutoffs))
-    tied = "share_decoder_input_output_embed"
-    if config.adaptive_softmax_cutoffs is not None:
-        tied = "tie_adaptive_weights"
-        options["adaptive_softmax_cutoff"] = ",".join(map(str, config.adaptive_softmax_cutoffs))
-    options[tied] = config.tie_word_embeddings
+    bands = config.adaptive_softmax_cutoffs is not None
+    options = {option: write(getattr(config, setting)) for setting, (option, _, write) in _TABLE.items()}
     options |= {
-        "no_decoder_final_norm": not config.final_norm,
-        "no_scale_embedding": not config.scale_embeddings,
-        "add_bos_token": config.bos_token_id != config.eos_token_id,
+        "mixers": write_pattern(config.mixers),
+        "output_norm_layers": _text(config.output_norm_layers),
+        "no_token_positional_embeddings": config.position_embeddings == "none",
+        "decoder_learned_pos": config.position_embeddings == "learned",
+        "adaptive_input": config.adaptive_input_cutoffs is not None,
+        "tie_adaptive_weights" if bands else "share_decoder_input_output_embed": config.tie_word_embeddings,
         "tie_adaptive_proj": config.tie_adaptive_projections,
         "mask_special_symbols": bool(config.masked_tokens),
-        "activation_dropout": config.activation_dropout,
+        "add_bos_token": config.bos_token_id != config.eos_token_id,
         "tokens_per_sample": config.max_position_embeddings,
-        "mixers": write_pattern(config.mixers),
-        "output_norm_layers": ",".join(map(str, config.output_norm_layers or ())),
     }
     for name, value in config.mixer_settings.items():
-        if name == "bias":
-            options["no_attention_bias"] = not value
-        elif name == "backend":
-            options["fast_weight_backend"] = value
-        elif name == "normalization":
-            options[name] = "auto" if value is None else ",".join(value) or "none"
-        elif value is not None:
-            options[name] = value
+        option, _, _, write = SHARED_OPTIONS.get(name, (name, None, same, same))
+        options[option] = write(value)
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
-def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
+def _settings_of(options: Any, mixers: Sequence[str]) -> dict[str, Any]:
     """The `FastWeightConfig.mixer_settings` of a model that was built with these options."""
-    if not hasattr(args, "normalization"):  # fairseq's own Transformer
-        return {}
-    every = mixer_settings(args, args.decoder_attention_heads)
+    every = mixer_settings(options, options.decoder_attention_heads)
     taken: set[str] = set()
     for mixer in mixers:
         kind = MIXERS[mixer]
@@ -165,10 +170,6 @@ def _settings_of(args: Any, mixers: Sequence[str]) -> dict[str, Any]:
     if settings.get("normalization") is not None:
         settings["normalization"] = sorted(settings["normalization"])
     return settings
-
-
-def _cutoffs(text: Any) -> list[int] | None:
-    return None if text is None else [int(word) for word in str(text).strip("[]").split(",")]
 
 
 def new_name(name: str) -> str:

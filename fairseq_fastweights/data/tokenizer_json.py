@@ -1,7 +1,6 @@
 """`--bpe tokenizer_json`: a converted model's own tokenizer, run by Hugging Face's package `tokenizers`.
 
-The tokenizers of Llama and Qwen split texts by expressions of their own, and some write bytes as words, which no
-tokenizer of fairseq does.
+Most split texts by expressions of their own, and some write bytes as words, which no tokenizer of fairseq does.
 """
 
 # No `from __future__ import annotations` here: fairseq reads the types of a configuration's fields as they stand.
@@ -47,8 +46,11 @@ class TokenizerJson:
             raise InvalidInput(
                 f"tokenizer_json_folder is {cfg.tokenizer_json_folder!r}; it must hold {FILE} and {SETTINGS}"
             )
-        self._tokenizer = open_tokenizer(folder / FILE)
-        self._end_of_text = read_end_of_text(folder / SETTINGS)
+        self._open(open_tokenizer(folder / FILE), read_end_of_text(folder / SETTINGS))
+
+    def _open(self, tokenizer: Any, end_of_text: int | None) -> None:
+        self._tokenizer, self._end_of_text = tokenizer, end_of_text
+        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
 
     def encode(self, x: str) -> str:
         """Returns numbers, joined by spaces; an end-of-text token in the text becomes fairseq's </s>."""
@@ -57,8 +59,8 @@ class TokenizerJson:
 
     def decode(self, x: str) -> str:
         """Returns the text of numbers that are joined by spaces; fairseq's special symbols are left out."""
-        numbers = (self._end_of_text if word == "</s>" else word for word in x.split())
-        known = [int(number) for number in numbers if str(number).isdecimal()]
+        numbers = (str(self._end_of_text) if word == "</s>" else word for word in x.split())
+        known = [int(number) for number in numbers if number.isdecimal()]
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def is_beginning_of_word(self, x: str) -> bool:

@@ -19,11 +19,40 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
+from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
 
 # Of the buffer that the settings are in; and what it was called before.
 NAME = "settings_version"
 _FORMER_NAME = "settings"
+
+
+def settings_of(options: Any, mixers: Sequence[str], dictionary: Dictionary) -> Tensor:
+    """The settings of the language model that is built with these options, as in its checkpoint.
+
+    Args:
+        options: all of the model's.
+        mixers: the names of its layers' mixers.
+        dictionary: its dictionary.
+    """
+    settings = mixer_settings(options, options.decoder_attention_heads)
+    with torch.device("meta"):
+        built = {name: build_mixer(name, options.decoder_embed_dim, settings) for name in set(mixers)}
+    return encode(describe(options, dictionary, [(name, built[name]) for name in mixers]))
+
+
+def describe(options: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """The settings of a language model's decoder that names and shapes of parameters do not show."""
+    settings = describe_dictionary(dictionary)
+    if options.parallel_residual:
+        settings["parallel residual"] = True
+    if options.rms_norm_eps is not None:
+        settings["rms norm eps"] = options.rms_norm_eps
+    if options.zero_centered_norms:
+        settings["zero-centered norms"] = True
+    if behind := parse_layers(options.output_norm_layers, len(mixers), "output_norm_layers"):
+        settings["output norm layers"] = sorted(behind)
+    return settings | describe_mixers(mixers, heads=options.decoder_attention_heads)
 
 
 def describe_dictionary(dictionary: Dictionary, prefix: str = "") -> dict[str, Any]:
@@ -51,7 +80,7 @@ def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str 
     return settings
 
 
-def upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
+def _upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
     """Converts settings of earlier versions to today's, for a model with a number of layers.
 
     In the first versions a model had one update rule, and softmax attention in the layers that were listed.
@@ -95,11 +124,9 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
         module: the decoder's name in it.
         kept: sorted numbers of layers, from 1.
     """
-    rename_former(state_dict, module)
-    key = f"{module}.{NAME}"
-    if key not in state_dict:
+    settings = read(state_dict, module)
+    if settings is None:
         return
-    settings = upgrade(decode(state_dict[key]), _count_layers(state_dict, module))
     before = settings["mixers"]
     if isinstance(before, list):
         left = [before[number - 1] for number in kept]
@@ -110,7 +137,7 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
     if behind := settings.pop("output norm layers", None):
         left = [new for new, old in enumerate(kept, 1) if old in behind]
         settings |= {"output norm layers": left} if left else {}
-    state_dict[key] = encode(settings)
+    state_dict[f"{module}.{NAME}"] = encode(settings)
 
 
 def encode(settings: dict[str, Any]) -> Tensor:
@@ -118,7 +145,14 @@ def encode(settings: dict[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(settings, sort_keys=True).encode()), dtype=torch.int64)
 
 
-def rename_former(state_dict: dict[str, Any], prefix: str) -> None:
+def read(state_dict: dict[str, Any], module: str) -> dict[str, Any] | None:
+    """Reads the settings of a module in a checkpoint, in today's words; None if it has none, as of other models."""
+    _rename_former(state_dict, module)
+    codes = state_dict.get(f"{module}.{NAME}")
+    return None if codes is None else _upgrade(decode(codes), _count_layers(state_dict, module))
+
+
+def _rename_former(state_dict: dict[str, Any], prefix: str) -> None:
     """Renames the settings of the module `prefix` in checkpoints of earlier versions."""
     former = f"{prefix}.{_FORMER_NAME}"
     if former in state_dict:
@@ -133,9 +167,9 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     Raises:
         ValueError: listing the settings that differ.
     """
-    rename_former(state_dict, prefix)
     expected = decode(own)
-    saved = upgrade(decode(state_dict.setdefault(f"{prefix}.{NAME}", own)), _count_layers(state_dict, prefix))
+    saved = read(state_dict, prefix)
+    saved = expected if saved is None else saved
     names = {name for name in saved | expected if saved.get(name) != expected.get(name)}
     if any(name.endswith("mixers") for name in names):
         # What only one of them says is said of a mixer that the other has not.

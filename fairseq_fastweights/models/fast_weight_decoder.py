@@ -77,7 +77,7 @@ class FastWeightDecoder(TransformerDecoder):
         del self._builders
         if args.rms_norm_eps is not None:
             use_rms_norms(self, args.rms_norm_eps, args.zero_centered_norms)
-        settings = describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
+        settings = checkpoint_settings.describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
         self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
         self.masked_symbols: tuple[int, ...] = masked
@@ -339,17 +339,3 @@ class FastWeightDecoder(TransformerDecoder):
                 "their states start empty"
             )
         return SegmentState(carried, continues)
-
-
-def describe(args: Any, dictionary: Dictionary, mixers: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """The settings of a decoder that names and shapes of parameters do not show."""
-    settings = checkpoint_settings.describe_dictionary(dictionary)
-    if args.parallel_residual:
-        settings["parallel residual"] = True
-    if args.rms_norm_eps is not None:
-        settings["rms norm eps"] = args.rms_norm_eps
-    if args.zero_centered_norms:
-        settings["zero-centered norms"] = True
-    if behind := parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers"):
-        settings["output norm layers"] = sorted(behind)
-    return settings | checkpoint_settings.describe_mixers(mixers, heads=args.decoder_attention_heads)

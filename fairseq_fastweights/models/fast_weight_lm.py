@@ -207,7 +207,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         check_ranges(args)
         check_cuda_graphs(args)
         say_again()  # which backend runs
-        names = _layer_mixers(args)
+        names = layer_mixers(args)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
             names = tuple(names[number - 1] for number in kept)
@@ -266,7 +266,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         """Completes a command's options by defaults, and returns them with the names of the layers' mixers."""
         options = Namespace(**vars(args))
         set_defaults(options, FastWeightLanguageModelConfig, FairseqDataclass)
-        return options, _layer_mixers(options)
+        return options, layer_mixers(options)
 
     def prepare_for_inference_(self, cfg: Any) -> None:
         """Checks the command's options, and prepares the model for evaluation or generation."""
@@ -288,7 +288,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
 
-def _layer_mixers(args: Any) -> tuple[str, ...]:
+def layer_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the layers, before any layer is left out."""
     return parse_mixers(args, args.softmax_attention_layers, FastWeightLanguageModelConfig.update_rule)
 

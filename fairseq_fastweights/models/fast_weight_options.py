@@ -7,6 +7,7 @@
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
+from operator import not_
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -132,6 +133,41 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     )
 
 
+def same(value: Any) -> Any:
+    """The value itself; of a choice its name."""
+    return getattr(value, "value", value)
+
+
+SHARED_OPTIONS: dict[str, tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bias": ("no_attention_bias", False, not_, not_),
+    "backend": ("fast_weight_backend", "auto", str, same),
+    "feature_map": (
+        "feature_map",
+        "auto",
+        lambda text: None if text == "auto" else str(text),
+        lambda name: "auto" if name is None else name,
+    ),
+    "normalization": (
+        "normalization",
+        "auto",
+        parse_normalization,
+        lambda names: "auto" if names is None else write_normalization(names),
+    ),
+    **{
+        name: (name, default, same, same)
+        for name, default in {
+            **{"feature_dim": None, "dpfp_nu": 1, "favor_features": None, "scale_read_out": False},
+            **{"rotary_dim": 0, "rotary_base": 10000.0, "rotary_scaling": "", "kv_heads": 0, "head_dim": 0},
+            **{"projection_bias": "all", "query_key_norm_eps": None},
+        }.items()
+    },
+}
+"""The settings of several kinds of mixers, by the names that `build_mixer` takes.
+
+Each has its option, the value where a model lacks the option, and how the setting is read from it and written to it.
+"""
+
+
 def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     """Returns the settings for `build_mixer` from a model's options; `heads` is the number of heads of attention.
 
@@ -141,24 +177,10 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     named = (option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options)
     return {
         **{name: getattr(args, name) for name in named},
+        **{name: read(getattr(args, option, default)) for name, (option, default, read, _) in SHARED_OPTIONS.items()},
         "num_heads": heads,
         "fast_weight_heads": getattr(args, "fast_weight_heads", None) or heads,
-        "bias": not getattr(args, "no_attention_bias", False),
         "dropout": args.attention_dropout,
-        "feature_map": None if args.feature_map == "auto" else str(args.feature_map),
-        "feature_dim": args.feature_dim,
-        "dpfp_nu": args.dpfp_nu,
-        "favor_features": args.favor_features,
-        "normalization": parse_normalization(args.normalization),
-        "scale_read_out": args.scale_read_out,
-        "backend": str(args.fast_weight_backend),
-        "rotary_dim": getattr(args, "rotary_dim", 0),
-        "rotary_base": getattr(args, "rotary_base", 10000.0),
-        "rotary_scaling": getattr(args, "rotary_scaling", ""),
-        "kv_heads": getattr(args, "kv_heads", 0),
-        "head_dim": getattr(args, "head_dim", 0),
-        "projection_bias": str(getattr(args, "projection_bias", "all")),
-        "query_key_norm_eps": getattr(args, "query_key_norm_eps", None),
         "zero_centered_norms": getattr(args, "zero_centered_norms", False),
         "max_positions": args.max_target_positions,
     }

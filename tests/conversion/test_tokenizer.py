@@ -6,15 +6,14 @@ import shutil
 import sys
 import unicodedata
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fairseq.data import encoders
 
-import fairseq_fastweights.data.byte_level_bpe  # noqa: F401
-from fairseq_fastweights.conversion.tokenizers.byte_level import read_tokenizer
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
+from tests.conftest import import_plugin
 from tests.conversion import sources
 
 TEXTS = [
@@ -42,22 +41,49 @@ def random_texts() -> list[str]:
 ALL = [*TEXTS, *random_texts()]
 
 
+def save_former(folder: Path, tokenizer: Any) -> Path:
+    """Writes encoder.json, vocab.bpe and byte_level.json, as conversions once did."""
+    content = json.loads(tokenizer.to_str())
+    pieces, added = dict(content["model"]["vocab"]), content["added_tokens"]
+    for entry in added:  # also what is no character for a byte
+        pieces |= {entry["content"].replace(" ", "Ġ"): entry["id"]}
+    folder.mkdir()
+    (folder / "encoder.json").write_text(json.dumps(pieces | {f"<|{n}|>": n for n in range(sources.TYPES, 288)}))
+    merges = "".join(f"{first} {second}\n" for first, second in content["model"]["merges"])
+    (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
+    settings = {
+        "normalizer": content["normalizer"] and content["normalizer"]["type"],
+        "end_of_text": tokenizer.token_to_id("<|endoftext|>"),
+        "vocabulary": sorted(content["model"]["vocab"].values()),
+        "added": [{"word": x["content"], "number": x["id"], "normalized": x["normalized"]} for x in added],
+    }
+    (folder / "byte_level.json").write_text(json.dumps(settings))
+    return folder
+
+
 @pytest.fixture(scope="module", params=["gpt2", "gpt2 in two files", "neox"])
 def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
     """The real tokenizer, the folder that was written, and whether it is one such as Pythia's."""
     neox, folder = request.param == "neox", tmp_path_factory.mktemp("tokenizer")
     real = sources.save_tokenizer(folder, neox, two_files="two" in request.param)
-    read = read_tokenizer(folder)
+    read = read_whole_tokenizer(folder, byte_level=True)
     end = 0 if neox else sources.TYPES - 1
-    assert read.end_of_text == end and read.size == sources.TYPES and read.is_plain(end) is not neox
-    assert not replace(read, normalizer="NFC", added={}).is_plain(end)
+    assert read.end_of_text == end and read.size == sources.TYPES
     read.check(288, end)
-    read.write(folder, 288, end)
+    (folder / "made").mkdir()
+    read.write(folder / "made", 288, end)
+    save_former(folder / "former", real)
     return real, folder, neox
 
 
 def byte_level(folder: Path | str) -> Any:
+    import_plugin()
     return encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=str(folder)))
+
+
+def whole(folder: Path | str) -> Any:
+    import_plugin()
+    return encoders.build_bpe(Namespace(bpe="tokenizer_json", tokenizer_json_folder=str(folder)))
 
 
 def fairseqs(folder: Path) -> Any:
@@ -65,9 +91,10 @@ def fairseqs(folder: Path) -> Any:
     return encoders.build_bpe(Namespace(bpe="gpt2", **files))
 
 
-def test_byte_level_gives_the_real_numbers_and_the_text_back(both):
+@pytest.mark.parametrize(("kind", "made"), [(whole, "made"), (byte_level, "made"), (byte_level, "former")])
+def test_texts_get_the_real_numbers_and_come_back(both, kind, made):
     real, folder, neox = both
-    bpe = byte_level(folder)
+    bpe = kind(folder / made)
     for text in ALL:
         numbers = bpe.encode(text)
         assert [int(n) for n in numbers.split()] == real.encode(text).ids, repr(text)
@@ -78,72 +105,41 @@ def test_byte_level_gives_the_real_numbers_and_the_text_back(both):
     words = bpe.encode(text).split()
     assert words.count("</s>") == 1 and "<unk>" not in words
     assert [end if word == "</s>" else word for word in words] == [str(n) for n in real.encode(text).ids]
-    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == "<unk>"
+    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == ("" if kind is whole else "<unk>")
     assert [bpe.is_beginning_of_word(bpe.encode(start).split()[0]) for start in (" the", "the")] == [True, False]
+    # No number that a model can draw makes decoding fail; some are of no word.
+    assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
+    assert {bpe.decode(str(number)) for number in range(sources.TYPES, 288)} == {""}
 
 
-def test_fairseqs_gpt2_does_where_the_tokenizer_is_plain(both):
+def test_fairseqs_gpt2_has_files_where_it_gives_the_same_numbers(both):
     real, folder, neox = both
-    bpe = fairseqs(folder)
+    assert (folder / "made" / "encoder.json").exists() is (folder / "made" / "vocab.bpe").exists() is not neox
+    bpe = fairseqs(folder / ("former" if neox else "made"))
     same = [bpe.encode(text).split() == [str(n) for n in real.encode(text).ids] for text in ALL]
     assert all(same) is not neox  # Pythia's joins spaces, and has NFC
     assert all(bpe.decode(bpe.encode(text)) == text for text in ALL)
-    # No number that a model can draw makes decoding fail.
-    for bpe in (fairseqs(folder), byte_level(folder)):
-        assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
-    assert {byte_level(folder).decode(str(number)) for number in range(sources.TYPES, 288)} == {""}  # of no word
+    assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
 
 
-UNSET = {"dropout": 0.1, "byte_fallback": True, "ignore_merges": True, "end_of_word_suffix": "</w>"}
-UNSET |= {"continuing_subword_prefix": "##"}
-STRIPS = ("lstrip", "rstrip", "single_word")
-SPLIT = {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "ByteLevel"}]}
-LOWER = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
-TEMPLATE = {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}
+def test_added_words_are_text_and_no_characters_for_bytes(tmp_path):
+    """In the files of conversions of today and of once."""
+    real = sources.tokenizer(neox=True)
+    real.add_tokens(["éa"])  # each of which is a byte of the pieces
+    real.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 0}')
+    for folder in (tmp_path, save_former(tmp_path / "former", real)):
+        numbers = byte_level(folder).encode("the éa, <unk>é")
+        assert "272" in numbers.split() and byte_level(folder).decode(numbers) == "the éa, <unk>é"
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ("normalizer", {"type": "NFKC"}, "normalizer is NFKC; only NFC, or none"),
-        ("normalizer", LOWER, r"normalizer is Sequence \(NFC, Lowercase\)"),
-        ("pre_tokenizer", SPLIT, r"pre_tokenizer is Sequence \(Split, ByteLevel\)"),
-        ("pre_tokenizer", "none", "pre_tokenizer is 'none'"),
-        ("pre_tokenizer", None, "pre_tokenizer is missing"),
-        ("pre_tokenizer/add_prefix_space", True, "ByteLevel add_prefix_space true"),
-        ("pre_tokenizer/use_regex", False, "use_regex false"),
-        ("post_processor", TEMPLATE, "post_processor is TemplateProcessing"),
-        ("model/type", "Unigram", "model is 'Unigram'; only 'BPE'"),
-        ("model", None, "model is missing"),
-        *((f"model/{name}", value, f"{name} of the model is {value!r}") for name, value in UNSET.items()),
-        ("model/merges", None, "merges of the model are missing"),
-        ("model/merges", ["a b c"], "merges hold .*'c'.*; each must be two pieces"),
-        ("model/merges", [["x", "y"]], "merges join 'x' and 'y', which the vocabulary lacks"),
-        ("model/vocab", [], "the vocabulary must give each piece its number"),
-        ("model/vocab/!", "1", "the vocabulary must give each piece its number"),
-        ("model/vocab/!", 2, "several pieces with the same number"),
-        ("model/vocab/!", ..., "1 of the 256 bytes have no piece, '!'"),
-        *((f"added_tokens/0/{name}", True, rf"{name} of the added token '<\|endoftext\|>' is set") for name in STRIPS),
-        ("added_tokens/0/id", 3, r"3 is .* in the vocabulary and '<\|endoftext\|>' in added_tokens"),
-        ("added_tokens/0/id", None, "added_tokens holds .*; it must have a content and an id"),
-        ("added_tokens/0/id", 10**12, "added_tokens holds .*; it must have a content and an id"),
-        ("added_tokens", [5], "added_tokens holds 5; it must have a content and an id"),
-        ("added_tokens", 7, "added_tokens is 7; it must be a list"),
-    ],
-)
-def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, place, value, message):
-    """With `value` in that place of tokenizer.json, or without what is there."""
-    part = content = json.loads(sources.tokenizer(False).to_str())
-    *path, last = place.split("/")
-    for name in path:
-        part = part[int(name) if name.isdigit() else name]
-    part[last] = value
-    if value is ...:
-        del part[last]
+def test_pieces_are_never_dropped_by_chance(tmp_path):
+    content = json.loads(sources.tokenizer(False).to_str())
+    content["model"]["dropout"] = 1.0  # in training each word is cut into bytes
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as error:
-        read_tokenizer(tmp_path)
-    assert "tokenizer.json" in str(error.value)
+    (tmp_path / "made").mkdir()
+    read_whole_tokenizer(tmp_path).write(tmp_path / "made", 288, 271)
+    assert len(whole(tmp_path / "made").encode("the").split()) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,18 +148,23 @@ def test_what_cannot_be_reproduced_is_refused_by_name(tmp_path, place, value, me
         # As GPT-NeoX's does: without tokenizer.json no one knows when they are cut out of a text.
         ("vocab.json", {"   ": 300}, r"vocab.json: 1 pieces, '   ' for one, are not written in characters for byt"),
         ("tokenizer_config.json", {"add_bos_token": True}, "tokenizer_config.json: add_bos_token is set"),
-        ("added_tokens.json", {"<pad>": "0"}, "added_tokens.json: the vocabulary must give each piece its number"),
+        ("added_tokens.json", {"<pad>": "0"}, "added_tokens.json: the number of '<pad>' is 0; it must be a whole num"),
         ("merges.txt", b"\xff", "merges.txt, line 1: not UTF-8"),
+        ("merges.txt", b"a b c", "merges.txt: it holds 'a b c'; each line must be two pieces"),
+        ("merges.txt", b"x y", "vocab.json: it lacks the piece 'xy', a byte or one that merges.txt makes"),
+        ("tokenizer.json", {"added_tokens": [5]}, "added_tokens holds 5; it must have a content and an id"),
+        ("tokenizer.json", {"added_tokens": 7}, "added_tokens is 7; it must be a list"),
+        ("tokenizer.json", {"model": 7}, "tokenizer.json: this is no tokenizer"),
     ],
 )
-def test_two_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, message):
+def test_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, message):
     sources.save_tokenizer(tmp_path, neox=False, two_files=True)
     if isinstance(content, dict):
         before = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
         content = json.dumps(before | content).encode()
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read_tokenizer(tmp_path)
+        read_whole_tokenizer(tmp_path, byte_level=True)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_two_files_that_say_too_little_or_more_are_refused(tmp_path, name, conte
     ],
 )
 def test_files_of_a_run_that_hold_something_else_are_named(both, tmp_path, name, place, value):
-    folder = shutil.copytree(both[1], tmp_path / "x")
+    folder = shutil.copytree(both[1] / "former", tmp_path / "x")
     if place is None:
         (folder / name).write_text(value)
     else:
@@ -195,13 +196,15 @@ def test_files_of_a_run_that_hold_something_else_are_named(both, tmp_path, name,
     assert "\n" not in str(error.value)
 
 
-def test_added_words_may_be_in_the_vocabulary_as_they_are(tmp_path):
-    content = json.loads(sources.tokenizer(True).to_str())
-    content["model"]["vocab"] |= {word["content"]: word["id"] for word in content["added_tokens"]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    for folder in ("", str(tmp_path)):  # before the files are there
-        with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
-            byte_level(folder)
-    read_tokenizer(tmp_path).write(tmp_path, 288, 0)
-    for bpe in (fairseqs(tmp_path), byte_level(tmp_path)):
-        assert all(bpe.decode(str(word["id"])) == word["content"] for word in content["added_tokens"])
+def test_the_library_is_named_where_it_is_missing(both, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        ValueError, match=r"former/encoder.json: reading it needs .* tokenizers: pip install tokenizers"
+    ):
+        byte_level(both[1] / "former")
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere"])
+def test_a_folder_without_a_tokenizer_is_named(folder):
+    with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
+        byte_level(folder)

@@ -20,7 +20,7 @@ def test_the_scripts_pass_shellcheck() -> None:
 FILES = {
     "DATA": ("dict.txt", "preparation.json"),
     "TEXT": ("train.txt", "valid.txt", *(f"{split}.{x}" for split in ("train", "valid", "test") for x in ("en", "de"))),
-    "GPT2": ("model.pt", "dict.txt", "encoder.json", "vocab.bpe", "byte_level.json"),
+    "GPT2": ("model.pt", "dict.txt", "tokenizer.json", "tokenizer_words.json"),
     "MODEL": ("checkpoint_best.pt",),
     "WIKI": [f"wiki.{split}.tokens" for split in ("train", "valid", "test")],
 }

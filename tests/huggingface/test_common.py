@@ -98,8 +98,7 @@ def test_new_weights_start_as_fairseqs(flags, fairseq):
     """Drawn by `_init_weights` alone, as those of a model are that are not in a checkpoint."""
     for name in MIXERS if flags in ("", "--init-std 0.02") else ("sum",):
         theirs = fairseq.build(f"--mixers {name} {SIZES_THERE} {flags}")
-        names = theirs.decoder.mixer_names
-        config = config_of(theirs.decoder.args, names, theirs.decoder.dictionary, final_norm=True)
+        config = config_of(theirs.decoder.args, theirs.decoder.dictionary)
         ours = FastWeightForCausalLM.from_pretrained(None, config=config, state_dict={})
         for key, expected in weights_of(theirs).items():
             x = ours.state_dict()[key]

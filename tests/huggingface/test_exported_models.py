@@ -15,7 +15,7 @@ import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.options_and_config import config_of
 from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
-from fairseq_fastweights.mixers.registry import MIXERS, parse_pattern
+from fairseq_fastweights.mixers.registry import MIXERS
 from tests.huggingface.conftest import LOGITS, said
 
 BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptive-input-factor 2"
@@ -117,10 +117,7 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     assert set(after) - set(before) <= {"decoder.settings_version"} and set(before) <= set(after)
     for name in before:
         assert torch.equal(before[name], after[name]) or name.endswith("_float_tensor"), name
-    cfg = Namespace(**back["cfg"]["model"])
-    final_norm = cfg.decoder_normalize_before and not cfg.no_decoder_final_norm
-    names = parse_pattern(cfg.mixers, cfg.decoder_layers)
-    again = config_of(cfg, names, theirs.decoder.dictionary, final_norm=final_norm)
+    again = config_of(Namespace(**back["cfg"]["model"]), theirs.decoder.dictionary)
     left_open = {"mixer_settings": {}} if arch == "transformer_lm" else {}  # by fairseq's own model
     assert said(again) | left_open == said(ours.config)
     assert (tmp_path / "back" / "dict.txt").read_bytes() == (tmp_path / "run" / "dict.txt").read_bytes()

@@ -13,11 +13,10 @@ from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
-from fairseq_fastweights.conversion.tokenizers import kept_settings
-from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
+from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion import llamas, sources
-from tests.conversion.test_tokenizer import byte_level
+from tests.conversion.test_tokenizer import byte_level, save_former
 from tests.models.conftest import WORDS
 
 LINES = ["w1 w2 w3", " w4\tw5  nothing ", "", "w6 <unk> </s> w7\x1cw8\u3000w9\x85w10 W1"]
@@ -69,13 +68,13 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
     run = ["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]
     assert main(run) == 2  # nothing says where the BPE is
     error = capsys.readouterr().err
-    assert "dict.txt: these are numbers" in error and "its encoder.json and vocab.bpe, or says words if" in error
+    assert "dict.txt: these are numbers" in error and "its tokenizer.json and tokenizer_words.json, or" in error
     assert main([*run, "--tokenizer", str(tmp_path / "converted")]) == 0
     # The same of the converted folder and the checkpoint that was trained from it.
     last = str(tmp_path / "run" / "checkpoint_best.pt")
     other = ["to-huggingface", str(tmp_path / "converted"), str(tmp_path / "other"), "--checkpoint", last]
     assert main(other) == 0
-    for name in ("tokenizer.json", "config.json", "fairseq/encoder.json"):
+    for name in ("tokenizer.json", "config.json", "fairseq/tokenizer_words.json"):
         assert (tmp_path / "folder" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
@@ -85,6 +84,15 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
         assert tokenizer(text).input_ids == [2, *numbers.tolist()], text
         if "endoftext" not in text:
             assert tokenizer.decode(numbers) == bpe.decode(dictionary.string(numbers)), text
+    # The files of an earlier conversion say the same.
+    former = save_former(tmp_path / "former", sources.tokenizer(neox))
+    out = ["to-huggingface", str(tmp_path / "run"), str(tmp_path / "as_once"), "--tokenizer", str(former)]
+    assert main(out) == main(["from-huggingface", str(tmp_path / "as_once"), str(tmp_path / "once")]) == 0
+    assert f"--bpe byte_level --byte-level-folder {tmp_path / 'once'}" in capsys.readouterr().out
+    once = transformers.AutoTokenizer.from_pretrained(tmp_path / "as_once")
+    for text in TEXTS:
+        numbers = tokenizer(text).input_ids
+        assert once(text).input_ids == numbers and once.decode(numbers) == tokenizer.decode(numbers)
     assert tokenizer.pad_token_id == 1 and tokenizer.eos_token_id == tokenizer.bos_token_id == 2
     batch = tokenizer(TEXTS[:2], padding=True, return_tensors="pt")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -97,16 +105,16 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
     assert made.startswith("the cat")
 
     assert main(["from-huggingface", str(tmp_path / "folder"), str(tmp_path / "back")]) == 0
-    assert f"--byte-level-folder {tmp_path / 'back'}" in capsys.readouterr().out
-    for name, place in (("dict.txt", "run"), *((name, "converted") for name in PIECES)):
+    assert f"--tokenizer-json-folder {tmp_path / 'back'}" in capsys.readouterr().out
+    for name, place in (("dict.txt", "run"), *((name, "converted") for name in tokenizer_json.FILES)):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / place / name).read_bytes()
 
 
 def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):
-    """A dictionary of a text lacks pieces that others are made of; `--bpe gpt2` has no byte_level.json."""
+    """A dictionary of a text lacks pieces that others are made of; `--bpe gpt2` has its two files alone."""
     sources.save(tmp_path / "theirs", sources.model(False))
     assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
-    (tmp_path / "converted" / "byte_level.json").unlink()
+    (tmp_path / "converted" / "tokenizer_words.json").unlink()
     words = tuple(Dictionary.load(str(tmp_path / "converted" / "dict.txt")).symbols[4:])
     save(tmp_path / "run", words=words)
     _, tokenizer = load_for_causal_lm(tmp_path / "run", tokenizer=tmp_path / "converted")
@@ -115,7 +123,7 @@ def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):
     assert numbers(" ".join(words[number - 4] for number in whole[1:])).input_ids == whole
     save(tmp_path / "run", words=words[:-9])
     with pytest.raises(
-        ValueError, match=r"encoder.json: of \d+ pieces dict.txt lacks \d+, '.*' for one; it must have all"
+        ValueError, match=r"encoder.json: dict.txt lacks \d+ of its words, '.*' for one; it must have all"
     ):
         load_for_causal_lm(tmp_path / "run", tokenizer=tmp_path / "converted")
 

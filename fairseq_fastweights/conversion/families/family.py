@@ -20,7 +20,7 @@ class Family:
         weights: all weights of the source, without buffers.
         vocabulary: number of word types, with those that only pad the embeddings.
         end_of_text: number of the word type that ends a text.
-        byte_level: whether its tokenizer must be a byte-level BPE like GPT-2's, which fairseq has itself.
+        byte_level: whether its tokenizer may have vocab.json and merges.txt, as GPT-2's, without tokenizer.json.
         tied: whether the output layer shares the weights of the embeddings.
         output_name: the output layer's name in the source.
         input_name: the embeddings' name in the source.

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.conversion.files.weight_files import WEIGHTS
-from fairseq_fastweights.conversion.tokenizers import byte_level
+from fairseq_fastweights.conversion.tokenizers import file_names
 from fairseq_fastweights.invalid_input import InvalidInput
 
 # An owner and a name, or a name alone, as the hub allows them.
 _NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MUST = "SOURCE must be a folder, a GGUF file, or a model's name on the hub"
-_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *byte_level.FILES)
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *file_names.FILES)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def list_files(name: str, revision: str | None) -> Files:
     except Exception as error:
         raise _explained(name, revision, error) from None
     sizes = {file.rfilename: file.size for file in info.siblings or []}
-    beside = [*_BESIDE_WEIGHTS, *sorted(filter(byte_level.is_template, sizes))]
+    beside = [*_BESIDE_WEIGHTS, *sorted(filter(file_names.is_template, sizes))]
     chosen = [file for file in beside if file in sizes] + _weights(sizes)
     cached = {file for file in chosen if _cached(name, file, info.sha)}
     return Files(name, info.sha, {file: sizes[file] for file in chosen}, frozenset(cached))

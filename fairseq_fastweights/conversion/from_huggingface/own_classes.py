@@ -27,21 +27,17 @@ from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.fast_weight_decoder import describe
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
-def from_exported(source: Path, target: Path) -> bool:
-    """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a byte-level BPE, if there is one.
+def from_exported(source: Path, target: Path) -> None:
+    """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a tokenizer, if there is one.
 
     The settings of the tokenizer and of generation, with chat templates, go to its folder `huggingface`.
 
     Args:
         source: the folder, with `fairseq/dict.txt`.
         target: the new folder.
-
-    Returns:
-        Whether there is a byte-level BPE.
 
     Raises:
         ValueError: if a file is missing or cannot be used; nothing is written then.
@@ -64,16 +60,15 @@ def from_exported(source: Path, target: Path) -> bool:
         if name not in weights:
             weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`, of no meaning
     decoder = model.decoder
-    mixers = list(zip(decoder.mixer_names, decoder.mixers, strict=True))
     weights["decoder.version"] = torch.tensor([3.0])
-    weights[f"decoder.{checkpoint_settings.NAME}"] = checkpoint_settings.encode(describe(cfg.model, dictionary, mixers))
+    settings = checkpoint_settings.settings_of(cfg.model, decoder.mixer_names, dictionary)
+    weights[f"decoder.{checkpoint_settings.NAME}"] = settings
     if decoder.adaptive_softmax is not None:
         weights["decoder.adaptive_softmax.version"] = torch.tensor([1])
 
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
         copy_files(copied, folder)
-    return PIECES[0] in copied
 
 
 def read_config(path: Path) -> FastWeightConfig:

@@ -23,12 +23,11 @@ from fairseq_fastweights.conversion.files.folders import (
 )
 from fairseq_fastweights.conversion.files.text_tables import text_table
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
-from fairseq_fastweights.conversion.tokenizers import byte_level
-from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
+from fairseq_fastweights.conversion.tokenizers import file_names
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer, tokenizer_options
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.registry import build_mixer
-from fairseq_fastweights.models import checkpoint_settings, fast_weight_decoder, fast_weight_lm
-from fairseq_fastweights.models.fast_weight_options import mixer_settings
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_lm import layer_mixers
 
 _MOST_ROWS = 40
 
@@ -38,8 +37,8 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with the source's attention or memories, in the dtypes of the
     source; `options.txt`, the options of fairseq-train for a model of its shape; `dict.txt`; for `--bpe`,
-    `encoder.json`, `vocab.bpe` and `byte_level.json`, or `tokenizer.json` and `tokenizer_words.json`; and, for the
-    conversion back, `conversion.json` and the folder `huggingface`.
+    `tokenizer.json` and `tokenizer_words.json`, and, of a tokenizer like GPT-2's, `encoder.json` and `vocab.bpe`; and,
+    for the conversion back, `conversion.json` and the folder `huggingface`.
 
     Args:
         source: the folder.
@@ -61,7 +60,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     config = read_json(source / "config.json")
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
-    tokenizer = byte_level.read_tokenizer(source) if family.byte_level else read_whole_tokenizer(source)
+    tokenizer = read_whole_tokenizer(source, family.byte_level)
     if end_of_text is not None:
         config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
     files = WeightFiles(source)
@@ -101,7 +100,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         record["mixers"] = checkpoint_settings.decode(model[f"decoder.{checkpoint_settings.NAME}"])["mixers"]
         (folder / RECORD).write_text(json.dumps(record))
         copy_files(originals, folder / ORIGINALS)
-    return tokenizer.options(target, family.end_of_text)
+    return str(tokenizer_options(target))
 
 
 def source_mixers(folder: Path) -> Any:
@@ -127,7 +126,7 @@ def original_files(source: Path, within: str = ".") -> dict[str, Path]:
     Raises:
         ValueError: if one of them is a link out of `source`, or no regular file.
     """
-    names = ("config.json", "generation_config.json", *byte_level.FILES, *byte_level.template_names(source / within))
+    names = ("config.json", "generation_config.json", *file_names.FILES, *file_names.template_names(source / within))
     return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
 
 
@@ -158,18 +157,7 @@ def check_weights(what: str, found: dict[str, tuple[int, ...]], expected: dict[s
     raise InvalidInput("\n  ".join([f"{what} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
 
 
-def model_options(options: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """All options of the `fast_weight_lm` with these ones, which have no dashes before them, and its layers' mixers."""
-    named = {name.replace("-", "_"): value for name, value in options.items()}
-    model = fast_weight_lm.FastWeightLanguageModelConfig(**named)
-    return fast_weight_lm.FastWeightLanguageModel.complete(model)
-
-
 def settings_of(family: Family) -> Tensor:
     """The settings of the model that its checkpoint records."""
-    model, names = model_options(family.options)
-    settings = mixer_settings(model, model.decoder_attention_heads)
-    with torch.device("meta"):
-        built = {name: build_mixer(name, model.decoder_embed_dim, settings) for name in set(names)}
-    mixers = [(name, built[name]) for name in names]
-    return checkpoint_settings.encode(fast_weight_decoder.describe(model, family.dictionary(), mixers))
+    options = configuration(family.options).model
+    return checkpoint_settings.settings_of(options, layer_mixers(options), family.dictionary())

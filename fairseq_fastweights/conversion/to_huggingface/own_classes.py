@@ -34,11 +34,9 @@ from fairseq_fastweights.conversion.to_huggingface.tokenizers import find_pieces
 from fairseq_fastweights.conversion.tokenizers import tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.conversion.tokenizers.kept_settings import find_kept, generation_config
-from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 """The checkpoints that are looked for in a folder, in this order."""
@@ -51,7 +49,7 @@ class Run:
     Attributes:
         checkpoint: the file.
         dictionary: the file dict.txt.
-        pieces: the folder of the byte-level BPE whose numbers are the words of the dictionary; None if they are words.
+        pieces: the folder of the tokenizer whose numbers are the words of the dictionary; None if they are words.
         kept: the folder with the settings of a tokenizer and of generation from a Hugging Face folder; None for none.
         types: the dtypes of the checkpoint's weights.
         updates: number of updates after which it was written; None if unknown.
@@ -73,9 +71,9 @@ def load_for_causal_lm(
     Args:
         path: the checkpoint, or a folder with model.pt, checkpoint_best.pt or checkpoint_last.pt.
         data: the folder with its dict.txt; None to search the checkpoint's folder, and then that of the training data.
-        tokenizer: the folder of the byte-level BPE (encoder.json, vocab.bpe and, from `from-huggingface`,
-            byte_level.json) whose numbers are in dict.txt; "words" if dict.txt has words; None to search beside
-            dict.txt, beside the checkpoint, and in the `--transfer-from` of the training.
+        tokenizer: the folder of the tokenizer whose numbers are in dict.txt (tokenizer.json and tokenizer_words.json,
+            or encoder.json and vocab.bpe); "words" if dict.txt has words; None to search beside dict.txt, beside the
+            checkpoint, and in the `--transfer-from` of the training.
 
     Returns:
         The model, in evaluation mode and in the dtype of the checkpoint, and the tokenizer. Both use the numbers of the
@@ -120,7 +118,7 @@ def to_huggingface(
         target: the new folder.
         checkpoint: another checkpoint, with the dictionary and tokenizer of `source`.
         data: the folder with its dict.txt, as for `load_for_causal_lm`.
-        tokenizer: the folder of its byte-level BPE, as for `load_for_causal_lm`.
+        tokenizer: the folder of its tokenizer, as for `load_for_causal_lm`.
 
     Raises:
         ValueError: if a file is missing or cannot be used; nothing is written then.
@@ -213,8 +211,7 @@ def read_model(run: Run) -> tuple[FastWeightForCausalLM, Dictionary]:
         (theirs,) = loaded
         _check_kind(theirs, task)
         decoder = theirs.decoder
-        names = decoder.mixer_names if isinstance(decoder, FastWeightDecoder) else ["softmax"] * len(decoder.layers)
-        config = config_of(decoder.args, names, task.dictionary, final_norm=decoder.layer_norm is not None)
+        config = config_of(decoder.args, task.dictionary)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).split("\n")[:2]  # of torch's lists of weights that do not fit: what it is, and the first
         text = " ".join(map(str.strip, lines)) or type(error).__name__
@@ -262,12 +259,8 @@ def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
     if not checkpoint.is_file():
         return True
     weights = read_state(checkpoint)["model"]
-    checkpoint_settings.rename_former(weights, "decoder")
-    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
-    if settings is None:
-        return True
-    own = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
-    return bool(own == source_mixers(folder))
+    settings = checkpoint_settings.read(weights, "decoder")
+    return settings is None or bool(settings["mixers"] == source_mixers(folder))
 
 
 def _check_kind(model: Any, task: Any) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from fairseq_fastweights.conversion.families.llama import SCALINGS
 from fairseq_fastweights.conversion.families.table import Family, read_family
 from fairseq_fastweights.conversion.families.weights import Weight, plain
+from fairseq_fastweights.conversion.files.checkpoints import configuration
 from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, check_target, copy_files, new_folder
 from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.from_huggingface.published import model_options, original_files
+from fairseq_fastweights.conversion.from_huggingface.published import original_files
 from fairseq_fastweights.conversion.options_and_config import config_of, new_name
 from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
 from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run_of, has_source_mixers, read_model
@@ -166,8 +167,7 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
 
 def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary: Dictionary, *, masks: bool) -> None:
     """Raises a `ValueError` that lists the settings in which a class differs from a model, if there are any."""
-    options, mixers = model_options(family.options | {"mask-special-symbols": masks})
-    theirs = config_of(options, mixers, dictionary, final_norm=True)
+    theirs = config_of(configuration(family.options | {"mask-special-symbols": masks}).model, dictionary)
     names = set(FastWeightConfig.__annotations__) - _TRAINING - _WITHOUT_EFFECT - _SAID_BESIDE - set(_TOKENS)
     pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in sorted(names)}
     if config.mixers == theirs.mixers:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.data import Dictionary
-from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -16,7 +15,13 @@ from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface.published import original_files, source_mixers
 from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
-from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES, read_merges, read_pieces, read_settings
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
+    END_OF_TEXT,
+    PIECES,
+    added_token,
+    read_pieces,
+    tokenizer_file,
+)
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
@@ -25,19 +30,15 @@ from fairseq_fastweights.text_files import open_text
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""
 
-"""The files of any other tokenizer, which `from-huggingface` writes."""
-
 # What stands for word types that no text has, where a byte-level BPE would take "<pad>" for a text.
 _PADDING, _UNKNOWN = "<|fairseq:pad|>", "<|fairseq:unk|>"
-
-_END_OF_TEXT = "<|endoftext|>"
 
 # Of Python's str.split(), by which fairseq splits lines, and not of \s in the regular expressions of tokenizers.
 _SPACES = r"[\s\x1c-\x1f\x85]+"
 
 
 def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | None = None) -> Path | None:
-    """Finds the folder of the byte-level BPE whose numbers a dictionary has; None for a dictionary of words.
+    """Finds the folder of the tokenizer whose numbers a dictionary has; None for a dictionary of words.
 
     Args:
         dictionary: the file.
@@ -55,17 +56,20 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
             return folder
         missing = [name for name in PIECES[:2] if not (folder / name).is_file()]
         if missing:
-            raise InvalidInput(f"{folder}: {missing[0]} is missing; a byte-level BPE needs {' and '.join(PIECES[:2])}")
+            raise InvalidInput(
+                f"{folder}: {missing[0]} is missing; a tokenizer has {' and '.join(tokenizer_json.FILES)}, or "
+                f"{' and '.join(PIECES[:2])}"
+            )
         return folder
     for folder in nearby:
-        if _has(folder, PIECES[:2]) or _has(folder, tokenizer_json.FILES):
+        if any(_has(folder, names) for names in (tokenizer_json.FILES, PIECES[:2])):
             return folder
     with open_text(dictionary) as lines:
         numbers = [line.split(" ")[0].isdecimal() for line, _ in zip(lines, range(1000), strict=False)]
     if numbers and sum(numbers) > 0.9 * len(numbers):
         raise InvalidInput(
             f"{dictionary}: these are numbers, as of the pieces of a BPE; --tokenizer names the folder with its "
-            f"{' and '.join(PIECES[:2])}, or says {WORDS} if they are words"
+            f"{' and '.join(tokenizer_json.FILES)}, or {' and '.join(PIECES[:2])}, or says {WORDS} if they are words"
         )
     return None
 
@@ -123,7 +127,10 @@ def is_source(pieces: Path | None, config: FastWeightConfig) -> bool:
 
 def source_numbers(dictionary: Dictionary, path: Path) -> Callable[[int], int]:
     """The numbers in the dictionary of a source's word types, of which this file says which ends texts."""
-    end = tokenizer_json.read_end_of_text(path)
+    return _numbers(dictionary, tokenizer_json.read_end_of_text(path))
+
+
+def _numbers(dictionary: Dictionary, end: int | None) -> Callable[[int], int]:
     return lambda own: dictionary.eos() if own == end else dictionary.index(str(own))
 
 
@@ -133,10 +140,19 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 
 def _of_whole(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
     """The tokenizer in `folder`, with its numbers replaced by those of the dictionary."""
-    made = read_json(folder / tokenizer_json.FILE)
-    tokenizer_json.open_tokenizer(folder / tokenizer_json.FILE)  # from here on its parts are what they should be
-    number_of = source_numbers(dictionary, folder / tokenizer_json.SETTINGS)
-    return _renumbered(made, dictionary, number_of, folder / tokenizer_json.FILE)
+    path = folder / tokenizer_json.FILE
+    made = read_json(path)
+    tokenizer_json.open_tokenizer(path)  # from here on its parts are what they should be
+    return _renumbered(made, dictionary, source_numbers(dictionary, folder / tokenizer_json.SETTINGS), path)
+
+
+def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
+    """The byte-level BPE in `folder`, of fairseq or an earlier conversion, likewise."""
+    made, end = read_pieces(folder)
+    words = made["model"]["vocab"]
+    if end is None and dictionary.index(str(words.get(END_OF_TEXT))) == dictionary.unk():
+        end = words.get(END_OF_TEXT)  # which no text has, where fairseq has </s>
+    return _renumbered(made, dictionary, _numbers(dictionary, end), folder / PIECES[0])
 
 
 def _of_source(dictionary: Dictionary, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -187,11 +203,15 @@ def _renumbered(
     if lacking:  # transformers' tokenizers cannot make <unk> of a piece
         raise InvalidInput(
             f"{path}: dict.txt lacks {len(lacking)} of its words, {lacking[0]!r} for one; it must have all, as by "
-            "fairseq-preprocess --srcdict"
+            f"fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the words, and texts are to be "
+            "encoded before"
         )
     special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
+    if dictionary.eos() not in (entry["id"] for entry in made["added_tokens"]):
+        ending = (piece for piece, number in model["vocab"].items() if number == dictionary.eos())
+        special[next(ending, dictionary[dictionary.eos()])] = dictionary.eos()
     made |= {"truncation": None, "padding": None}
-    made["added_tokens"] += [_added(number, name, special=True) for name, number in special.items()]
+    made["added_tokens"] += [added_token(number, name, special=True) for name, number in special.items()]
     made["added_tokens"].sort(key=lambda entry: entry["id"])
     # A word that is in the list of added ones alone would get the next number.
     model["vocab"] = {entry["content"]: entry["id"] for entry in made["added_tokens"]} | model["vocab"]
@@ -202,92 +222,16 @@ def _of_words(dictionary: Dictionary) -> dict[str, Any]:
     """A tokenizer of words between spaces; ends of lines become </s>, as in fairseq-preprocess."""
     special = [dictionary.bos(), dictionary.pad(), dictionary.eos(), dictionary.unk()]
     end = dictionary[dictionary.eos()]
-    return _file(
-        model={
+    return tokenizer_file(
+        {
             "type": "WordLevel",
             "vocab": {symbol: number for number, symbol in enumerate(dictionary.symbols)},
             "unk_token": dictionary[dictionary.unk()],
         },
-        added=[_added(number, dictionary[number], special=True) for number in special],
+        [added_token(number, dictionary[number], special=True) for number in special],
         normalizer={"type": "Replace", "pattern": {"String": "\n"}, "content": f" {end} "},
         pre_tokenizer={"type": "Split", "pattern": {"Regex": _SPACES}, "behavior": "Removed", "invert": False},
-        decoder=None,
     )
-
-
-def _of_pieces(dictionary: Dictionary, folder: Path) -> dict[str, Any]:
-    """The byte-level BPE in `folder`, with its numbers replaced by those of the dictionary."""
-    numbers = read_pieces(folder)
-    settings: dict[str, Any] = {"normalizer": None, "end_of_text": None, "vocabulary": None, "added": []}
-    if (folder / PIECES[2]).is_file():
-        settings = read_settings(folder)
-    merges = read_merges(folder)
-    end = settings["end_of_text"]
-    if end is None and dictionary.index(str(numbers.get(_END_OF_TEXT))) == dictionary.unk():
-        end = numbers.get(_END_OF_TEXT)  # which no text has, where fairseq has </s>
-
-    def number_of(own: int) -> int:
-        return dictionary.eos() if own == end else dictionary.index(str(own))
-
-    printable = set(bytes_to_unicode().values())
-    known = None if settings["vocabulary"] is None else set(settings["vocabulary"])
-    vocabulary = {
-        piece: number_of(number)
-        for piece, number in numbers.items()
-        if set(piece) <= printable and (known is None or number in known)
-    }
-    lacking = [piece for piece, number in vocabulary.items() if number == dictionary.unk()]
-    if lacking:  # transformers' tokenizers cannot make <unk> of a piece
-        raise InvalidInput(
-            f"{folder / 'encoder.json'}: of {len(vocabulary)} pieces dict.txt lacks {len(lacking)}, {lacking[0]!r} for "
-            f"one; it must have all, as by fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the "
-            "words, and texts are to be encoded before"
-        )
-    for first, second in merges:
-        if first + second not in vocabulary:
-            raise InvalidInput(
-                f"{folder / 'vocab.bpe'}: it joins {first!r} and {second!r}, which encoder.json lacks as one"
-            )
-    special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
-    added = [_added(number, name, special=True) for name, number in special.items()]
-    words = {entry["word"]: entry for entry in settings["added"]}
-    ending = next((word for word, entry in words.items() if entry["number"] == end), None)
-    ending = ending or next((piece for piece, number in vocabulary.items() if number == dictionary.eos()), "</s>")
-    added.append(_added(dictionary.eos(), ending, special=True))
-    added += [
-        _added(number_of(entry["number"]), word, special=entry.get("special", False), normalized=entry["normalized"])
-        for word, entry in words.items()
-        if word != ending
-    ]
-    return _file(
-        model={
-            "type": "BPE",
-            "vocab": vocabulary | {entry["content"]: entry["id"] for entry in added},
-            "merges": [list(pair) for pair in merges],
-        },
-        added=added,
-        normalizer=None if settings["normalizer"] is None else {"type": settings["normalizer"]},
-        pre_tokenizer={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    )
-
-
-def _file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
-    """The contents of tokenizer.json."""
-    added = sorted(added, key=lambda entry: entry["id"])
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "model": model, **parts}
-
-
-def _added(number: int, content: str, *, special: bool = False, normalized: bool = False) -> dict[str, Any]:
-    return {
-        "id": number,
-        "content": content,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": normalized,
-        "special": special,
-    }
 
 
 def _begin_with(name: str, number: Any) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from transformers import GenerationConfig
 
 from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, file_in
 from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.tokenizers.byte_level import TEMPLATE, template_names
+from fairseq_fastweights.conversion.tokenizers.file_names import TEMPLATE, template_names
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
-"""The files that are read, besides those of `tokenizer.template_names`."""
+"""The files that are read, besides those of `file_names.template_names`."""
 
 _PLAIN: dict[str, Callable[[Any], bool]] = {
     "model_max_length": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),

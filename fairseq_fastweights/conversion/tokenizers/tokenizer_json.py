@@ -1,14 +1,21 @@
-"""The unchanged tokenizer of a Hugging Face folder, for `--bpe tokenizer_json`."""
+"""The tokenizer of a Hugging Face folder, for `--bpe tokenizer_json`, which the library `tokenizers` runs."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
+    END_OF_TEXT,
+    PAIR,
+    PIECES,
+    is_number,
+    read_pair,
+    write_for_gpt2,
+)
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import read_text
 
@@ -25,13 +32,17 @@ class WholeTokenizer:
     """Any tokenizer that the package `tokenizers` reads.
 
     Args:
-        path: its file.
+        text: its tokenizer.json.
+        content: the same as the library writes it.
+        source: name of the file.
         size: one more than the largest number.
         added: numbers of the added tokens, which are words of their own.
         end_of_text: number of the end-of-text token in its configuration; None if there is none.
     """
 
-    path: Path
+    text: str
+    content: dict[str, Any]
+    source: str
     size: int
     added: dict[str, int]
     end_of_text: int | None
@@ -44,47 +55,64 @@ class WholeTokenizer:
         """
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
             raise InvalidInput(
-                f"{FILE}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
+                f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
                 f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
         if end_of_text not in self.added.values():
             raise InvalidInput(
-                f"config.json: eos_token_id is {end_of_text}, which in {FILE} is no added token; it must be a word of "
-                "its own"
+                f"config.json: eos_token_id is {end_of_text}, which in {self.source} is no added token; it must be a "
+                "word of its own"
             )
 
     def write(self, folder: Path, vocabulary_size: int, end_of_text: int) -> None:
-        """Writes the files that `--bpe tokenizer_json` reads."""
-        shutil.copyfile(self.path, folder / FILE)
+        """Writes the files that `--bpe tokenizer_json` reads, and of a BPE like GPT-2's those of `--bpe gpt2`."""
+        (folder / FILE).write_text(self.text, encoding="utf-8", newline="")
         (folder / SETTINGS).write_text(json.dumps({"end_of_text": end_of_text}), encoding="ascii")
-
-    def options(self, folder: Path, end_of_text: int) -> str:
-        """The options of fairseq's commands that name this tokenizer."""
-        return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
+        write_for_gpt2(folder, self.content, end_of_text, vocabulary_size)
 
 
-def read_whole_tokenizer(folder: Path) -> WholeTokenizer:
+def read_whole_tokenizer(folder: Path, byte_level: bool = False) -> WholeTokenizer:
     """Reads `tokenizer.json`, and the end-of-text token from `tokenizer_config.json`.
+
+    Args:
+        folder: the folder.
+        byte_level: whether `vocab.json` and `merges.txt`, of a BPE like GPT-2's, are enough where there is none.
 
     Raises:
         ValueError: if a file is missing or broken; the message names it.
     """
     path = folder / FILE
-    content = read_json(path)
-    tokenizer = open_tokenizer(path)
+    if not byte_level or path.is_file():
+        read_added_tokens(path, read_json(path))
+        text = read_text(path)
+    elif all((folder / name).is_file() for name in PAIR):
+        path = folder / PAIR[0]
+        text = json.dumps(read_pair(folder))
+    else:
+        raise InvalidInput(f"{folder}: there is no tokenizer; it must hold {FILE}, or {' and '.join(PAIR)}")
+    tokenizer = open_tokenizer(path, text)
     numbers = tokenizer.get_vocab(with_added_tokens=True)
     if not numbers:
         raise InvalidInput(f"{path}: the tokenizer has no words")
-    added = read_added_tokens(path, content)
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     end = config.get("eos_token")
     word = end.get("content") if isinstance(end, dict) else end  # older files say how it is cut out, too
+    content = json.loads(tokenizer.to_str())
     return WholeTokenizer(
-        path=path,
+        text=text,
+        content=content,
+        source=path.name,
         size=1 + max(numbers.values()),
-        added={entry["content"]: entry["id"] for entry in added},
-        end_of_text=numbers.get(word) if isinstance(word, str) else None,
+        added={entry["content"]: entry["id"] for entry in content["added_tokens"]},
+        end_of_text=numbers.get(word if isinstance(word, str) else END_OF_TEXT),
     )
+
+
+def tokenizer_options(folder: Path) -> str | None:
+    """The options of fairseq's commands that name a converted folder's tokenizer; None if it has none."""
+    if (folder / SETTINGS).is_file():
+        return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
+    return f"--bpe byte_level --byte-level-folder {folder}" if (folder / PIECES[0]).is_file() else None
 
 
 def read_end_of_text(path: Path) -> int:
@@ -115,13 +143,12 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
     return entries
 
 
-def is_number(value: Any) -> bool:
-    """True if a value of a JSON file can be the number of a word type."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def open_tokenizer(path: Path, text: str | None = None) -> Any:
+    """Opens a tokenizer.
 
-
-def open_tokenizer(path: Path) -> Any:
-    """Opens the tokenizer in a file.
+    Args:
+        path: its file.
+        text: what stands for the contents of the file; None to read them.
 
     Raises:
         ValueError: if it is no tokenizer, or the package `tokenizers` is not installed; the message names the file.
@@ -130,13 +157,15 @@ def open_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise InvalidInput(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from None
-    content = read_text(path)
+    text = read_text(path) if text is None else text
     try:
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(text)
     except BaseException as error:  # of Rust, which has no type of its own, and whose panics are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise InvalidInput(f"{path}: this is no tokenizer ({' '.join(str(error).split())[:200]})") from None
     tokenizer.no_truncation()  # some files still say how they were last used
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # which would cut a text otherwise each time
     return tokenizer

@@ -14,7 +14,6 @@ from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fairseq_fastweights.conversion.transfer.groups import count_layers
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 
@@ -95,15 +94,12 @@ def read_source(file: Path) -> Source:
     weights = state["model"]
     if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
         raise InvalidInput(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
-    checkpoint_settings.rename_former(weights, "decoder")
-    settings = weights.get(f"decoder.{checkpoint_settings.NAME}")
-    if settings is not None:
-        mixers = checkpoint_settings.upgrade(checkpoint_settings.decode(settings), count_layers(weights))["mixers"]
-        if mixers != "softmax":
-            raise InvalidInput(
-                f"{file} holds a model with other mixers than softmax ({mixers}); transfer_from takes Transformers. To "
-                "train it further, use --finetune-from-model"
-            )
+    settings = checkpoint_settings.read(weights, "decoder")
+    if settings is not None and settings["mixers"] != "softmax":
+        raise InvalidInput(
+            f"{file} holds a model with other mixers than softmax ({settings['mixers']}); transfer_from takes "
+            "Transformers. To train it further, use --finetune-from-model"
+        )
     return Source(file, upgrade(weights), options)
 
 
