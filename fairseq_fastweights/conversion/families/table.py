@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fairseq_fastweights.conversion.families.family import Family
-from fairseq_fastweights.conversion.families.fla import gated_deltanet, kda
+from fairseq_fastweights.conversion.families.fla import delta_net, gated_deltanet, gla, kda, retnet
 from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
 from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_text
 from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
@@ -29,6 +29,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "qwen3_5_text": qwen3_5_text,
     "gated_deltanet": gated_deltanet,
     "kda": kda,
+    "delta_net": delta_net,
+    "gla": gla,
+    "retnet": retnet,
 }
 """Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
 
@@ -38,9 +41,6 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "olmo_hybrid", "qwen3_5_text")
 
 
 _UNSUPPORTED = {
-    "delta_net": "whose memory never forgets, behind short convolutions",
-    "gla": "whose gates are of low rank, with a norm and a gate on what is read",
-    "retnet": "whose norm of what is read has weights and keeps the mean",
     "kimi_linear": "which has experts and compressed keys",
     "qwen3_next": "which has experts",
     "qwen3_5_moe_text": "which has experts",
