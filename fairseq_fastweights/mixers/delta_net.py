@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.gated_delta import GatedDelta
 from fairseq_fastweights.mixers.mixer import Option
+from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
 
 
 class DeltaNet(GatedDelta):
@@ -64,6 +65,10 @@ class DeltaNet(GatedDelta):
 
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
         return beta.new_zeros(()).expand(beta.shape)
+
+    def concern_when_carried(self) -> str | None:
+        """Returns a reason not to carry states from segment to segment in training."""
+        return known_to_lose_when_carried("delta")
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any

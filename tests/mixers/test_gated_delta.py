@@ -83,6 +83,11 @@ def test_outputs_and_gradients_are_those_of_the_equations(kind, options, padding
     contract.check_definition(mixer, naive, contract.draw(9, EMBED), contract.paddings(9)[padding])
 
 
+def test_of_them_deltanet_alone_never_forgets():
+    assert [kind(EMBED, HEADS).concern_when_carried() for kind in (GatedDelta, KimiDelta, DeltaProduct)] == [None] * 3
+    assert "never forgets" in (DeltaNet(EMBED, HEADS).concern_when_carried() or "")
+
+
 @pytest.mark.parametrize("kind", [GatedDelta, KimiDelta, DeltaProduct])
 def test_where_the_special_parameters_start(kind):
     torch.manual_seed(0)

@@ -13,10 +13,10 @@ from typing import Any
 from fairseq_fastweights.conversion.families.family import Family
 from fairseq_fastweights.conversion.families.fla import delta_net, gated_deltanet, gla, kda, retnet
 from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
-from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_text
+from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_alone, qwen3_5_name, qwen3_5_text
 from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
 
-__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
+__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "language_model", "read_family"]
 
 FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = {
     "gpt2": gpt2,
@@ -44,9 +44,27 @@ _UNSUPPORTED = {
     "kimi_linear": "which has experts and compressed keys",
     "qwen3_next": "which has experts",
     "qwen3_5_moe_text": "which has experts",
-    "qwen3_5": "which also reads images (of its language model alone it would be qwen3_5_text)",
+    "qwen3_5_moe": "which has experts",
 }
 """Models that are near to those of `FAMILIES`, and what they have that `fast_weight_lm` lacks."""
+
+
+def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], str | None]]:
+    """Finds the language model in a model that may have other parts.
+
+    Args:
+        config: the contents of config.json.
+
+    Returns:
+        what they would be, had the language model been saved alone, and a function from a weight's name in the folder
+        to its name then, None for weights of other parts.
+
+    Raises:
+        ValueError: for settings without a counterpart; the message names them.
+    """
+    if config.get("model_type") == "qwen3_5":
+        return qwen3_5_alone(config), qwen3_5_name
+    return config, qwen3_5_name if config.get("model_type") == "qwen3_5_text" else str
 
 
 def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:
