@@ -185,7 +185,7 @@ class GatedDelta(Mixer):
         """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
         modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
-        projected, logits, decay, read = project(text, modules, together=3)
+        projected, logits, *of_gates = project(text, modules, together=3)
         mixed, conv_state = short_convolution(
             projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts, backend=self.backend
         )
@@ -198,7 +198,7 @@ class GatedDelta(Mixer):
         v = _heads(v, self.writes * self.num_heads)
         most = 2.0 if self.negative_eigenvalues else 1.0
         beta = gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
-        log_gate = self._log_gate(decay).transpose(0, 1)
+        log_gate = self._log_gate(of_gates, beta)
         if lengths is not None:  # what is neither decayed nor written leaves the state as it is
             end = beyond(len(text), lengths).t()
             beta = beta.masked_fill(end[..., None], 0)
@@ -214,17 +214,7 @@ class GatedDelta(Mixer):
             in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        out = gate(
-            self._output_logits(read),
-            self._output_activation,
-            y=y.transpose(0, 1),
-            weight=self.o_norm.weight,
-            norm="rms",
-            eps=self.eps,
-            dtype=mixed.dtype,
-            backend=self.backend,
-        )
-        return self.o_proj(out), {"conv": conv_state, "memory": memory}
+        return self.o_proj(self._read(y.transpose(0, 1), of_gates, mixed.dtype)), {"conv": conv_state, "memory": memory}
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
@@ -240,9 +230,23 @@ class GatedDelta(Mixer):
         """The projections of the text from which the decays and the gate on what is read are made."""
         return [self.a_proj, self.g_proj]
 
-    def _log_gate(self, projected: Tensor) -> Tensor:
-        """log f, (time, batch, num_heads) or (time, batch, num_heads, key_dim)."""
-        return gate(projected, "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
+    def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
+        """log f, (batch, time, num_heads) as `beta` or (batch, time, num_heads, key_dim)."""
+        log_gate = gate(projected[0], "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
+        return log_gate.transpose(0, 1)
+
+    def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """What the memory gave, (time, batch, num_heads, value_dim), normed and gated, with heads side by side."""
+        return gate(
+            self._output_logits(projected[-1]),
+            self._output_activation,
+            y=y,
+            weight=self.o_norm.weight,
+            norm="rms",
+            eps=self.eps,
+            dtype=dtype,
+            backend=self.backend,
+        )
 
     def _output_logits(self, projected: Tensor) -> Tensor:
         """The logits of the gate on what is read, (time, batch, num_heads * value_dim)."""
@@ -298,9 +302,9 @@ class KimiDelta(GatedDelta):
     def _gate_projections(self) -> list[Any]:
         return [self.forget_gate.f_a_proj, self.g_a_proj]
 
-    def _log_gate(self, projected: Tensor) -> Tensor:
-        log_gate: Tensor = self.forget_gate(projected, self.backend)
-        return log_gate
+    def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
+        log_gate: Tensor = self.forget_gate(projected[0], self.backend)
+        return log_gate.transpose(0, 1)
 
     def _output_logits(self, projected: Tensor) -> Tensor:
         logits: Tensor = self.g_b_proj(projected)

@@ -12,9 +12,11 @@ from typing import Any
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers import projections
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
+from fairseq_fastweights.mixers.delta_net import DeltaNet
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
+from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttention
 from fairseq_fastweights.mixers.linformer import Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.mamba import Mamba
@@ -99,6 +101,8 @@ MIXERS: dict[str, Kind] = {
     "gated-delta": Kind(GatedDelta, ("backend",), heads="fast_weight_heads"),
     "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads"),
     "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads"),
+    "delta-net": Kind(DeltaNet, ("backend",), heads="fast_weight_heads"),
+    "gla": Kind(GatedLinearAttention, ("backend",), heads="fast_weight_heads"),
 }
 """The mixers of language models and decoders, by name."""
 

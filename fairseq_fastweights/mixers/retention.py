@@ -12,7 +12,7 @@ from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
-from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.gating import gate
 
@@ -20,7 +20,7 @@ ROTARY_BASE = 10000.0
 """The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""
 
 GROUP_NORM_EPS = 1e-5
-"""Added to the variance in the norm of what a head reads; torch's default, as the paper gives none."""
+"""The default of what the norm of what a head reads adds under its root; torch's, as the paper gives none."""
 
 
 class Retention(MemoryAttention):
@@ -31,9 +31,16 @@ class Retention(MemoryAttention):
         out = W_out (scale * swish(W_g x) * norm(y / sqrt(m))), norm to mean 0 and variance 1 in each head,
                                                                 m the size of q and k
 
+    With `rms_norm` the norm is w * y / rms(y), with a weight for each number of a head, and keeps the mean: the form of
+    RetNet's published models, in flash-linear-attention.
+
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: number of heads, a divisor of `embed_dim`.
+        num_heads: number of heads, a divisor of `embed_dim` unless `value_dim` is given.
+        value_dim: size of each head of values, and of each of keys unless `feature_dim` is given; 0 for
+            embed_dim / num_heads.
+        rms_norm: whether the norm is an RMS norm with weights.
+        eps: added under the root of the norm.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "identity".
         normalization: None or empty; the only normalisation is the one in the equation.
         backend: one of `ops.BACKENDS`.
@@ -54,6 +61,12 @@ class Retention(MemoryAttention):
         True
     """
 
+    options = {
+        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "rms_norm": Option(bool, False, "norm what is read by an RMS norm with weights, as flash-linear-attention"),
+        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the norm of what is read"),
+    }
+
     takes_starts = True
 
     def __init__(
@@ -61,6 +74,9 @@ class Retention(MemoryAttention):
         embed_dim: int,
         num_heads: int,
         *,
+        value_dim: int = 0,
+        rms_norm: bool = False,
+        eps: float = GROUP_NORM_EPS,
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
         backend: str = "auto",
@@ -73,7 +89,11 @@ class Retention(MemoryAttention):
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
                 "is normalised in each head"
             )
-        super().__init__(embed_dim, num_heads, feature_map=feature_map or self.papers_map, bias=bias, **options)
+        for name, value in (("value_dim", value_dim), ("eps", eps)):
+            if not value >= 0:  # not a number neither
+                raise InvalidInput(f"{name} is {value}; it must be at least 0")
+        feature_map = feature_map or self.papers_map
+        super().__init__(embed_dim, num_heads, feature_map=feature_map, bias=bias, head_dim=value_dim, **options)
         if self.feature_map.output_dim % 2:
             raise InvalidInput(
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
@@ -82,7 +102,10 @@ class Retention(MemoryAttention):
         # A memory that fades over thousands of steps, read before it is normalised, holds sums of as many products.
         self.needs_float32_range = True
         self.backend = backend
-        self.g_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.value_dim, self.rms_norm, self.eps = self.head_dim, rms_norm, eps
+        self.g_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
+        if rms_norm:
+            self.o_norm = nn.RMSNorm(self.head_dim, eps)  # it holds the parameter; `gate` does its work
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,11 +154,21 @@ class Retention(MemoryAttention):
             in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
             backend=self.backend,
         )
+        norm = {"norm": "rms", "weight": self.o_norm.weight} if self.rms_norm else {"norm": "layer"}
         # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
-        eps = GROUP_NORM_EPS * self.feature_map.output_dim
+        eps = self.eps * self.feature_map.output_dim
         y, dtype = out.transpose(0, 1), out.dtype
-        out = gate(self.g_proj(x), "silu", y=y, norm="layer", eps=eps, dtype=dtype, backend=self.backend)
+        out = gate(self.g_proj(x), "silu", y=y, **norm, eps=eps, dtype=dtype, backend=self.backend)
         return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
+
+    def reset_special_parameters(self) -> None:
+        """Sets the weights of the norm to 1."""
+        if self.rms_norm:
+            nn.init.ones_(self.o_norm.weight)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that names and shapes of parameters do not show."""
+        return super().settings() | ({} if self.eps == GROUP_NORM_EPS else {"eps": self.eps})
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

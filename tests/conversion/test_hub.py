@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import errors
 
 from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.from_huggingface import hub as hub_module
 from tests.conversion import llamas
 
 NAME, COMMIT = "some/model", "0123456789abcdef0123456789abcdef01234567"
@@ -101,6 +102,12 @@ def test_a_name_is_listed_fetched_and_found_again_without_a_network(hub, folder,
     hub.fails = ConnectionError("no route to host")
     assert main(["from-huggingface", NAME, "again"]) == 0
     assert hub.calls[-1] == ("fetch", None, None, True)
+
+
+def test_shards_may_have_the_ending_twice():
+    shards = [f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    others = ["consolidated-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert hub_module._weights(dict.fromkeys([*shards, *others], 1)) == ["model.safetensors.index.json", *shards]
 
 
 def answered(kind: type[Exception], status: int = 404) -> Exception:

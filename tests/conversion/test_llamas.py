@@ -12,6 +12,7 @@ import pytest
 import torch
 from fairseq.data import encoders
 from fairseq.options import get_parser
+from safetensors.torch import load_file, save_file
 
 import fairseq_fastweights.data.tokenizer_json  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
@@ -87,6 +88,44 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(tmp_path, capsy
     assert set(after.shapes) == set(before.shapes)
     assert all(torch.equal(before.read(name), after.read(name)) for name in after.shapes)
     assert (back / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 24, "patch_size": 2}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_the_language_model_of_a_qwen3_5_that_reads_images_is_read_alone(tmp_path, capsys, caplog, tied):
+    """As it is published: with settings and names of both parts, and weights that predict the token after the next."""
+    transformers = pytest.importorskip("transformers")
+    text = llamas.model("Qwen3_5", rms_norm_eps=1e-2).config.to_dict() | {"tie_word_embeddings": tied}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+    source = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    for name, parameter in source.named_parameters():
+        parameter.normal_(mean=float(name.endswith("linear_attn.norm.weight")), std=0.13)
+    theirs, ours, back = llamas.save(tmp_path / "theirs", source), tmp_path / "ours", tmp_path / "back"
+    file = theirs / "model.safetensors"
+    weights = load_file(file)
+    assert ("lm_head.weight" in weights) is not tied and "model.language_model.norm.weight" in weights
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, file)
+    assert main(["from-huggingface", str(theirs), str(ours)]) == 0, capsys.readouterr().err
+    images = sum(name.startswith("model.visual.") for name in weights)
+    assert f"left out are {images + 1} weights that are no part of the language model" in caplog.text
+
+    model, _, numbers = sources.load(ours, source.model.language_model)
+    tokens = torch.randint(len(numbers), (3, 20), generator=torch.Generator().manual_seed(5))
+    expected = source(tokens).logits
+    assert expected.std() > 0.5 and (model(numbers[tokens])[0][..., numbers] - expected).abs().max() <= LOGITS
+    assert main(["to-huggingface", str(ours), str(back), "--as", "qwen3_5_text"]) == 0, capsys.readouterr().err
+    alone = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert type(alone) is transformers.Qwen3_5ForCausalLM and torch.equal(alone(tokens).logits, expected)
+
+    save_file(weights | {"model.norm.weight": torch.ones(24)}, file)
+    assert main(["from-huggingface", str(theirs), str(tmp_path / "twice")]) == 2
+    assert re.search(r"weight '.*' would be 'model.norm.weight', which '.*' is", capsys.readouterr().err)
+    setting(text_config=None)(theirs)
+    assert main(["from-huggingface", str(theirs), str(tmp_path / "none")]) == 2
+    assert "config.json: text_config is None; it must be an object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pieces", [False, True])

@@ -45,6 +45,8 @@ CASES = [
     *((rule, feature_map, (), {}) for rule in RULES for feature_map in FEATURE_MAPS),
     *((rule, (2 * POSITIVE)[i % 4 + j], chosen, {}) for i, (rule, chosen) in enumerate(NORMALIZED) for j in (0, 1)),
     *((rule, "elu", (), {"bias": False, "scale_read_out": True, "feature_dim": 6}) for rule in RULES),
+    ("retention", "identity", (), {"retention_value_dim": 5, "feature_dim": 4, "retention_eps": 0.5}),
+    ("retention", "identity", (), {"retention_value_dim": 16, "retention_rms_norm": True, "retention_eps": 0.5}),
 ]
 
 
@@ -114,7 +116,9 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
             y = y / ((z * q[t]).sum(-1, keepdim=True) + eps)
         if rule == "retention":  # R, Eq. 8, and "QK^T / sqrt(d)" of Sec. 2.2
             y = y / k.shape[-1] ** 0.5
-            y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+            y = y if module.rms_norm else y - y.mean(-1, keepdim=True)
+            y = y / (y.square().mean(-1, keepdim=True) + module.eps).sqrt()
+            y = y * module.o_norm.weight if module.rms_norm else y
             y = y * heads("g")[t] * heads("g")[t].sigmoid()
         outputs.append(y)
     return module.out_proj(module.scale * torch.stack(outputs).flatten(-2))
@@ -123,6 +127,8 @@ def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rule", "feature_map", "normalization", "options"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_papers_equations(rule, feature_map, normalization, options):
     module = build(rule, feature_map, *normalization, **options).double()
+    if options.get("retention_rms_norm"):
+        torch.nn.init.uniform_(module.o_norm.weight, 0.5, 1.5)
     contract.check_definition(module, papers_equations, contract.draw(TIME, EMBED), None)
 
 

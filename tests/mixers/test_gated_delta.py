@@ -1,4 +1,4 @@
-"""Gated DeltaNet, Kimi delta attention and DeltaProduct: Hugging Face's numbers, any parts, padding, half precision."""
+"""Gated DeltaNet, Kimi delta attention, DeltaProduct and DeltaNet: Hugging Face's numbers, padding, initial values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.mixers.delta_net import DeltaNet
 from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
 from tests.mixers import contract
 
@@ -22,6 +23,8 @@ CASES = [
     (DeltaProduct, {"writes": 1}),
     (DeltaProduct, {"key_heads": 2, "key_dim": 5, "bias": True}),
     (DeltaProduct, {"writes": 3, "negative_eigenvalues": True}),
+    (DeltaNet, {"eps": 0.5}),
+    (DeltaNet, {"key_heads": 2, "key_dim": 5, "value_dim": 2, "gate": True, "negative_eigenvalues": True}),
 ]
 
 
@@ -43,6 +46,8 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
             steps = F.softplus(gate.f_b_proj(gate.f_a_proj(x[t])) + gate.dt_bias).view(HEADS, K)
             f = torch.exp(-gate.A_log.view(HEADS, 1).exp() * steps)
             read_gate = torch.sigmoid(mixer.g_b_proj(mixer.g_a_proj(x[t])))
+        elif isinstance(mixer, DeltaNet):
+            f, read_gate = x.new_ones(HEADS, 1), F.silu(mixer.g_proj(x[t])) if mixer.gate else 1
         else:
             f = torch.exp(-mixer.A_log.exp() * F.softplus(mixer.a_proj(x[t]) + mixer.dt_bias))[:, None]
             read_gate = F.silu(mixer.g_proj(x[t]))
@@ -76,6 +81,11 @@ def test_outputs_and_gradients_are_those_of_the_equations(kind, options, padding
     torch.manual_seed(0)
     mixer = contract.spread(kind(EMBED, HEADS, **options))
     contract.check_definition(mixer, naive, contract.draw(9, EMBED), contract.paddings(9)[padding])
+
+
+def test_of_them_deltanet_alone_never_forgets():
+    assert [kind(EMBED, HEADS).concern_when_carried() for kind in (GatedDelta, KimiDelta, DeltaProduct)] == [None] * 3
+    assert "never forgets" in (DeltaNet(EMBED, HEADS).concern_when_carried() or "")
 
 
 @pytest.mark.parametrize("kind", [GatedDelta, KimiDelta, DeltaProduct])

@@ -16,7 +16,7 @@ WIDTH, TIME = 16, 13
 SHARED = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 40}
 
 
-def memory(rule: str, feature_map: str, *normalization: str, **sizes: int) -> tuple[str, dict[str, Any]]:
+def memory(rule: str, feature_map: str, *normalization: str, **sizes: Any) -> tuple[str, dict[str, Any]]:
     return rule, {"feature_map": feature_map, "normalization": frozenset(normalization), **sizes}
 
 
@@ -31,6 +31,7 @@ OPTIONS = [
     memory("delta", "elu", "attention", "removal"),
     memory("delta-mao", "dpfp", "sum", "attention", "removal"),
     memory("retention", "elu", feature_dim=6),
+    memory("retention", "identity", feature_dim=4, retention_value_dim=6, retention_rms_norm=True),
     ("local", {"local_window": 3}),
     *(("window-sum", {"window_sum_window": window}) for window in (1, 5)),
     ("window-sum", {"window_sum_window": 3, "feature_map": "elu", "normalization": frozenset({"attention"})}),
@@ -43,6 +44,8 @@ OPTIONS = [
     ("kimi-delta", {"kimi_delta_key_heads": 1, "kimi_delta_key_dim": 6}),
     ("delta-product", {"delta_product_key_heads": 1, "delta_product_value_dim": 5}),
     ("delta-product", {"delta_product_writes": 3, "delta_product_negative_eigenvalues": True}),
+    ("delta-net", {"delta_net_gate": True, "delta_net_negative_eigenvalues": True}),
+    ("gla", {"gla_key_dim": 3, "gla_value_dim": 5, "gla_rank": 2}),
 ]
 CASES = [*((name, {}) for name in MIXERS), *OPTIONS]
 STATELESS = [  # keeps nothing of a text
@@ -50,11 +53,17 @@ STATELESS = [  # keeps nothing of a text
     ("transformer-xl", {"transformer_xl_memory": 0, "transformer_xl_same_length": True}),
 ]
 GROWING = ("softmax",)
-SET_ASIDE = ("mamba", "gated-delta", "kimi-delta", "delta-product")  # which never read what stands at padding
+SET_ASIDE = (
+    "mamba",
+    "gated-delta",
+    "kimi-delta",
+    "delta-product",
+    "delta-net",
+)  # which never read what stands at padding
 # What a rule of `ops` computes of a state, by mixer; "state" where nothing is said.
 MEMORIES = {
     **dict.fromkeys(("abc", "linformer"), ("keys", "values")),
-    **dict.fromkeys(("gated-delta", "kimi-delta", "delta-product"), ("memory",)),
+    **dict.fromkeys(("gated-delta", "kimi-delta", "delta-product", "delta-net"), ("memory",)),
     **dict.fromkeys(("softmax", "local", "transformer-xl"), ()),
     "mamba": ("scan",),
 }

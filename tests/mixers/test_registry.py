@@ -14,7 +14,8 @@ from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 WIDTH = 16
 HEADS = {"num_heads": 4, "fast_weight_heads": 2, "max_positions": 24}
-MEMORIES = ("delta", "retention", "kimi-delta")
+MEMORIES = ("delta", "retention", "kimi-delta", "gla")
+DELTA_NETWORKS = ("gated-delta", "kimi-delta", "delta-product", "delta-net")
 NEVER_BIASED = {"compress_k", "compress_v", "control_proj"}
 NO_CORRECTION, REMOVAL = ("sum", "gated", "decay"), {"normalization": {"sum", "removal"}}
 
@@ -74,8 +75,9 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     assert mixer.bounded == (not mixer.carries)
     linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
     biased = {part for part, x in linear.items() if x.bias is not None}
-    none = name in ("transformer-xl", "gated-delta", "kimi-delta", "delta-product")
-    assert biased == (set() if none else {"dt_proj"} if name == "mamba" else {*linear} - NEVER_BIASED)
+    none = name in ("transformer-xl", *DELTA_NETWORKS)
+    one = {"mamba": "dt_proj", "gla": "f_b_proj"}
+    assert biased == (set() if none else {one[name]} if name in one else {*linear} - NEVER_BIASED)
     assert default.beam_size == 1 and getattr(default, "scale", 1) == 1
 
 
@@ -87,7 +89,7 @@ def test_settings_reach_the_mixers_that_take_them():
         assert mixer.feature_map_name == "elu" and mixer.feature_map.output_dim == 6
         assert mixer.q_proj.bias is None and not mixer.normalization and mixer.dropout_module.p == 0.25
         assert getattr(mixer, "update_rule", "retention") == name
-    for name in ("mamba", "gated-delta", "kimi-delta", "delta-product"):
+    for name in ("mamba", "gla", *DELTA_NETWORKS):
         assert build(name, backend="reference").backend == "reference"
     for name in ("local", "abc", "linformer", "transformer-xl"):
         mixer = build(name, dropout=0.25, bias=name == "transformer-xl")
@@ -126,6 +128,9 @@ OWN: list[tuple[str, dict[str, float], str]] = [
     ("kimi-delta", {"conv": 0}, "be at least 1"),
     ("delta-product", {"eps": -1.0}, "be at least 0"),
     ("delta-product", {"writes": 0}, "be at least 1"),
+    ("gla", {"key_dim": -1, "value_dim": -2, "eps": float("nan")}, "be at least 0"),
+    ("gla", {"rank": 0}, "be at least 1"),
+    ("retention", {"value_dim": -1, "eps": -1.0}, "be at least 0"),
 ]
 BACKENDS = "backend is 'cuda'; it must be one of auto, reference"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

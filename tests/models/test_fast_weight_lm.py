@@ -30,10 +30,12 @@ MODELS = {
     "pre-norm": "--decoder-normalize-before --no-attention-bias --scale-read-out",
     "adaptive": f"--update-rule sum {ADAPTIVE}",
     "retention": "--update-rule retention",
+    "retention rms": "--update-rule retention --retention-rms-norm --retention-value-dim 6 --feature-dim 4",
     "local, abc": "--mixers local,abc:2 --local-window 3 --abc-slots 3",
     "transformer-xl": "--mixers transformer-xl --transformer-xl-same-length",
     "mamba": "--mixers mamba --mamba-state 4 --parallel-residual --decoder-normalize-before",
     "gated-delta": "--mixers gated-delta,kimi-delta:2 --gated-delta-key-dim 6 --kimi-delta-conv 2",
+    "delta-net": "--mixers delta-net,gla:2 --delta-net-gate --gla-key-dim 3",
     "delta-product": "--mixers delta-product --delta-product-writes 3",
     "small state": "--update-rule gated --feature-dim 3 --share-decoder-input-output-embed",
 }

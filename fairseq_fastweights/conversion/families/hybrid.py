@@ -87,6 +87,24 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
     return _finish(shape, kinds, delta, weights, options)
 
 
+def qwen3_5_alone(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the language model in a Qwen3.5 that also reads images, as if it had been saved alone."""
+    text = mapping(config, "text_config")
+    if not text:
+        raise InvalidInput(f"config.json: text_config is {config.get('text_config')!r}; it must be an object")
+    check(text, "model_type", "qwen3_5_text")
+    outer = {name: config[name] for name in ("eos_token_id", "tie_word_embeddings") if name in config}
+    own = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    return outer | text | own | {name: value for name, value in outer.items() if name == "tie_word_embeddings"}
+
+
+def qwen3_5_name(name: str) -> str | None:
+    """The name that a weight has if the language model is saved alone; None for those that are no part of it."""
+    if name.startswith(("model.visual.", "mtp.")):  # images, and the prediction of several tokens at once
+        return None
+    return name.replace("model.language_model.", "model.", 1)
+
+
 def _read(
     config: dict[str, Any], names: set[str], end_of_text: int | None
 ) -> tuple[Shape, list[str], tuple[int, int, int, int, int]]:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fairseq_fastweights.conversion.families.family import Family
-from fairseq_fastweights.conversion.families.fla import gated_deltanet, kda
+from fairseq_fastweights.conversion.families.fla import delta_net, gated_deltanet, gla, kda, retnet
 from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
-from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_text
+from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_alone, qwen3_5_name, qwen3_5_text
 from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
 from fairseq_fastweights.invalid_input import InvalidInput
 
-__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "read_family"]
+__all__ = ["FAMILIES", "SERVED", "Family", "buffers", "language_model", "read_family"]
 
 FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = {
     "gpt2": gpt2,
@@ -30,6 +30,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = 
     "qwen3_5_text": qwen3_5_text,
     "gated_deltanet": gated_deltanet,
     "kda": kda,
+    "delta_net": delta_net,
+    "gla": gla,
+    "retnet": retnet,
 }
 """Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
 
@@ -39,15 +42,30 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "olmo_hybrid", "qwen3_5_text")
 
 
 _UNSUPPORTED = {
-    "delta_net": "whose memory never forgets, behind short convolutions",
-    "gla": "whose gates are of low rank, with a norm and a gate on what is read",
-    "retnet": "whose norm of what is read has weights and keeps the mean",
     "kimi_linear": "which has experts and compressed keys",
     "qwen3_next": "which has experts",
     "qwen3_5_moe_text": "which has experts",
-    "qwen3_5": "which also reads images (of its language model alone it would be qwen3_5_text)",
+    "qwen3_5_moe": "which has experts",
 }
 """Models that are near to those of `FAMILIES`, and what they have that `fast_weight_lm` lacks."""
+
+
+def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], str | None]]:
+    """Finds the language model in a model that may have other parts.
+
+    Args:
+        config: the contents of config.json.
+
+    Returns:
+        what they would be, had the language model been saved alone, and a function from a weight's name in the folder
+        to its name then, None for weights of other parts.
+
+    Raises:
+        ValueError: for settings without a counterpart; the message names them.
+    """
+    if config.get("model_type") == "qwen3_5":
+        return qwen3_5_alone(config), qwen3_5_name
+    return config, qwen3_5_name if config.get("model_type") == "qwen3_5_text" else str
 
 
 def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:

@@ -88,5 +88,6 @@ def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor]) -> None:
     try:
         with path.open("wb") as file:
             torch.save(with_digests(state), file)
-    except RuntimeError as error:  # in which torch hides why the file could not be written
-        raise OSError(f"{path.name}: {error.__context__ or error}") from error
+    except (OSError, RuntimeError) as error:  # in the latter torch hides why the file could not be written
+        why = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"{path.name}: {why}") from error

@@ -50,6 +50,24 @@ class WeightFiles:
                 self.shapes[name] = shape
                 self._readers[name] = reader
 
+    def rename(self, named: Callable[[str], str | None]) -> list[str]:
+        """Gives weights other names, leaves out those for which `named` returns None, and returns the names of these.
+
+        Raises:
+            ValueError: if two weights would have one name.
+        """
+        before: dict[str, str] = {}
+        for name in self.shapes:
+            new = named(name)
+            if new in before:
+                raise InvalidInput(f"weight {name!r} would be {new!r}, which {before[new]!r} is; one of them must go")
+            if new is not None:
+                before[new] = name
+        left_out = [name for name in self.shapes if named(name) is None]
+        self.shapes = {new: self.shapes[name] for new, name in before.items()}
+        self._readers = {new: self._readers[name] for new, name in before.items()}
+        return left_out
+
     def read(self, name: str) -> Tensor:
         """Reads a weight.
 

@@ -108,7 +108,8 @@ def _weights(sizes: dict[str, int | None]) -> list[str]:
     if not found.endswith(".index.json"):
         return [found]
     start, _, end = found.removesuffix(".index.json").rpartition(".")
-    shard = re.compile(rf"{re.escape(start)}-\d+-of-\d+\.{re.escape(end)}")
+    # Some have the ending twice, as model.safetensors-00001-of-00002.safetensors.
+    shard = re.compile(rf"{re.escape(start)}(\.{re.escape(end)})?-\d+-of-\d+\.{re.escape(end)}")
     return [found, *sorted(name for name in sizes if shard.fullmatch(name))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.conversion.families.table import Family, buffers, read_family
+from fairseq_fastweights.conversion.families.table import Family, buffers, language_model, read_family
 from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.files.folders import (
     ORIGINALS,
@@ -28,6 +29,8 @@ from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.fast_weight_lm import layer_mixers
+
+logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 40
 
@@ -57,13 +60,16 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         raise InvalidInput(f"{source}: SOURCE must be a folder, a GGUF file, or a model's name on the hub")
     if not (source / "config.json").exists() and (packed := sorted(source.glob("*.gguf"))):
         raise InvalidInput(f"{source}: there is no config.json, but a GGUF file; give the file: {packed[0]}")
-    config = read_json(source / "config.json")
+    said = read_json(source / "config.json")
+    config, named = language_model(said)
+    alone = None if config is said else json.dumps(config, indent=2) + "\n"
     originals = original_files(source)
     family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = read_whole_tokenizer(source, family.byte_level)
     if end_of_text is not None:
         config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
     files = WeightFiles(source)
+    left_out = files.rename(named)
     check_layers(source, config, len(files.shapes))
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
     tokenizer.check(family.vocabulary, family.end_of_text)
@@ -100,6 +106,10 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         record["mixers"] = checkpoint_settings.decode(model[f"decoder.{checkpoint_settings.NAME}"])["mixers"]
         (folder / RECORD).write_text(json.dumps(record))
         copy_files(originals, folder / ORIGINALS)
+        if alone is not None:
+            (folder / ORIGINALS / "config.json").write_text(alone, encoding="utf-8")
+    if left_out:
+        logger.warning("%s: left out are %d weights that are no part of the language model", source, len(left_out))
     return str(tokenizer_options(target))
 
 

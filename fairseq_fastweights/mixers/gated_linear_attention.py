@@ -1,0 +1,133 @@
+"""Gated linear attention: a memory in which each key dimension decays at its own, learned rate (Yang et al. 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.documents import check_starts
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.ops.gating import gate
+
+TEMPERATURE = 16
+"""The root that is taken of the decays (tau in the paper): forgetting then begins slow."""
+
+
+class GatedLinearAttention(Mixer):
+    """Gated linear attention (Yang et al. 2024, Sec. 4.4), in the form of flash-linear-attention.
+
+        q, k, v = W_q x / sqrt(key_dim), W_k x, W_v x
+        log f = log(sigmoid(W_f2 W_f1 x + b)) / 16            a number for each key dimension of each head
+        S_t = Diag(f_t) S_{t-1} + k_t v_t^T,  y_t = q_t S_t   `ops.decay_rule`
+        out = W_o (w * y / rms(y) * silu(W_g x))              the norm in each head
+
+    The state holds "state", (batch, num_heads, key_dim, value_dim), in float32 (float64 for inputs in float64).
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads.
+        key_dim: size of each head of queries and keys; 0 for half of embed_dim / num_heads, as in the paper.
+        value_dim: size of each head of values; 0 for embed_dim / num_heads.
+        rank: of the projection W_f2 W_f1.
+        eps: added under the root of the norm.
+        backend: one of `ops.BACKENDS`.
+
+    Raises:
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+
+    Examples:
+        >>> out, state = GatedLinearAttention(16, 2)(torch.randn(7, 3, 16))
+        >>> out.shape, state["state"].shape
+        (torch.Size([7, 3, 16]), torch.Size([3, 2, 4, 8]))
+    """
+
+    options = {
+        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads"),
+        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "rank": Option(int, 16, "rank of the projection to decays"),
+        "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
+    }
+
+    takes_starts = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        key_dim: int = 0,
+        value_dim: int = 0,
+        rank: int = 16,
+        eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        # With sizes of their own, heads need not divide the width.
+        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
+        for name, value, least in (("key_dim", key_dim, 0), ("value_dim", value_dim, 0), ("rank", rank, 1)):
+            if value < least:
+                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
+        if not eps >= 0:  # not a number neither
+            raise InvalidInput(f"eps is {eps}; it must be at least 0")
+        if backend not in ops.BACKENDS:
+            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        self.key_dim, self.value_dim = key_dim or max(1, self.head_dim // 2), value_dim or self.head_dim
+        self.rank, self.eps, self.backend = rank, eps, backend
+        keys, values = num_heads * self.key_dim, num_heads * self.value_dim
+        self.q_proj = nn.Linear(embed_dim, keys, bias=False)
+        self.k_proj = nn.Linear(embed_dim, keys, bias=False)
+        self.v_proj = nn.Linear(embed_dim, values, bias=False)
+        self.g_proj = nn.Linear(embed_dim, values, bias=False)
+        self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
+        self.f_b_proj = nn.Linear(rank, keys)
+        self.o_norm = nn.RMSNorm(self.value_dim, eps)  # it holds the parameter; `gate` does its work
+        self.o_proj = nn.Linear(values, embed_dim, bias=False)
+
+    def reset_special_parameters(self) -> None:
+        """Sets the norm to 1."""
+        nn.init.ones_(self.o_norm.weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`."""
+        starts = check_starts(starts, x, padding)
+        before = None if state is None else state["state"]
+        q, k, v, read, low = project(x, [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj])
+        # Sums of as many products as the memory remembers, which the norm brings back to 1, can leave float16's range.
+        precise = torch.float32 if q.dtype == torch.float16 else q.dtype
+        q, k, v = (part.to(precise).unflatten(-1, (self.num_heads, -1)).transpose(0, 1) for part in (q, k, v))
+        decays = gate(self.f_b_proj(low), "log_sigmoid", scale=1 / TEMPERATURE, backend=self.backend)
+        log_decay = decays.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        if padding is not None:  # what is neither decayed nor written leaves the state as it is
+            k, log_decay = (part.masked_fill(padding[:, :, None, None], 0) for part in (k, log_decay))
+        y, memory = ops.decay_rule(
+            q * self.key_dim**-0.5,
+            k,
+            v,
+            log_decay,
+            None,
+            initial_state=before,
+            starts=starts,
+            in_place=overwrite and before is not None and not torch.is_grad_enabled(),
+            backend=self.backend,
+        )
+        out = gate(
+            read,
+            "silu",
+            y=y.transpose(0, 1),
+            weight=self.o_norm.weight,
+            norm="rms",
+            eps=self.eps,
+            dtype=read.dtype,
+            backend=self.backend,
+        )
+        return self.o_proj(out), {"state": memory}
