@@ -27,6 +27,7 @@ NORMS = ("none", "rms", "layer")
 """In the order of the kernels' numbers for them."""
 NEVER = 2**63
 FASTER_FROM = {
+    "plain": (NEVER, NEVER),
     "activation": (NEVER, 2**20),
     "bias": (2**16, 2**15),
     "factor": (NEVER, 2**15),
@@ -35,7 +36,11 @@ FASTER_FROM = {
     "layer": (2**16, 0),
 }
 """From how many numbers on a kernel is faster on a CPU than the definition, forwards and backwards together: in float32
-and float64, and in 16 bits, which PyTorch's operators first convert. Measured with one thread."""
+and float64, and in 16 bits, which PyTorch's operators first convert. Measured with one thread.
+
+"plain" is an activation, or its product with y, where all are of one dtype: one or two operators of PyTorch, which take
+16 bits as they are. The product then rounds twice, and is faster than a kernel at every size."""
+_PRECISE = (torch.float32, torch.float64)
 _NUMBERS = {name: number for names in (ACTIVATIONS, NORMS) for number, name in enumerate(names)}
 
 
@@ -87,9 +92,14 @@ def gate(
     """
     _check(x, activation, bias, log_rate, y, weight, norm)
     dtype = state_dtype(x.dtype) if dtype is None else dtype
+    if backend == "auto" and not torch.compiler.is_compiling():
+        form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
+        few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]
+        if form == "plain" and (few or (y is None and precise)):
+            activated = ACTIVATIONS[activation](x)
+            return activated if y is None else y * activated
+        backend = "reference" if few else backend
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    if backend == "auto" and not _is_faster_native(x, bias, log_rate, y, norm, scale, dtype):
-        backend = "reference"
     if choose_elementwise(backend, x) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     shape, of_y = x.shape, 0 if norm == "none" else 1
@@ -98,7 +108,7 @@ def gate(
     return out if out.shape == shape else out.view(shape)
 
 
-def _is_faster_native(
+def _form(
     x: Tensor,
     bias: Tensor | None,
     log_rate: Tensor | None,
@@ -106,13 +116,15 @@ def _is_faster_native(
     norm: str,
     scale: float,
     dtype: torch.dtype,
-) -> bool:
-    """True if a kernel is faster than PyTorch's operators, as far as that is known."""
-    given = {"rate": log_rate is not None, "factor": y is not None, "bias": bias is not None, "activation": True}
-    form = norm if norm != "none" else next(form for form in given if given[form])
-    if form == "activation" and scale == 1 and x.dtype == dtype == state_dtype(dtype):
-        return False  # It is one operator there, too.
-    return not x.is_cpu or x.numel() >= FASTER_FROM[form][x.dtype != state_dtype(x.dtype)]
+) -> str:
+    """The key of `FASTER_FROM` for a call."""
+    if norm != "none":
+        return norm
+    if log_rate is not None:
+        return "rate"
+    if bias is None and scale == 1 and x.dtype == dtype and (y is None or y.dtype == dtype):
+        return "plain"
+    return "factor" if y is not None else "activation" if bias is None else "bias"
 
 
 def _in_steps(x: Tensor, dims: int) -> Tensor:
@@ -166,9 +178,10 @@ def _check(
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}; it must be one of {', '.join(NORMS)}")
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (..., channels)")
-    channels = x.shape[-1]
+    shape = x.shape
+    if not shape or shape[-1] < 1:
+        raise ValueError(f"x has shape {tuple(shape)}; it must be (..., channels)")
+    channels = shape[-1]
     if bias is not None:
         check_shape("bias", bias, (channels,), "(channels,) as x has them")
     if log_rate is not None and (log_rate.dim() != 1 or not len(log_rate) or channels % len(log_rate)):
@@ -180,7 +193,7 @@ def _check(
         if weight is not None:
             raise ValueError("weight was given and norm is 'none'; it must be 'rms' or 'layer'")
         if y is not None:
-            check_shape("y", y, tuple(x.shape), "that of x")
+            check_shape("y", y, shape, "that of x")
         return
     if y is None or bias is not None or log_rate is not None:
         raise ValueError(f"norm is {norm!r}; there must be y, and neither bias nor log_rate")

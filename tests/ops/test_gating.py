@@ -250,3 +250,19 @@ def test_few_numbers_take_the_operators_that_are_faster(form, monkeypatch):
             known = {"y": x if norm == "none" else x.view(-1, 2, 2), "weight": x.new_ones(2)}
             gate(x, "silu", **{name: known.get(name, x.new_zeros(4)) for name in FORMS[form]}, norm=norm)
         assert called == [size for size in sizes if size >= first]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="what a CPU is called for")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_of_one_dtype_takes_operators_as_they_are(dtype, monkeypatch):
+    monkeypatch.setattr(gating, "_gate", None)
+    for activation, f in ACTIVATIONS.items():
+        inputs = {"x": drawn(40, 8, dtype=dtype), "y": drawn(40, 8, dtype=dtype, seed=1)}
+        found, dx, dy = both_ways("auto", {"activation": activation, "dtype": dtype}, inputs)
+        assert torch.equal(found, inputs["y"] * f(inputs["x"]))
+        assert torch.equal(gate(inputs["x"], activation, dtype=dtype), f(inputs["x"]))
+        exact = both_ways("reference", {"activation": activation}, {name: x.double() for name, x in inputs.items()})
+        for one, other in zip((found, dx, dy), exact, strict=True):
+            assert relative_error(one, other) < 2 * TOLERANCE[dtype]  # rounded twice
+        rounded_once = f(inputs["x"].float()) * inputs["y"].float()
+        assert torch.equal(gate(inputs["x"], activation, y=inputs["y"]), rounded_once)
