@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import shlex
 import shutil
 import subprocess
 from argparse import Namespace
@@ -12,15 +10,10 @@ from pathlib import Path
 import encode
 import last_words
 import pytest
-import torch
-from papers.smollm2 import SHAPE
 
-from fairseq_fastweights.conversion.__main__ import main as conversion
-from tests.conversion import llamas, sources
+from tests.conversion import llamas
 
-from .conftest import DOCUMENTS, EXAMPLES, options, run_script
-
-FILE = Path(os.environ.get("SMOLLM2_GGUF") or "SmolLM2-135M-Instruct.Q4_1.gguf")
+from .conftest import DOCUMENTS, EXAMPLES, run_script
 
 
 @pytest.mark.slow
@@ -94,24 +87,6 @@ def test_smollm2_is_converted_its_text_cut_and_last_words_are_asked_for(smollm2:
     asked = [json.loads(line) for line in (smollm2.with_name("tasks") / "last_words.jsonl").open()]
     assert asked == [{"text": f"{'the cat ' * 24}sat on the mat"}] * 4
     assert not smollm2.with_name("text").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FILE.is_file(), reason=f"SMOLLM2_GGUF is not set, and there is no {FILE}")
-def test_smollm2s_own_file_has_the_rows_shape_and_the_logits_of_transformers(tmp_path: Path) -> None:
-    import transformers
-
-    assert conversion(["from-huggingface", str(FILE), str(tmp_path / "ours")]) == 0
-    shape = shlex.split((tmp_path / "ours" / "options.txt").read_text())
-    assert {name: float(x) if x[:1].isdigit() else x for name, _, x in (word.partition("=") for word in shape)} == {
-        name: float(x) if x[:1].isdigit() else x for name, x in options(["", *shlex.split(SHAPE)]).items()
-    }
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
-    model, _, numbers = sources.load(tmp_path / "ours", theirs)
-    tokens = torch.randint(theirs.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        found, expected = model(numbers[tokens])[0][..., numbers], theirs(tokens).logits
-    assert torch.allclose(found, expected, atol=1e-3)  # of logits of about 20
 
 
 @pytest.mark.parametrize(

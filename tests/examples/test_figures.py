@@ -38,13 +38,3 @@ def test_no_name_is_written_over_another_or_over_a_point() -> None:
     assert len(names) == 4 and not any(one.overlaps(other) for one, other in combinations(names, 2))
     dots = axes.transData.transform([(1, 1), (1, 1.03), (1.01, 1.02), (9, 2)])
     assert not any(name.contains(*dot) for name in names for dot in dots)
-
-
-def test_every_line_level_and_model_is_named_beside_its_end() -> None:
-    figure, axes = figures.new_figure()
-    curves = {"sum": [(1, 3), (0, 1)], "delta": [(0, 1, 0, 2), (1, 3.01, 3, 4)], "decay": [(0, 5)]}
-    figures.draw_curves(axes, curves, labels={"sum": "the sum rule", "decay": ""}, levels={"unigram": 2})
-    assert [text.get_text() for text in axes.texts] == ["the sum rule", "delta", "unigram"]
-    figure.draw_without_rendering()
-    names = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(other) for one, other in combinations(names, 2))
