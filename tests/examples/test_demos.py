@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import re
 import shlex
 import shutil
 import subprocess
@@ -95,7 +94,7 @@ def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(t
 
 
 @pytest.mark.slow
-def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsys) -> None:
     """With a text of two words, of which a dictionary has fewer entries than a token is otherwise drawn from."""
     folder, out = tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
@@ -131,7 +130,7 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
-def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, capsys) -> None:
+def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, forked: None, capsys) -> None:
     """Runs `make demo-translation` with a third of the updates, without the softmax Transformer beside it."""
     out = tmp_path / "out"
     arguments = ["--out", str(out), "--models", "linear-transformer", "--updates", "450"]

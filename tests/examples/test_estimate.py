@@ -2,7 +2,7 @@
 
 import pytest
 from papers import TABLES, estimate
-from papers.estimate import Estimate, Size, Speed, size_of, stated
+from papers.estimate import Estimate, Size, Speed, stated
 from papers.rows import RowError
 
 from .conftest import ROOT
@@ -34,19 +34,6 @@ def test_a_batch_that_is_too_large_is_divided_if_it_may_be() -> None:
     assert whole.batches == 1
     with pytest.raises(RowError, match="--precision is fp16; this GPU has bf16, fp32"):
         estimate.estimate(SIZE, GPU, "fp16", [SPEED])
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "parameters", "words", "most"),
-    [
-        ("schlag-table1", "dpfp-256", 209.9, 48 * 3584, 1),
-        ("mao-table3", "base", 246.9, 26 * 512, 26),
-        ("choi-table3", "ffn-frozen", 430.5, 1024 * 2048, 1024),
-    ],
-)
-def test_a_row_has_the_size_of_its_model(table: str, row: str, parameters: float, words: int, most: int) -> None:
-    size = size_of(TABLES[table], TABLES[table].rows[row])
-    assert size.parameters / 1e6 == pytest.approx(parameters, abs=0.2) and (size.words, size.most) == (words, most)
 
 
 def test_a_command_shows_rows_beside_what_their_paper_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,15 +21,6 @@ def test_names_lie_apart_and_as_near_as_there_is_room(wanted: list[float], place
     assert figures.spread(wanted, 0.1, 0.0, 1.0) == pytest.approx(placed)
 
 
-def test_a_model_has_one_colour_and_its_variants_other_dashes() -> None:
-    names = ["delta", "delta-carried", "Delta Network, carried over", "sum", "gated-delta", "nobody's"]
-    delta, carried, title, rule, gated, unknown = figures.styles(names)
-    assert delta["color"] == carried["color"] == title["color"] and unknown["color"] == figures.GREY
-    assert len({style["color"] for style in (delta, rule, gated, unknown)}) == 4
-    assert len({style["linestyle"] for style in (delta, carried, title)}) == 3
-    assert [figures.styles([name])[0]["color"] for name in names] == [style["color"] for style in figures.styles(names)]
-
-
 def test_no_name_is_written_over_another_or_over_a_point() -> None:
     figure, axes = figures.new_figure()
     figures.draw_points(axes, {"sum": (1, 1), "delta": (1, 1.03, 0.9, 1.2), "gated": (1.01, 1.02), "decay": (9, 2)})

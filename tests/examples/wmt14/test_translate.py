@@ -1,8 +1,6 @@
 """examples/wmt14: models of one budget, their translations in order, signed BLEU that is kept, and the table."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import corpus
@@ -61,27 +59,14 @@ def test_translations_come_in_order_and_their_result_is_kept(stub_data, model, h
     other, calls = programs.generate(stub_data, model, ["other"], "--beam", "1")
     assert other.returncode == 1 and not calls
     assert "--cpu --beam 8, and these are --beam 4" in other.stderr and "delete it to generate again" in other.stderr
-    os.utime(model / "checkpoint_best.pt", (2e9, 2e9))  # a date says nothing
-    again, calls = programs.generate(stub_data, model, ["other"], "--cpu", "--beam", "8")
-    assert not calls and "test: BLEU" in again.stdout and contents(model) == before
-
-    def changed(what: str, data: Path = stub_data) -> None:
-        result, calls = programs.generate(data, model, hypotheses, "--cpu", "--beam", "8")
-        assert f"generate-test.json {what}\n" in result.stdout and len(calls) == 1
-        again, calls = programs.generate(data, model, hypotheses, "--cpu", "--beam", "8")
-        assert not calls and "test: BLEU" in again.stdout
-
+    assert contents(model) == before
     (model / "checkpoint_best.pt").write_text("other weights")
-    (model / "generate-test.log.unfinished").symlink_to(model / "generate-test.hyp")
-    changed("is of other model")
-    other_data = shutil.copytree(stub_data, model.with_name("data"))
-    assert "is of other" not in programs.generate(other_data, model, hypotheses, "--cpu", "--beam", "8")[0].stdout
-    with (other_data / "raw" / "test.de").open("r+") as file:
-        file.write("D")
-    changed("is of other data", other_data)
+    result, calls = programs.generate(stub_data, model, hypotheses, "--cpu", "--beam", "8")
+    assert "generate-test.json is of other model\n" in result.stdout and len(calls) == 1
     values = json.loads((model / "generate-test.json").read_text())
     (model / "generate-test.json").write_text(json.dumps({name: x for name, x in values.items() if name != "of"}))
-    changed("does not say what it is of", other_data)
+    result, calls = programs.generate(stub_data, model, hypotheses, "--cpu", "--beam", "8")
+    assert "generate-test.json does not say what it is of\n" in result.stdout and len(calls) == 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
-"""The state that a generated token is measured from is the one that generation itself would have left."""
+"""What is measured of a generated token is what generation does, from the state that it would have left."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -7,7 +9,10 @@ from typing import Any
 import generation
 import pytest
 import torch
+import translation
+from fairseq.sequence_generator import SequenceGenerator
 from generation import TRANSFORMER, Generation
+from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +40,8 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
             generated[end] = shapes(generated[0])
     rolling = Generation(model, tokens).go_on(name, 2)
     assert shapes(rolling.state) == generated[2]
-    kept = {key: buffer.get("prev_key") for key, buffer in rolling.state.items()}
     rolling.go_on(name, 12, most_read)
     assert rolling.length == 12 and shapes(rolling.state) == generated[12]
-    if name == TRANSFORMER:  # what was there before is still there, unless it was too far to read
-        same = [torch.equal(rolling.state[key]["prev_key"][:, :, :2], old) for key, old in kept.items()]
-        assert same == [most_read == 20] * len(same)
     for end in (13, 14):  # and it goes on as generation does
         assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
         assert rolling.length == end and shapes(rolling.state) == generated[end]
@@ -49,11 +50,8 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
 @pytest.mark.parametrize("name", [TRANSFORMER, *generation.RULES])
 def test_all_of_a_generation_is_on_the_device_of_its_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # On this one nothing is computed, and what is on a CPU is refused, as on a GPU; no number can be asked for either.
-    for module in (
-        import_module("fairseq.host_copies"),
-        import_module("fairseq_fastweights.models.fast_weight_decoder"),
-    ):
-        monkeypatch.setattr(module, "contains", lambda x, number: False)
+    for module in ("fairseq.host_copies", "fairseq_fastweights.models.fast_weight_decoder"):
+        monkeypatch.setattr(import_module(module), "contains", lambda x, number: False)
     model = generation.build(name, SETTINGS, "chunkwise", longest=40).to("meta")
     rolling = Generation(model, draw_tokens(40).to("meta")).go_on(name, 2).go_on(name, 20, most_read=3)
     assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
@@ -67,3 +65,38 @@ def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:
     assert sizes["state bytes"] == size
     # The cache, a copy of one layer's with the new token in it, and the weights of attention and other small tensors.
     assert 1.2 * size < sizes["peak bytes"] < 1.3 * size
+
+
+def note_calls(generator: SequenceGenerator) -> list[tuple[str, Any]]:
+    """The calls of the models and of the search from now on, with the shapes of what they are given."""
+    calls: list[tuple[str, Any]] = []
+
+    def noting(name: str, call: Callable[..., Any], arguments: int) -> Callable[..., Any]:
+        def shape(x: Any) -> Any:
+            return tuple(x.shape) if isinstance(x, torch.Tensor) else x
+
+        return lambda *given: calls.append((name, tree_map(shape, given[:arguments]))) or call(*given)
+
+    arguments = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
+    for name, number in arguments.items():
+        owner = generator.search if name == "step" else generator.model
+        setattr(owner, name, noting(name, getattr(owner, name), number))
+    return calls
+
+
+@pytest.mark.parametrize("beam", translation.BEAMS)
+@pytest.mark.parametrize("name", [translation.TRANSFORMER, *translation.MAPS])
+def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: int) -> None:
+    rows, source, length = translation.QUICK_SETTINGS["hypotheses"], torch.tensor([4, 9, 7]), 5
+    model, dictionary = translation.build(name, settings=translation.QUICK_SETTINGS, longest=8)
+    generator = translation.build_generator(deepcopy(model), dictionary, beam, length=length + 1)
+    hypotheses = translation.hypotheses_after(generator, name, source, length, rows)
+    calls = note_calls(generator)
+    translation.advance(generator, hypotheses)
+    measured = list(calls)
+    calls.clear()
+    [best, *_], *_ = generator.generate([], translation.sample(source, rows // beam))
+    assert len(best["tokens"]) == length + 2  # as many as were asked for, and the symbol that ends them
+    # A row for each hypothesis is made of the encoder's output first, and no order is asked for at the first token.
+    steps = [calls[:3], *(calls[i : i + 4] for i in range(3, len(calls), 4))]
+    assert [len(step) for step in steps] == [3] + [4] * (length + 1) and measured == steps[length]
