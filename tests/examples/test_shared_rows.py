@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from common import devices, locks, steps
+from common import locks, steps
 from papers import grid, ledger, report, row_runner
 
 from . import tiny_table
@@ -122,17 +122,6 @@ def test_what_a_killed_process_had_is_left_to_its_job_and_taken_over_after_it(tm
     assert second.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
 
 
-def test_what_starts_from_a_row_that_another_process_trains_waits_for_it(tmp_path: Path) -> None:
-    first = start("chain", tmp_path, "--rows", "slow")
-    wait_for(lambda: jobs(tmp_path))
-    second = start("chain", tmp_path, "--rows", "a")
-    (tmp_path / "out" / "go").touch()
-    for process in (first, second):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    assert rows_kept(tmp_path) == ["a", "slow"] and len(jobs(tmp_path)) == 2 * 2 * 2
-
-
 def test_a_row_that_was_taken_over_is_given_up(run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(locks.Lock, "beat", lambda self: not jobs(tmp_path))
     status, said, err = run("long", "--rows", "slow")
@@ -209,13 +198,6 @@ def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, m
     assert at_once == most and ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
 
 
-@pytest.mark.parametrize(("named", "names"), [(None, ["0", "1"]), ("", []), ("GPU-x, GPU-y", ["GPU-x", "GPU-y"])])
-def test_gpus_have_the_names_of_the_environment(named: str | None, names: list[str], monkeypatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0 if named == "" else 2)
-    monkeypatch.setattr(devices.os, "environ", {} if named is None else {"CUDA_VISIBLE_DEVICES": named})
-    assert devices.visible() == names
-
-
 def test_options_reach_training_and_those_of_the_machine_or_after_a_second_sign_scoring(run, tmp_path: Path) -> None:
     options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
     status, _, err = run("tiny", *options)
@@ -232,15 +214,7 @@ def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "data").mkdir()
-    words = [
-        "bash",
-        EXAMPLES / "distributed" / "rows.sbatch",
-        "tiny",
-        tmp_path / "data",
-        tmp_path / "out",
-        "--jobs",
-        "1",
-    ]
+    words = ["bash", EXAMPLES / "distributed/rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out", "--jobs", "1"]
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{PATH}", "SLURM_ARRAY_JOB_ID": "7"}
     array = [
         subprocess.Popen(words, env=env | {"SLURM_ARRAY_TASK_ID": number}, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -129,17 +129,6 @@ def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> N
     json.dumps(result, allow_nan=False)
 
 
-def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    base: dict[str, Any] = {"setting": 1, "model": "linear", "size": 20}
-    changes = [{}, {"model": "dpfp-1"}, {"size": 21}, {"seed": 2}, {"max_steps": 7}, {"device": "cuda"}]
-    changes.append({"evaluate_length": "S"})
-    keys = [training.Point(**(base | change)).key for change in changes]
-    for constant in ("TARGET", "PATIENCE", "PROGRESS", "BATCH", "EVALUATE_EVERY", "VERSION"):
-        monkeypatch.setattr(training, constant, 17)
-        keys.append(training.Point(**base).key)
-    assert len(set(keys)) == len(keys)
-
-
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
     point = training.Point(setting, model, size, **other)
     end = {"best_loss": loss, "stopped": "not a number" if loss is None else "no progress"}
