@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import generation
@@ -45,17 +44,6 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
     for end in (13, 14):  # and it goes on as generation does
         assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
         assert rolling.length == end and shapes(rolling.state) == generated[end]
-
-
-@pytest.mark.parametrize("name", [TRANSFORMER, *generation.RULES])
-def test_all_of_a_generation_is_on_the_device_of_its_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On this one nothing is computed, and what is on a CPU is refused, as on a GPU; no number can be asked for either.
-    for module in ("fairseq.host_copies", "fairseq_fastweights.models.fast_weight_decoder"):
-        monkeypatch.setattr(import_module(module), "contains", lambda x, number: False)
-    model = generation.build(name, SETTINGS, "chunkwise", longest=40).to("meta")
-    rolling = Generation(model, draw_tokens(40).to("meta")).go_on(name, 2).go_on(name, 20, most_read=3)
-    assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
-    assert {x.device.type for state in rolling.state.values() for x in state.values() if x is not None} == {"meta"}
 
 
 def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:

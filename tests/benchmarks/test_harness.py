@@ -1,12 +1,8 @@
 """A case's bytes and operations, counted by hand; the time of a call; records, whole or not at all."""
 
-import json
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
-from harness import records
 from harness.cases import Shape, draw_inputs
 from harness.limits import limit_of
 from harness.memory import held, peak
@@ -60,14 +56,3 @@ def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
 
     assert peak(prepare, call, "cpu") == 7 << 20
     assert held({"a": [torch.zeros(3), None], "b": {"y": torch.zeros(2, dtype=torch.float64)}}) == 28
-
-
-def test_a_record_is_read_as_it_was_written_and_one_that_cannot_be_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "record.json"
-    facts = {"cut": [], "rows": [{"a": 1.5}, {"a": None}], "rates": {"copy": {"4": 1.0}}}
-    record = records.save("kernels", Namespace(device="cpu", out=path), **facts)
-    assert json.loads(path.read_text()) == record
-    assert {"program", "device", "date", "machine", "threads", "versions"} <= set(record)
-    with pytest.raises(ValueError, match="Out of range float"):
-        records.write({"rows": [float("nan")]}, path)
-    assert json.loads(path.read_text()) == record and list(tmp_path.rglob("*")) == [path.parent, path]

@@ -1,13 +1,12 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, first_calls, time_in_turns
+from harness.timing import CudaClock, first_calls, time_in_turns
 
 
 @pytest.mark.parametrize(("allowed", "rounds", "made"), [(math.inf, 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)])
@@ -22,22 +21,6 @@ def test_turns_are_cut_to_what_is_allowed_but_not_below_three(allowed: float, ro
     seconds, rounds_made = time_in_turns(calls, warm, clock, rounds, allowed)
     assert order == ["a", "b", "b", "c"] * made and rounds_made == made
     assert all((seconds[x]["median"], seconds[x]["rounds"]) == (warm[x][0], made) for x in warm)
-
-
-def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(monkeypatch) -> None:
-    made: list[str] = []
-
-    class CountingClock(Clock):
-        def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
-            made.append("timed")
-            return super().seconds(call, repeats)
-
-    monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
-    take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
-    budget = timing.Budget(0.0, now=lambda: 0.0)
-    seconds = timing.time_tokens(take_ups, "cpu", 5, budget, parts=2, what="after 9")
-    assert made == [x for name in "ab" for x in ("taken up", name, "timed", *[name] * TOKENS_OF_A_TURN)] * (3 + 1)
-    assert [seconds[name]["rounds"] for name in "ab"] == [3] * 2 and budget.cut == ["after 9: 3 rounds of 5"]
 
 
 class SimulatedGpu:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import training
 from harness import training_turns
 from harness.timing import Budget
 from harness.training_turns import Lost
-from harness.trainings import COMPILED, FLA, PARTS, PLUGIN, REPLAYED, STOCK, Training
+from harness.trainings import FLA, PLUGIN, Training
 
 
 def named(name: str) -> Training:
@@ -108,20 +107,6 @@ def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any
     happened, [rows], cut = measured("abc", {}, rounds=3, budget=Budget(10, lambda: next(now)))
     assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
     assert cut == [*(f"part, {name}, plugin: 1 rounds of 3" for name in "ab"), "part, c, plugin: not measured"]
-
-
-def test_the_contestants_of_all_parts_come_before_the_others(tmp_path: Path, monkeypatch, run) -> None:
-    found: list[Training] = []
-    monkeypatch.setattr(training, "measure", lambda given, *_: found.extend(each for each, _ in given))
-    parts = [name for name in PARTS if name != "demo"]
-    assert run("training", "--quick", "--parts", *parts, "--out", tmp_path / "out.json") == ""
-    expected = [(name, *pair) for name in parts for pair in PARTS[name].contestants]
-    expected += [(name, *pair) for name in parts for pair in PARTS[name].others]
-    # A CPU has no graphs that could be replayed.
-    expected = [each for each in expected if each[2] != REPLAYED]
-    assert [(each.part, each.model, each.implementation) for each in found] == expected
-    for implementation, option in ((COMPILED, "--compile"), (STOCK, "--use-old-adam")):
-        assert all((option in each.flags) == (each.implementation == implementation) for each in found)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import encode
-import last_words
 import pytest
 
 from .conftest import DOCUMENTS, EXAMPLES, run_script
@@ -84,19 +83,6 @@ def test_smollm2_is_converted_its_text_cut_and_last_words_are_asked_for(smollm2:
     asked = [json.loads(line) for line in (smollm2.with_name("tasks") / "last_words.jsonl").open()]
     assert asked == [{"text": f"{'the cat ' * 24}sat on the mat"}] * 4
     assert not smollm2.with_name("text").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "passage"),
-    [
-        ("a " * 39 + "b . c .", "a " * 39 + "b"),
-        ("a " * 38 + "b . c 7 . d .", "a " * 38 + "b . c 7 . d"),  # too early, no letters
-        ("a " * 50 + "7 .", None),
-    ],
-)
-def test_a_passage_ends_with_a_sentence_and_not_before(text: str, passage: str | None, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(f" = Title = \n {text} \n")
-    assert list(last_words.passages(tmp_path / "text")) == ([passage] if passage else [])
 
 
 def test_text_that_is_not_right_is_refused_and_nothing_looks_finished(source: Path, tmp_path: Path, capfd) -> None:

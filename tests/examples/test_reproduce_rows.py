@@ -6,7 +6,6 @@ The options at a call's end cut the models down.
 import re
 import shlex
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,39 +119,6 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
         folded = row.endswith("no-feature-map") or (table == "mao-table2" and row != "gpt2")
         size = {"16": 16, "32": 32}.get(row.split("-")[-1], 4) if folded else 32
         assert model.decoder.layers[0].self_attn.k_proj.weight.shape == (2 * size, 64)
-
-
-PROGRAMS = {"fairseq-train": "training", "fairseq-eval-lm": "eval_lm"}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_run_by_commands_that_fairseq_knows(name: str, reproduce, tmp_path) -> None:
-    """Options for data that is laid out as prepare.sh leaves it. Nothing is written."""
-    from fairseq import options
-
-    import_plugin()
-    data, source = tmp_path / "data", tmp_path / "source"
-    for file in (*(data / x for x in ("dict.txt", "train.bin", "valid.bin")), source / "model.pt", source / "dict.txt"):
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-    (data / "preparation.json").write_text('{"made from": {"target": "de"}}')
-    call, before = ["run", name, data, tmp_path / "out", "--print", "--seeds", "1"], sorted(tmp_path.rglob("*"))
-    rows = TABLES[name].rows.values()
-    if any(row.recipe.sources and not row.source for row in rows):
-        status, _, err = reproduce(*call)
-        assert status == 1 and err.startswith(f"error: SOURCE is not given; {name} ")
-        call += ["--source", source]
-    status, printed, err = reproduce(*call)
-    assert status == 0 and sorted(tmp_path.rglob("*")) == before, err
-    programs: Counter[str] = Counter()
-    for program, *words in map(shlex.split, printed.splitlines()):
-        programs[kind := Path(program).name] += 1
-        if kind in PROGRAMS:
-            parser = getattr(options, f"get_{PROGRAMS[kind]}_parser")()
-            assert Path(options.parse_args_and_arch(parser, words).data) == data
-    # Three Transformer-XLs are trained as a fourth one.
-    assert programs.pop("fairseq-train") == len(rows) - 3 * (name == "schlag-table4")
-    assert sum(programs.values()) >= len(rows)
 
 
 @pytest.mark.parametrize(("name", "count"), SCORED.items())

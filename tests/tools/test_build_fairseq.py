@@ -133,17 +133,13 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
         assert re.search(says, "".join(capsys.readouterr()))
         return {name for name, _ in before.items() ^ {patch.name: patch.read_bytes() for patch in in_order()}.items()}
 
-    def commit(*arguments: str) -> None:
-        git(*edit_patches.AUTHOR, "commit", "--all", *arguments, folder=commits, doing="commit")
-
     assert not edit("save", r"error: .*/commits is no repository; FOLDER must be one that `open` made\n", 1)
     assert not edit("open", "^$")
     assert not edit("open", r"error: .*/commits exists; FOLDER must be a new one\n", 1)
     assert not edit("save", f"{len(before)} patches are in")
     (commits / "setup.py").write_text("changed\n")
     assert not edit("save", "error: .*: 1 changed files are not committed, among them setup.py", 1)
-    commit("--message", "Setup: no more\n\nIts reason.")
-    name = f"{len(before) + 1:04d}-setup-no-more.patch"
-    assert edit("save", "") == {name} and (patches / name).read_text().startswith(
-        "Setup: no more\n\nIts reason.\n\ndiff"
-    )
+    words = ["commit", "--all", "--message", "Setup: no more\n\nIts reason."]
+    git(*edit_patches.AUTHOR, *words, folder=commits, doing="commit")
+    assert edit("save", "") == {name := f"{len(before) + 1:04d}-setup-no-more.patch"}
+    assert (patches / name).read_text().startswith("Setup: no more\n\nIts reason.\n\ndiff")

@@ -134,18 +134,12 @@ def test_what_changed_is_built_and_an_interrupted_build_is_not_taken_for_a_whole
 @needs_compiler
 def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Path, monkeypatch, capsys) -> None:
     log, binding = root / LOG, root / "cpu/binding.cpp"
-    native_build.main([])
-    for text, says in (
-        ("int answer() { return no_such_thing; }\n", "no_such_thing"),
-        ("int somewhere_else();\nint answer() { return somewhere_else(); }\n", "somewhere_else"),
-    ):
-        binding.write_text(text)
-        capsys.readouterr()
-        assert native_build.main([]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-        for told in (line, libraries_of(root).load("cpu")):
-            assert says in told and str(log) in told and "build again" in told and "\n" not in told
-        assert says in log.read_text() and not list(root.glob(f"{LIBRARY}*"))
+    binding.write_text("int answer() { return no_such_thing; }\n")
+    assert native_build.main([]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
+    for told in (line, libraries_of(root).load("cpu")):
+        assert "no_such_thing" in told and str(log) in told and "build again" in told and "\n" not in told
+    assert "no_such_thing" in log.read_text() and not list(root.glob(f"{LIBRARY}*"))
     # A build that compiles nothing does not show what an earlier one said.
     monkeypatch.setenv("FASTWEIGHTS_BUILD", "none")
     assert native_build.main([]) == 0 and not log.exists()
@@ -158,7 +152,6 @@ def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Pat
     ("environment", "status", "says"),
     [
         ({}, 0, r"CPU kernels: not built: .*no C\+\+ compiler.*apt install g\+\+"),
-        ({"CXX": "no-such-c++"}, 0, r"CPU .*no-such-c\+\+"),
         ({"CXX": "{old}"}, 0, r"CPU .*old is old \(GCC\) 8.5.0; name g\+\+ 9 or later"),
         ({"CXX": "{broken}"}, 0, r"CPU .*broken failed \(Killed signal\); let MAX_JOBS be 1"),
         ({"FASTWEIGHTS_BUILD": "none"}, 0, "(?s)CPU .*FASTWEIGHTS_BUILD was none.*CUDA .*FASTWEIGHTS_BUILD was none"),
