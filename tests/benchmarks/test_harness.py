@@ -1,6 +1,5 @@
 """A case's bytes and operations, counted by hand; the time of a call; records, whole or not at all."""
 
-
 import pytest
 import torch
 from harness.cases import Shape, draw_inputs

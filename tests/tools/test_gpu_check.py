@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -36,11 +37,11 @@ def test_a_stage_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path:
         raise subprocess.TimeoutExpired("slow", timeout)
 
     monkeypatch.setattr(popen, "wait", time_is_up)
-    start = f"import os, time; os.fork() or os.write({write}, b'x'); time.sleep(99)"
+    start = f"import os, time; os.fork() or os.write({write}, b'x'); time.sleep(600)"
     outcome = gpu_check.run(python("slow", start, limit=1), 30, tmp_path / "log")
     assert outcome["status"] == "timed out"
     os.close(write)
-    assert os.read(read, 1) == b""  # once all that had it are gone
+    assert select.select([read], [], [], 60)[0] and os.read(read, 1) == b""  # once all that had it are gone
     os.close(read)
 
 
