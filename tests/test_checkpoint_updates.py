@@ -80,6 +80,6 @@ FILES = {
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_no_checkpoint_has_none_and_costs_nothing(tmp_path, file):
     FILES[file](tmp_path / "file.pt")
-    started = time.monotonic()
+    started = time.process_time()  # of this process, however busy the machine is
     assert num_updates(tmp_path / "file.pt") == -1
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5

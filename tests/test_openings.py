@@ -1,4 +1,4 @@
-"""Docstrings and comments of kernels begin with a noun or a verb, so that a stranger knows what they speak of."""
+"""Docstrings and comments of kernels begin with a noun or a verb, and names of tests fit in a line."""
 
 import ast
 import re
@@ -31,3 +31,9 @@ def test_openings_say_what_they_speak_of(folder: str) -> None:
     assert paths
     found = {f"{path.relative_to(ROOT)}: {line}" for path in paths for line in openings(path) if UNCLEAR.match(line)}
     assert not found
+
+
+def test_names_of_tests_have_at_most_70_characters() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    names = {name for text in texts.values() for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)}
+    assert not {name for name in names if len(name) > 70}

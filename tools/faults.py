@@ -47,9 +47,9 @@ def _signalled(number: signal.Signals, training: Training, draw: random.Random, 
             training.after_update(after)
 
     started = training.start(prepare)
-    started[0].join(60)
+    started[0].join(300)
     # What died without a word is noticed by torchrun, which ends the others.
-    patience = 60 if started[0].exitcode in (0, 128 + number) else 0.1
+    patience = 300 if started[0].exitcode in (0, 128 + number) else 0.1
     for process in started:
         process.join(patience)
         process.kill()
@@ -94,7 +94,7 @@ def killed_while_writing(training: Training, draw: random.Random) -> int:
         torch.save = save  # type: ignore[assignment]
 
     [process] = training.start(prepare)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL, f"exit code {process.exitcode}"
     return training.updates_lost()
 
@@ -239,7 +239,7 @@ def disk_full(training: Training, draw: random.Random) -> int:
         training.after_update(limit)
 
     [process] = training.start(prepare)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 1, f"exit code {process.exitcode}"
     return training.updates_lost()
 
@@ -272,7 +272,7 @@ def read_only(training: Training, draw: random.Random) -> int:
 
     for prepare in (forbid, begin_so):
         [process] = training.start(prepare)
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 1, f"exit code {process.exitcode}"
     refused = (training.folder / "2-0.log").read_text()
     assert "which cannot be written to (Permission denied)" in refused, f"it says {refused[-200:]}"

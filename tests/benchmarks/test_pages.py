@@ -52,33 +52,3 @@ def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None
 )
 def test_the_worst_of_what_was_measured_counts(target: Any, values: Any, measured: str, verdict: str) -> None:
     assert judge(*target, ratio, list(zip("abcde", values, strict=False))) == [measured, verdict]
-
-
-BOOM, NOT_THERE = {"status": "failed", "message": "boom"}, {"status": "unavailable", "message": "not there"}
-SLOW = {"status": "left out", "first call": 4.0, "message": "a call takes 4.0 s"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "measured", "verdict"),
-    [
-        ({}, "2.00 x (delta, lm-small)", "met"),
-        ({"fla chunk": BOOM}, "3.00 x (delta, lm-small)", "met"),  # its other function ran
-        ({"fla chunk": BOOM, "fla step": BOOM}, "–", "missed: failed: delta, lm-small (fla chunk: boom)"),
-        ({"SDPA": BOOM}, "–", "missed: failed: delta, lm-small (SDPA: boom)"),
-        ({"native": BOOM}, "–", "missed: failed: delta, lm-small (native: boom)"),
-        ({"fla chunk": NOT_THERE, "fla step": NOT_THERE}, "–", "unmeasured: fla chunk: not there"),
-        # What is ours, and what is known to be slower, need not run.
-        ({"chunkwise": BOOM, "fla chunk": SLOW, "fla step": SLOW}, "4.00 x (delta, lm-small)", "met"),
-    ],
-)
-def test_a_peer_that_failed_is_a_target_missed(changes: Any, measured: str, verdict: str, monkeypatch) -> None:
-    [goals] = [g for g in targets.GOALS if (g["program"], g["device"]) == ("kernels", "cuda")]
-    cases = {"rule": ["delta"], "shape": ["lm-small"], "pass": ["forward+backward"], "dtype": ["bfloat16"]}
-    monkeypatch.setattr(targets, "GOALS", [{**goals, "cases": cases, "targets": goals["targets"][:1]}])
-    case = {"shape": "lm-small", "pass": "forward+backward", "dtype": "bfloat16", "status": "measured"}
-    medians = {"native": 1.0, "chunkwise": 5.0, "fla chunk": 2.0, "fla step": 3.0, "SDPA": 4.0}
-    rows = [{**case, "implementation": name, "seconds": {"median": time}} for name, time in medians.items()]
-    rows = [row | {"rule": "delta"} | changes.get(row["implementation"], {}) for row in rows]
-    rows[-1]["rule"] = "softmax"
-    [found] = targets.evaluate([{"program": "kernels", "device": "cuda", "threads": 1, "rows": rows}])
-    assert (found.measured, found.verdict) == (measured, verdict)

@@ -2,12 +2,10 @@
 
 import itertools
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import all_cpu
-import kernels
 import pytest
 import torch
 from harness.cases import RULES
@@ -33,12 +31,10 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
-        assert record["machine"]["cpu"] and record["versions"]["torch"] == torch.__version__
 
     def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
         return {tuple(row.get(key) for key in keys) for row in found[name]["rows"]}
 
-    assert found["next_token"]["settings"]["batch"] == 2
     ours = itertools.product((*BOTH, "step"), ["chunkwise"], RULES)
     others = [*itertools.product(["step"], ["reference"], RULES), *itertools.product(BOTH, ["SDPA"], ["softmax"])]
     measured = columns("kernels_cpu", "dtype", "status", "pass", "implementation", "rule")
@@ -46,27 +42,13 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert {(dtype, "measured", *who) for who in (*ours, *others) for dtype in dtypes} <= measured
     assert {status for _, status, *_ in measured} <= {"measured", "unavailable"}  # nothing failed
     models = ("transformer", "elu", "dpfp-2", "favor-128")
-    tokens = set(itertools.product(("transformer", "delta", "decay", "sum"), (16, 32)))
-    assert columns("next_token", "model", "length") == tokens
+    tokens = itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
+    assert columns("next_token", "model", "length") == set(tokens)
     assert columns("translation", "model", "beam", "source", "length") == {
         (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
     }
-    assert [row["model"] for row in found["translation"]["whole"]] == list(models)
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
-
-
-def test_on_a_gpu_the_rules_are_measured_in_three_dtypes_and_what_targets_speak_of_comes_first() -> None:
-    def cases_of(device: str) -> list[tuple[int, str, str]]:
-        options = Namespace(device=device, quick=False, shapes=("lm-small", "step-8"))
-        return [(case.shape.batch, case.dtype, case.kind) for case in kernels.cases_of(options)]
-
-    order = itertools.product(
-        [(96, "forward+backward"), (8, "step"), (96, "forward")], ["bfloat16", "float32", "float16"]
-    )
-    assert cases_of("cuda") == [(batch, dtype, kind) for (batch, kind), dtype in order]
-    on_cpu = [(48, "float32")] * 2 + [(8, "float32")] + [(48, "bfloat16")] * 2
-    assert [case[:2] for case in cases_of("cpu")] == on_cpu
 
 
 # By subject each part's passes and contestants.

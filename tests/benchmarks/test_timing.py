@@ -1,17 +1,16 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import TOKENS_OF_A_TURN, Clock, CudaClock, first_calls, time_in_turns
+from harness.timing import CudaClock, first_calls, time_in_turns
 
 
 @pytest.mark.parametrize(("allowed", "rounds", "made"), [(math.inf, 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)])
-def test_contestants_take_turns_that_are_cut_to_what_is_allowed_but_not_below_three(allowed, rounds, made) -> None:
+def test_turns_are_cut_to_what_is_allowed_but_not_below_three(allowed: float, rounds: int, made: int) -> None:
     order: list[str] = []
     warm = {"a": (1.0, 0.0), "b": (0.5, 0.0), "c": (3.0, 0.0)}
     calls = {name: lambda name=name: order.append(name) or warm[name][0] for name in warm}
@@ -24,34 +23,15 @@ def test_contestants_take_turns_that_are_cut_to_what_is_allowed_but_not_below_th
     assert all((seconds[x]["median"], seconds[x]["rounds"]) == (warm[x][0], made) for x in warm)
 
 
-@pytest.mark.parametrize(("allowed", "rounds"), [(math.inf, 5), (0.0, 3)])
-def test_a_turn_of_each_does_not_count_nor_does_the_first_token_of_a_turn(allowed, rounds, monkeypatch) -> None:
-    made: list[str] = []
-
-    class CountingClock(Clock):
-        def seconds(self, call: Callable[[], Any], repeats: int, host: float = 0.0) -> float:
-            made.append("timed")
-            return super().seconds(call, repeats)
-
-    monkeypatch.setattr(timing, "clock_for", lambda device: CountingClock())
-    take_ups = {name: lambda name=name: made.append("taken up") or (lambda: made.append(name)) for name in "ab"}
-    budget = timing.Budget(2 * allowed, now=lambda: 0.0)
-    seconds = timing.time_tokens(take_ups, "cpu", 5, budget, parts=2, what="after 9")
-    assert made == [x for name in "ab" for x in ("taken up", name, "timed", *[name] * TOKENS_OF_A_TURN)] * (rounds + 1)
-    assert [seconds[name]["rounds"] for name in "ab"] == [rounds] * 2
-    assert budget.cut == ([] if rounds == 5 else ["after 9: 3 rounds of 5"])
-
-
 class SimulatedGpu:
-    """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches:
-    the seconds when the host is ready for the next launch, and the device done with those before it."""
+    """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches."""
 
     LAUNCH, FLUSH, RECORD = 10e-6, 65e-6, 1e-6
     uint8 = None
 
     def __init__(self) -> None:
         self.cuda = self
-        self.host = self.device = 0.0
+        self.host = self.device = 0.0  # when each is done with what came before
         self.flushes = 0
 
     def launch(self, seconds: float) -> None:
@@ -69,13 +49,12 @@ class SimulatedGpu:
         self.host = max(self.host, self.device)
 
     def Event(self, enable_timing: bool) -> Any:
-        event = SimpleNamespace(time=None, synchronize=self.synchronize)
-
         def record() -> None:
             self.host += self.RECORD
             event.time = max(self.host, self.device)
 
-        event.record, event.elapsed_time = record, lambda end: (end.time - event.time) * 1e3
+        event = SimpleNamespace(time=None, synchronize=self.synchronize, record=record)
+        event.elapsed_time = lambda end: (end.time - event.time) * 1e3
         return event
 
 

@@ -1,15 +1,15 @@
 """The training that training.py measures is fairseq-train's, beside one in plain PyTorch of the same model."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from harness import plain_training, trainee
-from harness.trainee import UpdateBlocks, covered
-from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
+from harness.trainee import UpdateBlocks
+from harness.trainings import PARTS, PLAIN, PLUGIN, STOCK, Training
 from torch import nn
 
 from tests.conftest import ROOT, import_plugin
@@ -56,43 +56,25 @@ def test_every_part_is_trained_in_blocks(part, model, implementation, tmp_path: 
 
 
 def test_the_first_update_of_a_block_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
     now = iter([0.0, 10.0, 13.0, 20.0, 21.0])
     monkeypatch.setattr(trainee.time, "perf_counter", lambda: next(now))
+    on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
-    def event(name: str, begin: int, end: int, kind: Any = torch.autograd.DeviceType.CUDA, note: bool = False) -> Any:
-        return SimpleNamespace(
-            name=lambda: name,
-            start_ns=lambda: begin,
-            end_ns=lambda: end,
-            device_type=lambda: kind,
-            is_user_annotation=lambda: note,
-        )
+    def event(name: str, *times: int, device: Any = on_gpu, note: bool = False) -> Any:
+        facts = {"name": name, "start_ns": times[0], "end_ns": times[1], "device_type": device}
+        return Mock(**{f"{fact}.return_value": value for fact, value in (facts | {"is_user_annotation": note}).items()})
 
-    on_cpu = torch.autograd.DeviceType.CPU
-    events = [event("a", 0, 10), event("b", 5, 20), event("c", 30, 40), event("aten::mm", 0, 99, on_cpu)]
+    # Time that several kernels cover counts once.
+    events = [event("a", 0, 10), event("b", 5, 20), event("b", 6, 7), event("aten::mm", 0, 99, device=on_cpu)]
     events += [event("forward", 0, 90), event("step", 0, 90, note=True)]
-    operator = SimpleNamespace(name="aten::mm", cpu_parent=None, device_type=on_cpu)
-    kernel = SimpleNamespace(name="void at::native::k", cpu_parent=None, device_type=torch.autograd.DeviceType.CUDA)
-    found = SimpleNamespace(
-        events=lambda: [operator, kernel],
-        profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)),
-    )
-
-    class Profile:
-        def __init__(self, activities: Any) -> None:
-            assert len(activities) == 2
-
-        def __enter__(self) -> Any:
-            return found
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-    monkeypatch.setattr(trainee, "profile", Profile)
+    operators = [SimpleNamespace(name="aten::mm", cpu_parent=None, device_type=on_cpu)]
+    operators += [SimpleNamespace(name="void at::native::k", cpu_parent=None, device_type=on_gpu)]
+    found = MagicMock(**{"events.return_value": operators})
+    found.__enter__.return_value = found
+    found.profiler.kineto_results.events.return_value = events
+    monkeypatch.setattr(trainee, "profile", lambda activities: found)
     asking = Asking(("time", 2), ("profile", 1), ("end", 0))
     blocks, made = UpdateBlocks(asking, "cuda"), []
     with pytest.raises(trainee.Finished):
@@ -100,19 +82,12 @@ def test_the_first_update_of_a_block_is_not_timed_and_what_a_gpu_did_is_counted(
             blocks.update(lambda number=number: made.append(number), 100)
     assert made == [0, 1, 2, 3, 4]  # one more than was asked for, twice
     assert asking.answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
-    told = {"operators": 1, "kernels": 3, "kernel seconds": 30e-9}
+    told = {"operators": 1, "kernels": 3, "kernel seconds": 20e-9}
     assert asking.answers[2] == {"seconds": 1.0, "words": 100, "memory": 7, **told}
 
 
-@pytest.mark.parametrize(
-    ("spans", "total"), [([], 0), ([(3, 5), (1, 2)], 3), ([(1, 9), (2, 3), (8, 10)], 9), ([(1, 2), (2, 4)], 3)]
-)
-def test_time_that_several_cover_counts_once(spans: list[tuple[int, int]], total: int) -> None:
-    assert covered(spans) == total
-
-
-def plain_and_fairseq(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
-    """The two models, a batch, and fairseq's criterion."""
+@pytest.mark.parametrize("part", ["lm-small", "baevski"])
+def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monkeypatch) -> None:
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -125,13 +100,7 @@ def plain_and_fairseq(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     task.load_dataset("train")
     shape = (args.decoder_embed_dim, args.decoder_attention_heads, args.attention_dropout)
     plain = plain_training.PlainModel(args, task.source_dictionary, lambda: plain_training.SoftmaxAttention(*shape))
-    batch = next(plain_training.batches(task, cfg))
-    return plain, task.build_model(cfg.model), batch, task.build_criterion(cfg.criterion)
-
-
-@pytest.mark.parametrize("part", ["lm-small", "baevski"])
-def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monkeypatch) -> None:
-    plain, model, batch, criterion = plain_and_fairseq(part, tmp_path, monkeypatch)
+    batch, model = next(plain_training.batches(task, cfg)), task.build_model(cfg.model)
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in model.parameters())
     decoder = model.decoder
     plain.embeddings.load_state_dict(decoder.embed_tokens.state_dict())
@@ -141,59 +110,17 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
         for kind in ("weight", "bias"):
             projections = [getattr(getattr(attention, f"{name}_proj"), kind) for name in "qkv"]
             getattr(own.mixer.projections, kind).data = torch.cat(projections)
-        own.mixer.out.load_state_dict(attention.out_proj.state_dict())
-        own.norms[0].load_state_dict(other.self_attn_layer_norm.state_dict())
-        own.norms[1].load_state_dict(other.final_layer_norm.state_dict())
-        own.feed_forward[0].load_state_dict(other.fc1.state_dict())
-        own.feed_forward[3].load_state_dict(other.fc2.state_dict())
+        for here, there in (
+            *((own.mixer.out, attention.out_proj), (own.norms[0], other.self_attn_layer_norm)),
+            *(
+                (own.norms[1], other.final_layer_norm),
+                (own.feed_forward[0], other.fc1),
+                (own.feed_forward[3], other.fc2),
+            ),
+        ):
+            here.load_state_dict(there.state_dict())
     # fairseq's positions have other wave lengths.
     words = batch["net_input"]["src_tokens"]
     plain.positions = decoder.embed_positions(words)[0]
-    expected, _, _ = criterion(model.eval(), batch)
+    expected, _, _ = task.build_criterion(cfg.criterion)(model.eval(), batch)
     torch.testing.assert_close(plain.eval()(words, batch["target"]), expected.squeeze(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_loop_steps_as_adam_does(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
-    expected = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
-    adam = torch.optim.Adam(expected, lr=0.01)
-    optimizer = plain_training.Optimizer(model, lr=0.01, clip_norm=0.5)
-    for words in (10, 1, 1000):  # with 1 the norm is clipped
-        for number, (p, other) in enumerate(zip(model.parameters(), expected, strict=True)):
-            # What a batch did not touch has no gradient.
-            p.grad = None if number == words % 3 else torch.randn(p.shape, dtype=dtype)
-            other.grad = None if p.grad is None else p.grad.float() / words
-        norm = torch.stack([p.grad.norm() for p in expected if p.grad is not None]).norm()
-        for other in expected:
-            if other.grad is not None:
-                other.grad *= min(1.0, 0.5 / norm.item())
-        optimizer.step(words)
-        adam.step()
-        assert all(p.grad is None and p.dtype == dtype for p in model.parameters())
-        for p, other in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(p.detach(), other.detach().to(dtype), rtol=1e-4, atol=1e-5)  # eps of the norm
-    assert all(copy.dtype == torch.float32 for copy in optimizer.copies)
-
-
-def test_the_layer_of_flash_linear_attention_is_that_of_the_paper(tmp_path: Path, monkeypatch) -> None:
-    given = []
-
-    class Stand(nn.Linear):
-        def __init__(self, hidden_size: int, **options: Any) -> None:
-            super().__init__(hidden_size, hidden_size)
-            given.append(options)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-            assert x.shape == (2, 16, 16)  # (batch, time, width)
-            return super().forward(x), None, None
-
-    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "fla.layers", SimpleNamespace(DeltaNet=Stand))
-    monkeypatch.setattr(nn.Module, "compile", lambda module: None)
-    monkeypatch.chdir(ROOT)
-    asking = Asking(("time", 1), ("end", 0))
-    trainee.train(training_of("lm-small", "delta", FLA, tmp_path), UpdateBlocks(asking, "cpu"))
-    assert asking.answers[1]["words"] == 2 * 16
-    assert given == [{"num_heads": 2, "use_short_conv": False, "qk_activation": "elu", "qk_norm": "sum"}]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import random
 import re
@@ -11,8 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
@@ -28,6 +32,7 @@ sys.path += [
     str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")
 ]  # as when their programs are started
 import reproduce as reproduce_command  # noqa: E402
+from common import steps  # noqa: E402
 
 Result = subprocess.CompletedProcess[str]
 
@@ -82,11 +87,11 @@ def options(words: list[str]) -> dict[str, str]:
     return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
 
 
-def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> Result:
-    """Runs a script in the repository's root, with this Python's fairseq."""
+def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None, cwd: Path = ROOT) -> Result:
+    """Runs a script, in the repository's root, with this Python's fairseq."""
     settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in (env or {}).items()}}
     words = [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    return subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
 def interrupt(program: Path, arguments: Sequence[str], when: Callable[[list[str]], bool]) -> list[str]:
@@ -164,8 +169,53 @@ def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     return call
 
 
+class Forked:
+    """In `subprocess.Popen`'s place: one of fairseq's programs in a copy of this process, which has imported it."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO, **_: object) -> None:
+        self.returncode: int | None = None
+        name = Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
+        import_module(f"fairseq_cli.{name}")
+        self.pid = os.fork()
+        if not self.pid:
+            status = 1
+            try:
+                os.setsid()
+                for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout.fileno(), 1), (1, 2)):
+                    os.dup2(descriptor, target)
+                sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "r" if n == 0 else "w", 1) for n in range(3))
+                logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.chdir(cwd)
+                os.environ.update(env)
+                command(name, *words[1:])
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
 @pytest.fixture
-def reproduce(fairseq: Callable[[list[str]], str], monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose programs are fairseq's begin as `Forked`, which saves the seconds that importing it takes."""
+
+    def popen(words: Sequence[str], **how: Any) -> Any:
+        return (Forked if Path(words[0]).name.startswith("fairseq-") else subprocess.Popen)(words, **how)
+
+    monkeypatch.setattr(steps, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+
+
+@pytest.fixture
+def reproduce(
+    fairseq: Callable[[list[str]], str], forked: None, monkeypatch, capsys
+) -> Callable[..., tuple[int, str, str]]:
     """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import re
 import shlex
 import shutil
 import subprocess
@@ -42,18 +41,14 @@ def test_what_cannot_be_is_named_before_any_work(demo: Any, tmp_path: Path, monk
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make on the PATH")
-def test_make_starts_the_demos_with_a_folder_of_any_name() -> None:
+def test_make_starts_the_demo_with_a_folder_of_any_name() -> None:
     """As from a shell, though make may have started the tests."""
-    env = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
-
-    def words(*arguments: str, **variables: str) -> list[str]:
-        make, how = ["make", "--no-print-directory", "-n", *arguments], {"cwd": ROOT, "env": {**env, **variables}}
-        return shlex.split(subprocess.run(make, **how, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])[1:]
-
-    assert words("demo") == ["examples/demo/run.py"] and words("demo-synthetic") == ["examples/synthetic/demo.py"]
-    assert words("demo-translation") == ["examples/demo_translation/run.py"]
     name = """/tmp/it's two words $HOME a$b "quoted" back\\slash a,b;c&d"""
-    assert words("demo", f"DATA={name}") == words("demo", DATA=name) == ["examples/demo/run.py", "--data", name]
+    env = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
+    for words, variables in (([f"DATA={name}"], {}), ([], {"DATA": name})):
+        make = ["make", "--no-print-directory", "-n", "demo", *words]
+        said = subprocess.run(make, cwd=ROOT, env=env | variables, stdout=subprocess.PIPE, text=True).stdout
+        assert shlex.split(said.splitlines()[-1])[1:] == ["examples/demo/run.py", "--data", name]
 
 
 def test_the_splits_of_the_english_hold_all_of_it_and_share_nothing() -> None:
@@ -98,24 +93,8 @@ def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(t
             (folder / name).unlink()
 
 
-def test_a_row_of_a_table_has_its_numbers_in_their_columns() -> None:
-    rows = [comparison.Row("b", 1_000, 9.0, 9.5, 8.25, 5_000.4), comparison.Row("c", 1_000, 9.0, 9.5)]
-    numbers = scores.Row("b", 241_664, 1.2, 99.4, "nrefs:1", 992, 1_000, 12_345.6, 250.91)
-    text = re.sub(" +", " ", comparison.format_rows(rows) + scores.format_rows([numbers]))
-    assert "| b | 1,000 | 9.00 | 9.50 | 8.25 | 5,000 |\n| c | 1,000 | 9.00 | 9.50 | - | - |" in text
-    assert "| b | 241,664 | 99.40 | 992 of 1,000 | 12,346 | 251 |" in text
-
-
-def test_the_unigram_model_knows_frequencies_only_and_the_window_moves_faster_over_a_long_text() -> None:
-    unigram = comparison.Unigram(["a", "b"], ["a a b rare", "a"])
-    # a 3, b 1, <unk> 1, </s> 2, each and one more, of 11
-    assert math.isclose(unigram.perplexity(["b other a"]), (4 / 11 * 2 / 11 * 2 / 11 * 3 / 11) ** (-1 / 4))
-    assert run.window_step(8_000) == 1 < run.window_step(100_000) < run.SEGMENT
-    assert run.window_step(10_000_000) == run.SEGMENT // 2
-
-
 @pytest.mark.slow
-def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsys) -> None:
     """With a text of two words, of which a dictionary has fewer entries than a token is otherwise drawn from."""
     folder, out = tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
@@ -151,7 +130,7 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
-def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, capsys) -> None:
+def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, forked: None, capsys) -> None:
     """Runs `make demo-translation` with a third of the updates, without the softmax Transformer beside it."""
     out = tmp_path / "out"
     arguments = ["--out", str(out), "--models", "linear-transformer", "--updates", "450"]

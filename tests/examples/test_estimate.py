@@ -2,7 +2,7 @@
 
 import pytest
 from papers import TABLES, estimate
-from papers.estimate import RECORD, Estimate, Size, Speed, size_of, stated
+from papers.estimate import Estimate, Size, Speed, stated
 from papers.rows import RowError
 
 from .conftest import ROOT
@@ -34,37 +34,6 @@ def test_a_batch_that_is_too_large_is_divided_if_it_may_be() -> None:
     assert whole.batches == 1
     with pytest.raises(RowError, match="--precision is fp16; this GPU has bf16, fp32"):
         estimate.estimate(SIZE, GPU, "fp16", [SPEED])
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "parameters", "words"),
-    [
-        ("schlag-table1", "standard", 209.8, 48 * 3584),  # as with fast weights in place of all attention
-        ("schlag-table1", "dpfp-256", 209.9, 48 * 3584),
-        ("schlag-table2", "medium-delta-network", 89.9, 56 * 384),
-        ("schlag-table4", "transformer-xl-15", 90.9, 56 * 384),
-        ("mao-table2", "gpt2", 124.4, 32 * 1024),
-        ("mao-table3", "base", 246.9, 26 * 512),
-        ("choi-table3", "ffn-frozen", 430.5, 1024 * 2048),
-    ],
-)
-def test_a_row_has_the_size_of_its_model(table: str, row: str, parameters: float, words: int) -> None:
-    size = size_of(TABLES[table], TABLES[table].rows[row])
-    assert size.parameters / 1e6 == pytest.approx(parameters, abs=0.2) and size.words == words
-    assert size.most == (
-        1 if row in ("standard", "dpfp-256", "transformer-xl-15") else TABLES[table].rows[row].recipe.batch
-    )
-
-
-@pytest.mark.parametrize(
-    ("table", "row", "precision", "hours"),
-    # What the papers state of A100s.
-    [("mao-table2", "decay-16", "fp16", 13), ("choi-table2", "400m-ffn-retnet", "bf16", 32 * 3 * 24)],
-)
-def test_the_hours_that_papers_state_lie_between_the_bounds(table, row, precision, hours) -> None:
-    size = size_of(TABLES[table], TABLES[table].rows[row])
-    found = estimate.estimate(size, RECORD["gpus"]["A100"], precision, estimate.measured(TABLES))
-    assert found.least < hours < found.most
 
 
 def test_a_command_shows_rows_beside_what_their_paper_says(capsys: pytest.CaptureFixture[str]) -> None:

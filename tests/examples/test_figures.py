@@ -21,15 +21,6 @@ def test_names_lie_apart_and_as_near_as_there_is_room(wanted: list[float], place
     assert figures.spread(wanted, 0.1, 0.0, 1.0) == pytest.approx(placed)
 
 
-def test_a_model_has_one_colour_and_its_variants_other_dashes() -> None:
-    names = ["delta", "delta-carried", "Delta Network, carried over", "sum", "gated-delta", "nobody's"]
-    delta, carried, title, rule, gated, unknown = figures.styles(names)
-    assert delta["color"] == carried["color"] == title["color"] and unknown["color"] == figures.GREY
-    assert len({style["color"] for style in (delta, rule, gated, unknown)}) == 4
-    assert len({style["linestyle"] for style in (delta, carried, title)}) == 3
-    assert [figures.styles([name])[0]["color"] for name in names] == [style["color"] for style in figures.styles(names)]
-
-
 def test_no_name_is_written_over_another_or_over_a_point() -> None:
     figure, axes = figures.new_figure()
     figures.draw_points(axes, {"sum": (1, 1), "delta": (1, 1.03, 0.9, 1.2), "gated": (1.01, 1.02), "decay": (9, 2)})
@@ -38,13 +29,3 @@ def test_no_name_is_written_over_another_or_over_a_point() -> None:
     assert len(names) == 4 and not any(one.overlaps(other) for one, other in combinations(names, 2))
     dots = axes.transData.transform([(1, 1), (1, 1.03), (1.01, 1.02), (9, 2)])
     assert not any(name.contains(*dot) for name in names for dot in dots)
-
-
-def test_every_line_level_and_model_is_named_beside_its_end() -> None:
-    figure, axes = figures.new_figure()
-    curves = {"sum": [(1, 3), (0, 1)], "delta": [(0, 1, 0, 2), (1, 3.01, 3, 4)], "decay": [(0, 5)]}
-    figures.draw_curves(axes, curves, labels={"sum": "the sum rule", "decay": ""}, levels={"unigram": 2})
-    assert [text.get_text() for text in axes.texts] == ["the sum rule", "delta", "unigram"]
-    figure.draw_without_rendering()
-    names = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(other) for one, other in combinations(names, 2))

@@ -27,7 +27,6 @@ FILES = {
 
 
 @refused("""
-SUBWORDS=4k wikitext103/prepare.sh OUT TEXT -> SUBWORDS is 4k; it must be a positive number
 SUBWORDS=400 DICT=DATA/dict.txt wikitext103/prepare.sh OUT TEXT -> SUBWORDS and DICT are both given
 DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
@@ -35,12 +34,9 @@ gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface make
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
 smollm2/prepare.sh OUT TEXT -> TEXT holds neither wiki.train.tokens nor wiki.train.tokens.gz
-TEST_WORDS=few smollm2/prepare.sh OUT TEXT -> TEST_WORDS is few; it must be a positive number
 GGUF=nowhere smollm2/prepare.sh OUT WIKI -> GGUF is nowhere; there is no such file
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
-xatl/benchmarks.sh -> benchmarks.sh RUN
 xatl/benchmarks.sh nowhere -> RUN is nowhere, which holds no checkpoint_best.pt
-CHECKPOINT=last.pt xatl/benchmarks.sh MODEL -> which holds no last.pt
 CHECKPOINT=a/b.pt xatl/benchmarks.sh MODEL -> CHECKPOINT is a/b.pt; it must be the name of a file in RUN
 DATA=nowhere xatl/benchmarks.sh MODEL -> DATA is nowhere; it must be a folder
 xatl/benchmarks.sh a,b -> RUN is a,b; lm_eval takes no name with a comma or a bracket
@@ -49,7 +45,6 @@ SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
-wmt14/prepare.sh OUT nowhere -> there is no folder
 wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], words: list[str], message: str, tmp_path):
@@ -70,7 +65,6 @@ GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-in
 wikitext103/state_size.py DATA OUT/sum/checkpoint_best.pt -> argument DATA: there is no DATA/dict.txt
 wikitext103/state_size.py binarised nowhere.pt -> argument CHECKPOINT: there is no nowhere.pt
 xatl/summarize.py DATA -> there is no folder DATA
-xatl/summarize.py OUT sum -> sum was not scored
 xatl/summarize.py OUT -> holds no folder with benchmarks.json
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
@@ -78,11 +72,9 @@ synthetic/run.py --draw --sizes 20 --out NEW -> --draw draws all that is finishe
 synthetic/run.py --setting 1 --device cuda --out NEW -> error: --device is 'cuda', but torch finds no GPU
 synthetic/run.py --draw --out NEW -> has no finished points to draw
 demo_translation/number_text.py out --test 0 -> number_text.py: --test is 0; it must be at least 1
-demo_translation/number_text.py out --train 999999 -> are 1,001,499 together; they must be 1,000,000 at most
 demo_translation/number_text.py texts -> test.de is there already
 demo_translation/pieces.py train new.model good --pieces 100000 -> Vocabulary size too high
 demo_translation/pieces.py train good good -> pieces.py: good is there already
-demo_translation/pieces.py encode two . good -> good is there already
 demo_translation/pieces.py encode two out good texts/good -> two files have the same name
 demo_translation/translations.py generated four out -> 1 of 4 lines have no translation, line 4 the first of them
 demo_translation/translations.py generated two out -> there are 3 translations of 2 lines

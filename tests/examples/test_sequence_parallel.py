@@ -1,6 +1,7 @@
 """Rules over segments in several processes, forward and backward, against one process with the whole text."""
 
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from sequence_parallel.run import RULES, run
 
 
 def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Forked, for a new process would take seconds to import torch.
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", partial(torch.multiprocessing.start_processes, start_method="fork")
+    )
     # 37 steps, which 2 processes share unequally; a state that is not square.
     sizes = {"processes": 2, "batch": 2, "time": 37, "heads": 2, "key_dim": 5, "value_dim": 3}
     found = run(Namespace(**sizes, rules=RULES, measure=False), torch.float64)

@@ -1,7 +1,6 @@
 """reproduce.py run: rows on several GPUs, beside other processes and machines, and in an array of Slurm's."""
 
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -9,9 +8,10 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from common import devices, locks, steps
+from common import locks, steps
 from papers import grid, ledger, report, row_runner
 
 from . import tiny_table
@@ -33,44 +33,38 @@ def held_in_a_process(lock: Path, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path) -> None:
+def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(11):
+        locks.take(lock).release()
     first = locks.take(lock)
-    assert isinstance(first, locks.Lock) and first.beat()
+    assert first.beat() and files_of(lock) == [*range(4, 13)]
     told = str(locks.take(lock))
     assert told.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20") and "silent" not in told
+    # Who looked long ago does not get one that was taken since.
+    newest, seen = locks._newest, [(2, lock.with_name("row-1.lock.2"))]
+    monkeypatch.setattr(locks, "_newest", lambda name: seen.pop() if seen else newest(name))
+    assert isinstance(locks.take(lock), locks.Holder) and not seen
+    assert files_of(lock) == [*range(4, 13)] and first.beat()
     first.release()
-    second = locks.take(lock)
-    assert isinstance(second, locks.Lock) and files_of(lock) == [1, 2]
-    second.release()
+    assert isinstance(locks.take(lock), locks.Lock)
 
 
 def files_of(lock: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("row-1.lock.")) for path in lock.parent.iterdir())
 
 
-def test_who_looked_long_ago_does_not_get_a_lock_that_was_taken_since(lock: Path, monkeypatch) -> None:
-    for _ in range(11):
-        locks.take(lock).release()
-    held, newest, seen = locks.take(lock), locks._newest, [(2, lock.with_name("row-1.lock.2"))]
-    assert files_of(lock) == [*range(4, 13)]
-    monkeypatch.setattr(locks, "_newest", lambda name: seen.pop() if seen else newest(name))
-    assert isinstance(locks.take(lock), locks.Holder) and not seen
-    assert files_of(lock) == [*range(4, 13)] and held.beat()
-
-
 def test_a_dead_processes_lock_is_free_on_its_machine_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
-    assert held_in_a_process(lock, "os._exit(0)").wait() == 0
-    taken = locks.take(lock)
-    assert isinstance(taken, locks.Lock)
-    taken.release()
-    job = "job = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(job.pid); sys.stdout.flush()"
+    with held_in_a_process(lock, "sys.exit()") as owner:
+        owner.wait()
+    locks.take(lock).release()
+    job = "job = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(job.pid, flush=True)"
     with held_in_a_process(lock, f"{job}; os._exit(0)") as owner:
         job_of_it = int(owner.stdout.readline())
         owner.wait()
         assert isinstance(locks.take(lock), locks.Holder)
         # Where the file system has no such locks, the owner itself is looked for.
         with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+            patch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
             taken = locks.take(lock)
             assert isinstance(taken, locks.Lock) and isinstance(locks.take(lock), locks.Holder)
         os.kill(job_of_it, signal.SIGKILL)
@@ -97,29 +91,6 @@ def test_another_machines_lock_is_taken_over_once_it_has_been_silent(lock: Path,
     assert isinstance(locks.take(lock), locks.Holder)
 
 
-def test_of_many_that_ask_at_once_one_has_the_lock(lock: Path) -> None:
-    """Each reads a number and writes the next one, and some die with the lock."""
-    number = lock.with_name("number")
-    number.write_text("0")
-    code = f"""
-import sys, pathlib, time
-sys.path.insert(0, {str(EXAMPLES)!r})
-from common import locks
-name, number = pathlib.Path({str(lock)!r}), pathlib.Path({str(number)!r})
-for turn in range(20):
-    while not isinstance(lock := locks.take(name), locks.Lock):
-        pass
-    now = int(number.read_text())
-    time.sleep(0.001)
-    number.write_text(str(now + 1))
-    if turn < 19:
-        lock.release()
-"""
-    started = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(4)]
-    assert [process.wait() for process in started] == [0] * 4
-    assert number.read_text() == str(4 * 20)
-
-
 def start(name: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     (tmp_path / "data").mkdir(exist_ok=True)
     words = [sys.executable, str(PROGRAM), "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
@@ -133,16 +104,6 @@ def jobs(tmp_path: Path) -> list[list[str]]:
 
 def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
-
-
-def test_processes_that_run_a_table_at_once_share_its_rows(tmp_path: Path) -> None:
-    started = [start("tiny", tmp_path, "--jobs", "1", "--seeds", "1") for _ in range(3)]
-    said = [process.communicate(timeout=300) for process in started]
-    assert [process.returncode for process in started] == [0] * 3, said
-    done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
-    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
-    assert rows_kept(tmp_path) == list("abcde")
-    assert sum("a, seed 1: in " in out for out, _ in said) == 1
 
 
 def test_what_a_killed_process_had_is_left_to_its_job_and_taken_over_after_it(tmp_path: Path) -> None:
@@ -159,17 +120,6 @@ def test_what_a_killed_process_had_is_left_to_its_job_and_taken_over_after_it(tm
     second = start("long", tmp_path)
     said, err = second.communicate(timeout=300)
     assert second.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
-
-
-def test_what_starts_from_a_row_that_another_process_trains_waits_for_it(tmp_path: Path) -> None:
-    first = start("chain", tmp_path, "--rows", "slow")
-    wait_for(lambda: jobs(tmp_path))
-    second = start("chain", tmp_path, "--rows", "a")
-    (tmp_path / "out" / "go").touch()
-    for process in (first, second):
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    assert rows_kept(tmp_path) == ["a", "slow"] and len(jobs(tmp_path)) == 2 * 2 * 2
 
 
 def test_a_row_that_was_taken_over_is_given_up(run, tmp_path: Path, monkeypatch) -> None:
@@ -224,44 +174,28 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named_at_the_end(run,
         ("GPU-a GPU-b GPU-c", {"GPUS": "2"}, "", 1, {"train": {"GPU-a,GPU-b"}, "score": {"GPU-a"}}),
         ("0", {}, "--jobs 2", 2, {"train": {"0"}}),  # that two share
         ("0 1 2 3", {}, "--jobs 2 -- --cpu", 2, {"train": {"-"}, "score": {"-"}}),
-        ("", {}, "--jobs 2", 2, {"train": {"-"}}),
+        ("0 1", {"GPUS": "4"}, "", 0, {}),
     ],
 )
 def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    status, said, err = run("tiny", *options.split(), gpus=gpus, **env)
+    status, said, err = run("tiny", *options.split(), gpus=gpus, TOGETHER=str(most), **env)
+    if not most:
+        assert status == 1 and err == "error: GPUS is 4; it must be at most 2, as there are GPUs: 0, 1\n"
+        return
     assert status == 0, err
     noted = jobs(tmp_path)
     for verb, names in given.items():
         assert {name for _, kind, _, name, _ in noted if kind == verb} == names
-    at_work: list[str] = []
-    at_once = [0]
+    at_work, at_once = [], 0
     for what, _, _, names, pid in noted:
         if what == "begin":
             assert "--jobs" in options or all(names != other for other, _ in at_work)
             at_work.append((names, pid))
         else:
             at_work.remove((names, pid))
-        at_once.append(len(at_work))
-    assert max(at_once) == most
-    assert ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
-
-
-def test_more_gpus_than_there_are_are_refused(run, tmp_path: Path) -> None:
-    status, _, err = run("tiny", gpus="0 1", GPUS="4")
-    assert status == 1 and err == "error: GPUS is 4; it must be at most 2, as there are GPUs: 0, 1\n"
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("named", "names"), [(None, ["0", "1"]), ("", []), ("GPU-x, GPU-y", ["GPU-x", "GPU-y"])])
-def test_gpus_have_the_names_of_the_environment(named: str | None, names: list[str], monkeypatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if named == "" else 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert devices.visible() == names
+        at_once = max(at_once, len(at_work))
+    assert at_once == most and ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
 
 
 def test_options_reach_training_and_those_of_the_machine_or_after_a_second_sign_scoring(run, tmp_path: Path) -> None:
@@ -274,27 +208,22 @@ def test_options_reach_training_and_those_of_the_machine_or_after_a_second_sign_
     assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
 
 
-def test_an_array_of_slurms_takes_the_rows_that_are_free(tmp_path: Path) -> None:
-    programs = {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {PROGRAM} "$@"'}
-    for name, script in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
+    bodies = {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {PROGRAM} "$@"'}
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "data").mkdir()
-    path = f"{tmp_path}{os.pathsep}{PATH}"
-    words = ["bash", EXAMPLES / "distributed" / "rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out"]
+    words = ["bash", EXAMPLES / "distributed/rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out", "--jobs", "1"]
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{PATH}", "SLURM_ARRAY_JOB_ID": "7"}
     array = [
-        subprocess.Popen(
-            [*words, "--jobs", "1"],
-            env={**os.environ, "PATH": path, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(number)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in (1, 2)
+        subprocess.Popen(words, env=env | {"SLURM_ARRAY_TASK_ID": number}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for number in "123"
     ]
     said = [job.communicate(timeout=300)[0] for job in array]
-    assert [job.returncode for job in array] == [0, 0] and rows_kept(tmp_path) == list("abcde")
-    assert len(jobs(tmp_path)) == 2 * 2 * 5 and "about" not in "".join(said)
+    assert [job.returncode for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
+    done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
+    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5 and "about" not in "".join(said)
     result = subprocess.run(words[:2], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1 and "holds no examples/reproduce.py; call sbatch in the root" in result.stderr
 
@@ -303,12 +232,10 @@ LOG = """
 x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
 x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
 x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
-x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
 x | INFO | fairseq_cli.train | num. shared model params: 10 (num. trained: 10)
 x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
 x | INFO | train_inner | {"ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
 x | INFO | train_inner | {"ppl": "8", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
-x | INFO | train_inner | {"ppl": "8", "wps": "200", "ups": "2", "num_updates": "6", "gb_free": "59.0"}
 x | INFO | fairseq_cli.train | done training in 1.0 seconds
 """
 
@@ -330,19 +257,3 @@ def test_the_ledger_has_what_a_log_says_of_gpus_and_kernels_and_a_table_marks_wh
     made = report.block("tiny", tiny_table.table("a"), [entry])
     assert "| a (without kernels) |" in made and "GPUs: 2 x NVIDIA H100 80GB HBM3. Precision: float16." in made
     assert "Trained (without kernels): chunkwise on cuda: the CUDA kernels were not built." in made
-
-
-def test_a_ledger_of_before_is_read(tmp_path: Path) -> None:
-    line = json.loads(ledger.COMMITTED.read_text().splitlines()[0])
-    assert not line.keys() & {"gpu", "kernels", "without_kernels"}
-    (tmp_path / "ledger").write_text(json.dumps(line) + "\n")
-    (entry,) = ledger.read_ledger(tmp_path / "ledger")
-    assert (entry.gpu, entry.gpus, entry.words_per_second, entry.without_kernels) == ("", 0, None, [])
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [("", "float32"), ("--fp16", "float16"), ("--memory-efficient-bf16", "bfloat16"), ("--amp", "float16 by autocast")],
-)
-def test_the_precision_is_that_of_the_command(words: str, found: str) -> None:
-    assert ledger.precision(words.split()) == found

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import json_lines, steps
-from synthetic import demo, figures, grid, memories, models, report, results, retrieval, training
+from synthetic import demo, grid, memories, models, report, results, retrieval, training
 from synthetic import run as program
-from synthetic.feature_figure import dpfp_surfaces
 from torch import Tensor
 
 from tests.conftest import DEVICE
@@ -28,27 +27,18 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def test_setting_1_draws_every_key_and_value_once_and_setting_2_each_pair_anew() -> None:
-    once, anew = retrieval.draw_sequences(1, SIZE, 50), retrieval.draw_sequences(2, SIZE, 2_000)
-    for numbers in (once.keys, once.values):
-        assert torch.equal(numbers.sort(dim=1).values, torch.arange(SIZE).expand(50, SIZE))
-        assert len({tuple(row.tolist()) for row in numbers}) > 40  # each in an order of its own
-    for numbers in (anew.keys, anew.values):
-        assert numbers.shape == (2_000, 2 * SIZE)
-        assert ((numbers.flatten().bincount(minlength=SIZE) - 4_000).abs() < 293).all()  # five standard deviations
-    for drawn in (once, anew):
-        assert abs((drawn.keys == drawn.values).float().mean() - 1 / SIZE) < 0.1
-
-
-@pytest.mark.parametrize(("setting", "share"), [(1, 1 / SIZE), (2, (1 + (2 * SIZE - 1) / SIZE) / (2 * SIZE))])
-def test_a_query_asks_for_the_value_that_was_written_last(setting: int, share: float) -> None:
+@pytest.mark.parametrize("setting", [1, 2])
+def test_a_query_asks_for_the_value_that_was_written_last(setting: int) -> None:
+    """Setting 1 draws every key and value once, setting 2 each pair anew."""
     sequences = retrieval.draw_sequences(setting, SIZE, 300)
     queries, targets = retrieval.draw_queries(sequences)
     for row in range(300):
         memory = dict(zip(sequences.keys[row].tolist(), sequences.values[row].tolist(), strict=True))
         assert memory[queries[row].item()] == targets[row].item()
-    # A key is chosen as often as the sequence has it.
-    assert math.isclose((queries == sequences.keys).float().mean(), share, abs_tol=0.03)
+    for numbers in (sequences.keys, sequences.values):
+        assert numbers.shape == (300, setting * SIZE) and len(set(map(tuple, numbers.tolist()))) > 250
+        counts = numbers.flatten().bincount(minlength=SIZE)
+        assert ((counts - setting * 300).abs() < (1 if setting == 1 else 115)).all()  # five standard deviations
 
 
 def pairs(length: int) -> SimpleNamespace:
@@ -114,7 +104,6 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
     [
         ([0.5, 0.1, 0.00099, 0.0], ("solved", 300)),
         ([0.5, 0.001], (None, 200)),  # not below the target
-        ([0.5, 0.2] + [0.3] * 20, ("no progress", 1_200)),
         ([0.5] + [0.499] * 20, ("no progress", 1_100)),  # less than a hundredth is none
         ([0.5] + [0.4999 - 0.001 * i for i in range(20)], (None, 2_100)),  # slow, but progress
         ([0.5, math.nan, 0.1], ("not a number", 200)),
@@ -124,26 +113,7 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
 def test_training_ends_at_the_target_without_progress_or_at_the_limit(losses: list, end: tuple) -> None:
     rule = training.StopRule(max_steps=2_500)
     judged = ((rule.judge(100 * number, loss), 100 * number) for number, loss in enumerate(losses, 1))
-    reason, step = next((one for one in judged if one[0]), (None, 100 * len(losses)))
-    best = min(loss for loss in losses[: step // 100] if math.isfinite(loss))  # by small steps, too
-    assert (reason, step, rule.best_loss, rule.best_step) == (*end, best, 100 * (losses.index(best) + 1))
-
-
-@pytest.mark.parametrize(("evaluate_length", "pairs"), [("", 10), ("S", 5)])
-def test_an_evaluation_is_the_mean_over_all_queries_whatever_its_batches(
-    evaluate_length: str, pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    point = training.Point(2, "sum-dpfp-1", 5, evaluate_length=evaluate_length)
-    retriever = models.Retriever(models.MODELS[2]["sum-dpfp-1"], 5)
-    torch.manual_seed(3)
-    losses = []
-    for s in [retrieval.draw_sequences(2, 5, 1, length=pairs) for _ in range(20)]:
-        memory = dict(zip(s.keys[0].tolist(), s.values[0].tolist(), strict=True))
-        off = retriever(s, torch.tensor([list(memory)])) - F.one_hot(torch.tensor([list(memory.values())]), 5)
-        losses += (0.5 * off.square().sum(-1))[0].tolist()
-    monkeypatch.setattr(training, "AT_ONCE", 1)  # one sequence at a time
-    torch.manual_seed(3)
-    assert math.isclose(training.evaluate(retriever, point), sum(losses) / len(losses), rel_tol=1e-5)
+    assert next((one for one in judged if one[0]), (None, 100 * len(losses))) == end
 
 
 def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +127,6 @@ def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> N
     result = training.train_point(training.Point(1, "softmax", 3, max_steps=2))
     assert (result["stopped"], result["best_loss"], result["curve"]) == ("not a number", None, [[2, None]])
     json.dumps(result, allow_nan=False)
-
-
-def test_a_points_key_changes_with_all_that_its_result_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    base: dict[str, Any] = {"setting": 1, "model": "linear", "size": 20}
-    changes = [{}, {"model": "dpfp-1"}, {"size": 21}, {"seed": 2}, {"max_steps": 7}, {"device": "cuda"}]
-    changes.append({"evaluate_length": "S"})
-    keys = [training.Point(**(base | change)).key for change in changes]
-    for constant in ("TARGET", "PATIENCE", "PROGRESS", "BATCH", "EVALUATE_EVERY", "VERSION"):
-        monkeypatch.setattr(training, constant, 17)
-        keys.append(training.Point(**base).key)
-    assert len(set(keys)) == len(keys)
 
 
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
@@ -186,22 +145,16 @@ def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp
     path, good = results.file_of(tmp_path, 1), entry()
     assert results.read_results(path) == {}
     append(tmp_path, good, entry("favor-64", loss=None), entry("dpfp-3") | {"key": "of another way of training"})
-    linear, favor = results.read_results(path).values()
-    assert (linear.point.model, linear.best_loss, linear.curve) == ("linear", 0.25, [(100, 0.25), (200, 0.25)])
-    assert (favor.point.model, favor.best_loss) == ("favor-64", None)
-
     whole = path.read_bytes()
     path.write_bytes(whole + json.dumps(entry("dpfp-1")).encode()[:-30])
-    assert list(results.read_results(path).values()) == [linear, favor]
-    assert path.stat().st_size > len(whole)  # reading changes nothing
     append(tmp_path, entry("dpfp-2"))
-    assert path.read_bytes().startswith(whole)
-    assert [result.point.model for result in results.read_results(path).values()] == ["linear", "favor-64", "dpfp-2"]
+    linear, favor, dpfp = results.read_results(path).values()
+    assert (linear.point.model, linear.best_loss, linear.curve) == ("linear", 0.25, [(100, 0.25), (200, 0.25)])
+    assert (favor.best_loss, dpfp.point.model) == (None, "dpfp-2") and path.read_bytes().startswith(whole)
 
     # A line that is no result ends the program with its number.
     (tmp_path / program.MARK).touch()
-    changes = ({}, {"point": good["point"] | {"model": "lstm"}}, {"curve": [[1]]}, {"best_loss": "low"})
-    for broken in ("no json", "", *(json.dumps(good | change) for change in changes)):
+    for broken in ("no json", "", *(json.dumps(good | change) for change in ({}, {"curve": [[1]]}))):
         path.write_text(text := "\n".join([json.dumps(good), broken, json.dumps(entry("dpfp-1"))]) + "\n")
         assert program.main(["--draw", "--out", str(tmp_path)]) == 1
         assert capsys.readouterr().err.startswith(f"error: {path}, line 2 ") and path.read_text() == text
@@ -216,51 +169,16 @@ def test_on_a_gpu_recorded_steps_train_as_steps_one_by_one(setting, model, monke
     assert training.train_point(point)["best_loss"] == pytest.approx(recorded, rel=1e-2)
 
 
-def test_a_table_shows_the_median_of_the_seeds_or_how_far_they_lie_apart() -> None:
-    losses = {"dpfp-1": (0.2, 0.21, 0.2099), "dpfp-2": (0.0005, 0.0009, 0.0001), "dpfp-3": (0.03, 0.0002, 0.01)}
-    found = [entry(name, loss=loss, seed=n) for name, each in losses.items() for n, loss in enumerate(each, 1)]
-    found.append(entry("favor-64", loss=None))
-    read = [
-        results.Result(training.Point(**e.pop("point")), **{k: v for k, v in e.items() if k != "key"}) for e in found
-    ]
-    _, *cells = report.loss_table(read).splitlines()[2].strip("| ").split("|")
-    assert [cell.strip() for cell in cells] == ["0.2099", "< 0.001", "< 0.001 to 0.0300", "not a number"]
-
-
-def test_learning_curves_have_the_seeds_median_and_range_and_the_last_losses_of_trainings_that_ended() -> None:
-    trainings = [[(100, 0.5), (200, 0.1)], [(100, 0.3), (200, 0.2), (300, 0.0)], [(100, 0.4), (200, None)]]
-    found = [
-        results.Result(training.Point(2, "tanh", 20, seed), 0.1, 100, 300, "limit", curve, 1.0)
-        for seed, curve in enumerate(trainings, 1)
-    ]
-    drawn = figures._learning_curves(2, 20, found)
-    assert drawn == {"tanh": [(100, 0.4, 0.3, 0.5), (200, 0.2, 0.1, 0.4), (300, 0.1, figures.SMALLEST, 0.4)]}
-
-
-def test_of_four_features_of_two_numbers_one_is_above_zero() -> None:
-    """Eq. 33 to 36 of the paper, r(+-k_1) r(+-k_2)."""
-    k, n, found = dpfp_surfaces()
-    products = [a.relu() * b.relu() for a, b in ((k, -n), (n, k), (-k, n), (-n, -k))]
-    assert torch.equal(found, torch.stack(products))
-    assert ((found > 0).sum(0) == ((k != 0) & (n != 0))).all()
-
-
 @pytest.mark.slow
-def test_figures_are_of_any_part_of_the_grid_and_of_a_seed_the_point_that_may_go_on_longest_counts(tmp_path, capsys):
-    """A quick look with --max-steps, or the same seed on a GPU, is not to move the median."""
+def test_tables_and_figures_are_of_any_part_of_the_grid(tmp_path: Path, capsys) -> None:
+    """A quick look with --max-steps, or the same seed on a GPU, does not move the median."""
     lines = [entry(loss=0.1), entry(loss=0.5, max_steps=100), entry(loss=0.4, device="cuda"), entry(loss=0.2, seed=2)]
-    lines += [entry("dpfp-1", 60, 0.6), entry("dpfp-1", 60, 0.3, max_steps=30_000, device="cuda")]
-    for values in (lines, [*lines[::-1], entry("tanh", 40, 0.0, setting=2), entry("favor-64", loss=None)]):
-        results.file_of(tmp_path, 1).unlink(missing_ok=True)
-        append(tmp_path, *values)
-        drawn = program.draw(tmp_path, tmp_path / "figures")
-        shown = capsys.readouterr().out
-        assert (
-            "Setting 1" in shown and "0.1000 to 0.2000" in shown and "0.3000" in shown and ": 3 of the points" in shown
-        )
-    assert "Setting 2" in shown and "| FAVOR+, 64 features |" in shown
+    append(tmp_path, *lines, entry("dpfp-1", 60, 0.3, device="cuda"), entry("tanh", 40, 0.0, setting=2))
+    append(tmp_path, entry("favor-64", loss=None), entry("dpfp-2", 20, 0.0001))
+    drawn = program.draw(tmp_path, tmp_path / "figures")
+    shown = capsys.readouterr().out
+    assert all(x in shown for x in ("0.1000 to 0.2000", "0.3000", ": 2 of the points", "not a number", "< 0.001"))
     assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (1, 2, 3, 4, 5)]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path, capsys) -> None:
@@ -273,9 +191,6 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path,
     assert demo.main(["--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert f"{len(demo.POINTS)} of {len(demo.POINTS)} points: done before" in shown
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in shown.splitlines() if row.startswith("|")]
-    assert [row[-1] for row in rows[2:6]] == ["< 0.001", "< 0.001", "< 0.001", "0.1250"] and rows[0][-1] == "DPFP-1"
-    assert rows[-3::2] == [["S", "sum rule, DPFP-1", "delta rule, DPFP-1"], ["20", "0.1250", "< 0.001"]]
     above = "Above 0.001: softmax at none of these sizes, linear (ELU + 1) makes errors from S = 60 on, DPFP-1 makes "
     assert f"{above}errors from S = 140 on." in shown
     assert "ends at 0.1250; the delta rule, which replaces it, at < 0.001." in shown
@@ -294,28 +209,64 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys, monkey
     with steps.claim(out, program.MARK):  # a worker that still ran would hold it
         pass
     before = path.read_bytes()
-    assert before.count(b"\n") == 2
     path.write_bytes(before + before[:50])
     again = [*arguments, "--sizes", "6", "8", "--jobs", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "isatty", lambda: True)
         assert program.main(again) == 0
     shown = capsys.readouterr().out
-    half, done = shown.splitlines()[:2]
-    assert "ended with half a line, which is dropped" in half and done == "2 of 4 points: done before"
-    assert "[1/2]" in shown and "[2/2]" in shown
+    assert "ended with half a line, which is dropped" in shown and "2 of 4 points: done before" in shown
     assert "S = 8: begins\n> 0 waiting, about " in shown and "\x1b[2F\x1b[J" in shown
-    assert path.read_bytes().startswith(before)
-    finished = [(result.point.model, result.point.size) for result in results.read_results(path).values()]
-    assert sorted(finished) == [("linear", 6), ("linear", 8), ("softmax", 6), ("softmax", 8)]
-
-    assert program.main(again) == 0
-    assert capsys.readouterr().out == "4 of 4 points: done before\n"
-
-
-def test_a_worker_that_dies_ends_the_grid_with_its_point_and_its_last_words(tmp_path: Path, monkeypatch) -> None:
+    assert path.read_bytes().startswith(before) and len(results.read_results(path)) == 4
     (tmp_path / "worker.py").write_text("import sys\ninput()\nsys.exit('out of memory')\n")
     monkeypatch.setattr(grid, "WORKER", tmp_path / "worker.py")
-    with pytest.raises(steps.StepError, match=r"(?s)the process for setting 1, softmax, S = 6 ended.*out of memory"):
-        grid.Grid(tmp_path, 1, sys.stdout).run([training.Point(1, "softmax", 6)])
-    assert not (tmp_path / "setting1.jsonl").exists()
+    with pytest.raises(steps.StepError, match=r"(?s)the process for setting 1, softmax, S = 7 ended.*out of memory"):
+        grid.Grid(out, 1, sys.stdout).run([training.Point(1, "softmax", 7)])
+
+
+COMMITTED = [
+    x for n in (1, 2) for x in results.read_results(results.file_of(EXAMPLES / "synthetic" / "results", n)).values()
+]
+POINTS = {(x.point.seed, x.point.setting, x.point.model, x.point.size): x for x in COMMITTED}
+SIZES = {1: range(20, 601, 20), 2: range(20, 201, 20)}
+
+
+def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() -> None:
+    """Below the target, or without progress: not at the limit of steps, and with numbers. The page has the tables."""
+    of_the_paper = {setting: models.MODELS[setting].keys() - {"delta-favor-128"} for setting in SIZES}
+    required = {(s, model, size) for s in SIZES for model in of_the_paper[s] for size in SIZES[s]}
+    assert {(seed, *point) for seed in (1, 2, 3) for point in required} <= POINTS.keys()
+    assert {result.stopped for result in COMMITTED} == {"solved", "no progress"}
+    page = (EXAMPLES.parent / "docs" / "synthetic.md").read_text(encoding="utf-8")
+    for setting in SIZES:
+        assert report.loss_table([x for x in COMMITTED if x.point.setting == setting]) in page
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_claims_of_the_paper_hold_in_the_committed_results(seed: int) -> None:
+    """Sec. 6.1 and Appendix D. A claim that does not come out is not here but in docs/synthetic.md, with the curves."""
+
+    def losses(setting: int, model: str) -> dict[int, float]:
+        return {size: POINTS[seed, setting, model, size].best_loss for size in SIZES[setting]}
+
+    # DPFP holds three fifths of its capacity, and makes hardly any errors up to three quarters.
+    capacities = {f"dpfp-{nu}": 128 * nu for nu in (1, 2, 3)}
+    limits = [("linear", 20, 20, 60), *((m, 0.6 * n, 0.75 * n, n + 1) for m, n in capacities.items())]
+    for model, held, hardly, above in limits:
+        found = losses(1, model)
+        assert max(loss for size, loss in found.items() if size <= held) < training.TARGET, model
+        assert max(loss for size, loss in found.items() if size <= hardly) < 3 * training.TARGET, model
+        rest = [loss for size, loss in found.items() if size >= above]
+        assert rest[0] > 10 * training.TARGET and rest == sorted(rest), model
+    softmax = losses(1, "softmax").values()
+    for model in models.MODELS[1]:  # down to three times the target, below which chance decides
+        both = zip(losses(1, model).values(), softmax, strict=True)
+        assert all(max(a, 3 * training.TARGET) >= max(b, 3 * training.TARGET) for a, b in both), model
+    assert max(loss for size, loss in losses(1, "softmax").items() if size <= 400) < training.TARGET
+    assert all(training.TARGET < loss < 0.04 for size, loss in losses(1, "softmax").items() if size >= 500)
+    favor = [list(losses(1, f"favor-{m}").values()) for m in (64, 128, 512)]
+    assert min(map(min, favor)) > 10 * training.TARGET
+    up_to_260 = (x[: SIZES[1].index(260) + 1] for x in favor)
+    assert all(few > more > most for few, more, most in zip(*up_to_260, strict=True))
+    others = [losses(2, name).values() for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")]
+    assert all(a < min(rest) for a, *rest in zip(losses(2, "delta-dpfp-1").values(), *others, strict=True))

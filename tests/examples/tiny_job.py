@@ -16,7 +16,11 @@ def note(what: str) -> None:
 note("begin")
 while row == "slow" and not (out.parent / "go").exists():
     time.sleep(0.02)
-time.sleep(0.1)
+# Where several are to be at work at once, each waits for the others.
+for _ in range(6000):
+    if (out.parent / "jobs.txt").read_text().count("begin") >= int(os.environ.get("TOGETHER", "1")):
+        break
+    time.sleep(0.02)
 note("end")
 if row == "broken":
     sys.exit("what went wrong")

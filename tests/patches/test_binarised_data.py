@@ -2,7 +2,6 @@
 
 import os
 import struct
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
 
 from fairseq_fastweights import command_line
+from tests.conftest import age
 
 check_split = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq").check_split
 
@@ -71,8 +71,8 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILT, ids=range(len(SPOILT)))
 def test_damage_is_named(split, spoil, message):
+    age(split.parent)
     check_split(str(split), TYPES)  # what was right before is looked at again
-    time.sleep(0.01)  # as long as file systems may need to give another time to what changes then
     spoil(split)
     with pytest.raises(ValueError, match=message) as error:
         check_split(str(split), TYPES)

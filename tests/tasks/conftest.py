@@ -53,7 +53,7 @@ def forked(run: Callable[[], object]) -> int | None:
 
     process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
-    process.join(timeout=120)
+    process.join(timeout=300)
     process.kill()
     return process.exitcode
 

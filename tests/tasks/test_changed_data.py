@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from faults import differences, trained
 
 from fairseq_fastweights import command_line
 from fairseq_fastweights.tasks import changed_data
-from tests.conftest import binarise, evaluate, train
+from tests.conftest import age, binarise, evaluate, train
 from tests.tasks.conftest import slow, train_in_two
 
 pytestmark = pytest.mark.usefixtures("our_fairseq")
@@ -134,7 +133,7 @@ def test_a_part_of_the_data_that_changes_before_it_is_read_again_is_named(tmp_pa
         for split in ("train", "valid"):
             (tmp_path / name / f"{split}.txt").write_text("a b c d e f g\n" * 9)
     parts = [binarise(tmp_path / name) for name in ("one", "two")]
-    time.sleep(0.01)
+    age(tmp_path)
     change(2, lambda: replace(parts[0] / "train.bin"))
     flags = [*SMALL, *"--batch-size 100 --max-epoch 4 --max-update 99".split()]
     with pytest.raises(ValueError, match=r"one.*train\.bin has changed since this training read it: its .* are others"):

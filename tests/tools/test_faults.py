@@ -23,9 +23,3 @@ def test_trainings_that_differ_are_told_apart():
     assert not faults.differences(one, {"a": [faults.torch.ones(2)], "b": 1})
     for other in ({"a": [faults.torch.ones(2)], "b": 1.0}, {"a": [faults.torch.ones(2).double()], "b": 1}, {"a": []}):
         assert len(faults.differences(one, other)) == 1
-
-
-def test_a_fault_that_there_is_not_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        faults.main(["earthquake"])
-    assert "FAULT is earthquake; it must be one of kill, kill-writing," in capsys.readouterr().err

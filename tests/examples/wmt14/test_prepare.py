@@ -17,19 +17,13 @@ from tests.examples.conftest import options
 from tests.examples.wmt14.conftest import PREPARE, Programs, contents, write_pairs
 
 
-def test_a_clean_line_has_single_spaces_and_no_control_characters() -> None:
-    assert corpus.clean(" \ufeffa\tb  c\u2028d\u00a0e\u3000f\x85g\x00h\x1fi ") == "a b c d e f g h i"
-    assert corpus.clean(" \u2003\x0b") == "" and corpus.clean(text := "naïve – „日本“ & <b>") == text
-
-
 def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path: Path) -> None:
+    assert corpus.clean(" \ufeffa\tb  c\u2028d\u00a0e\u3000f\x85g\x00h\x1fi ") == "a b c d e f g h i"
     whole, copy = corpus.survey(parallel, "en", "de"), shutil.copytree(parallel, tmp_path / "copy")
-    for name in ("train.en", "test.de"):
-        (copy / f"{name}.gz").write_bytes(gzip.compress((copy / name).read_bytes()))
-        (copy / name).unlink()
+    (copy / "train.en.gz").write_bytes(gzip.compress((copy / "train.en").read_bytes()))
+    (copy / "train.en").unlink()
     again = corpus.survey(copy, "en", "de")
     assert again.digest == whole.digest and again.pairs == {"train": 300, "valid": 6, "test": 4}
-    assert list(again.read("train", "en")) == list(whole.read("train", "en"))
     assert corpus.survey(parallel, "de", "en").digest != whole.digest
 
 
@@ -47,15 +41,6 @@ def test_text_that_is_not_right_is_refused(parallel: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_was_cut_into_subwords_is_put_together_again(parallel: Path) -> None:
-    text = corpus.read_text(parallel / "train.en") + corpus.read_text(parallel / "train.de")
-    pieces = subwords.SentencePieces(subwords.SentencePieces.learn(text, 360))
-    for line in ("", "Straße – „Ideen“!", "日本 ½ ﬁ 😀 <unk> <s> <0xE2>", "a-b c--d @-@ & &amp;"):
-        (cut,) = pieces.encode([line])
-        assert set(cut.split()) <= set(pieces.dictionary) and pieces.decode(cut) == line
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
 def test_a_vocabulary_is_refused_and_the_possible_one_works(kind, parallel, tmp_path, programs) -> None:
     result = programs.prepare(tmp_path / "out", parallel, VOCABULARY=100_000, SUBWORDS=kind)
@@ -68,13 +53,11 @@ def test_a_vocabulary_is_refused_and_the_possible_one_works(kind, parallel, tmp_
 def test_prepared_data_hold_the_subwords_of_all_pairs_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
     model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
     for name in (f"{split}.{language}" for split in ("train", "valid", "test") for language in ("en", "de")):
-        raw, cut = corpus.read_text(parallel / name), corpus.read_text(stub_data / name)
+        raw, cut = corpus.read_text(parallel / name), list(map(model.decode, corpus.read_text(stub_data / name)))
         if name.startswith("train"):
-            assert cut and set(map(model.decode, cut)) <= set(raw)
+            assert cut and set(cut) <= set(raw)
         else:
-            assert list(map(model.decode, cut)) == list(map(corpus.clean, raw))
-            assert corpus.read_text(stub_data / "raw" / name) == raw
-    assert not stub_data.with_name("data.unfinished").exists()
+            assert cut == list(map(corpus.clean, raw)) and corpus.read_text(stub_data / "raw" / name) == raw
 
 
 def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: Programs) -> None:
@@ -83,15 +66,12 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     (tmp_path / "text").mkdir()
     for split in ("train", "valid", "test"):  # of the last two none falls out
         write_pairs(tmp_path / "text", split, pairs)
-
-    def prepare(name: str, **env: object):  # each letter a subword, with the space before it
-        return programs.prepare(tmp_path / name, tmp_path / "text", **{"VOCABULARY": 268, "MAX_LENGTH": 5, **env})
-
+    env = {"VOCABULARY": 268, "MAX_LENGTH": 5}  # each letter a subword, with the space before it
+    result = programs.prepare(tmp_path / "out", tmp_path / "text", **env)
     reasons = "3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above 1.5; valid: 28, test: 28\n"
-    assert f"train: 20 of 28 pairs kept; fell out: {reasons}" in prepare("out").stdout
+    assert f"train: 20 of 28 pairs kept; fell out: {reasons}" in result.stdout
     assert len(corpus.read_text(tmp_path / "out" / "train.en")) == 20
-    assert "train: 22 of 28 pairs kept" in prepare("wide", MAX_RATIO=3).stdout
-    result = prepare("none", MAX_LENGTH=1)
+    result = programs.prepare(tmp_path / "none", tmp_path / "text", **env | {"MAX_LENGTH": 1})
     assert result.returncode == 1 and "no pair of the training text is left: train: 0 of 28 pairs" in result.stderr
 
 
@@ -100,17 +80,13 @@ def test_fairseq_is_given_all_subwords_and_an_interrupted_preparation_goes_on(si
     out, env = tmp_path / "out", {"VOCABULARY": 361, "WORKERS": 1}
     cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": signal})
     assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
-    assert not [path for path in (tmp_path / "out.unfinished").glob("finished-*") if path.suffix != ".part"]
     asked = options(calls[0])
     assert "--joined-dictionary" in asked and (asked["--source-lang"], asked["--target-lang"]) == ("en", "de")
     rows = [line.rsplit(" ", 1) for line in corpus.read_text(Path(asked["--srcdict"]))]
     real = [word for word, _ in rows if not word.startswith("madeupword")]
     assert len(real) == 361 - 3 and (len(rows) + 4) % 8 == 0 and len(rows) - len(real) < 8  # a round number of them
-    counts = [int(count) for _, count in rows]
-    assert counts == sorted(counts, reverse=True) and "<0xE6>" in real
     text = [line for x in ("en", "de") for line in corpus.read_text(Path(f"{asked['--trainpref']}.{x}"))]
-    assert sum(counts) == sum(len(line.split()) for line in text)
-
+    assert sum(int(count) for _, count in rows) == sum(len(line.split()) for line in text)
     again = programs.prepare(out, parallel, **env)
     assert again.returncode == 0 and (out / "preparation.json").exists(), again.stderr
     assert "cleaning" not in again.stdout and "learning" not in again.stdout and "binarising" in again.stdout
@@ -159,25 +135,18 @@ def served(parallel: Path, tmp_path: Path) -> dict[str, object]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(served, stub_data, tmp_path, programs) -> None:
     out, whole = tmp_path / "out", tmp_path / "served" / "wmt13" / "training-parallel-europarl-v7.tgz"
-    gone = programs.prepare(out, **{**served, "WMT14_URL": (tmp_path / "nowhere").as_uri()})
-    assert gone.returncode == 1 and "cannot download" in gone.stderr and not out.exists()
     part = tmp_path / "out.unfinished" / "downloads" / f"{whole.name}.part"
     damaged = programs.prepare(out, **{**served, "SUMS": "/dev/null"})
     assert damaged.returncode == 1 and not out.exists() and not list(part.parent.glob("*"))
-    part.parent.mkdir(parents=True, exist_ok=True)
     content = whole.read_bytes()
     part.write_bytes(content[:1000])
     whole.write_bytes(b"\0" * 1000 + content[1000:])  # what has come must not be fetched again
     no_set = programs.prepare(out, **{**served, "SETS": tmp_path / "nowhere"})
     assert no_set.returncode == 1 and "sacrebleu cannot fetch wmt13" in no_set.stderr and not out.exists()
-    assert (part.parent / whole.name).read_bytes() == content
     shutil.rmtree(tmp_path / "served")  # all of it has come
     result = programs.prepare(out, **served)
     assert result.returncode == 0 and "downloading" not in result.stdout, result.stderr
-    assert not (tmp_path / "out.unfinished").exists()
     # The same text as from a folder.
     ours, theirs = contents(out), contents(stub_data)
     made = [json.loads(files.pop("preparation.json"))["made from"].pop("text") for files in (ours, theirs)]
     assert made[0] == "WMT14 training set, newstest2013, newstest2014" and ours == theirs
-    again = programs.prepare(out, **served)
-    assert again.returncode == 0 and again.stdout == f"{out} is finished\n"
