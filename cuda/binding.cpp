@@ -108,7 +108,8 @@ struct Rule {
                     "log_gate comes without erase, log_key_decay and log_value_decay, and without complement to rules "
                     "that correct");
     }
-    bool by_dimension() const { return given(erase) || given(log_key_decay) || given(log_value_decay); }
+    // As `separate_decays` of fastweights_choose.
+    int32_t by_dimension() const { return given(log_value_decay) ? 2 : given(erase) || given(log_key_decay) ? 1 : 0; }
 };
 
 // A state as the kernels read it, contiguous; undefined where there is none.
@@ -167,7 +168,7 @@ struct Algorithms {
 // Chooses, allocates the workspace and launches.
 template <typename Params>
 void run(Operation operation, const char* name, const Algorithms<Params>& algorithms, Params& params, const Tensor& v,
-         bool by_dimension) {
+         int32_t by_dimension) {
     int major = 0, minor = 0;
     const int device = v.get_device();
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

@@ -18,7 +18,7 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 CORRECTING = [rule for rule in RULES if rule.corrects]
 BY_DIMENSION = [*DECAYS, *CORRECTING[2:]]  # decays of each key or value, or erase keys
 CHUNKED = [*BY_HEAD, *BY_DIMENSION]  # of decays of neither there is a sum
-WALKED = BY_HEAD  # whose chunks may be side by side
+WALKED = [*BY_HEAD, DECAYS[1], *CORRECTING[2:]]  # whose chunks may be side by side: decays of keys, not of values
 BY_CHUNKS = [("chunked", rule) for rule in CHUNKED] + [("walked", rule) for rule in WALKED]
 WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + BY_CHUNKS
 
