@@ -47,7 +47,10 @@ void check_launch(cudaError_t error, const char* name) {
     if (error != cudaSuccess) fail("fairseq_fastweights::", name, ": ", cudaGetErrorString(error));
 }
 
-bool by_dimension(const Rule& rule) { return rule.erase || rule.log_key_decay || rule.log_value_decay; }
+// As `separate_decays` of fastweights_choose.
+int32_t by_dimension(const Rule& rule) {
+    return rule.log_value_decay ? 2 : rule.erase || rule.log_key_decay ? 1 : 0;
+}
 
 // A state as the kernels read it, contiguous, where there is one.
 optional<Tensor> state_input(const char* name, const optional<Tensor>& x, const Sizes& sizes, const Tensor& v) {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "chunked/decayed.h"
 #include "chunked/plan.h"
 
 namespace fairseq_fastweights {
@@ -74,13 +75,16 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
     if (capability < 80) return {};
     if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return {};
     const int limit = shared_memory_of(capability);
+    const bool of_values = separate_decays > 1;  // decays of values are told apart as 2
     switch (operation) {
         case kDiagonalForward:
-            return separate_decays ? chunked_plan_decays_forward(*sizes, dtype, limit)
-                                   : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
+            return of_values         ? chained_plan_decays_forward(*sizes, dtype, limit)
+                   : separate_decays ? chunked_plan_decays_forward(*sizes, dtype, limit)
+                                     : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
         case kDiagonalBackward:
-            return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
-                                   : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
+            return of_values         ? chained_plan_decays_backward(*sizes, dtype, limit)
+                   : separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
+                                     : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
         case kDeltaForward:
             return separate_decays ? chunked_plan_delta_decays_forward(*sizes, dtype, limit)
                                    : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);

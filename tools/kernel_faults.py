@@ -294,13 +294,13 @@ CUDA = (
     without("cuda/chunked/local.cu", "            steps.keep_pairs(scores, true);\n"),
     Fault(
         "cuda/chunked/local.cu",
-        "    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);\n    __syncthreads();",
-        "    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);",
+        "invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);\n        __syncthreads();",
+        "invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);",
     ),
     Fault(
         "cuda/chunked/local.cu",
-        "copy_rows(shared.k, Head<T>(k, batch, head, key, sizes.key_dim)",
-        "copy_rows(shared.k, Head<T>(k, batch, head, 0, sizes.key_dim)",
+        "copy_rows(to, Head<T>(from, batch, head, key, given.sizes.key_dim)",
+        "copy_rows(to, Head<T>(from, batch, head, 0, given.sizes.key_dim)",
     ),
     # The walk
     Fault("cuda/chunked/strips.cuh", "value[2 * j + i / 2][i % 2 * 2 + 1]", "value[2 * j + i % 2][i / 2 * 2 + 1]"),
@@ -312,7 +312,7 @@ CUDA = (
     Fault("cuda/chunked/strips.cuh", "if (start + place < time && j < to.dim)", "if (start + place < time)"),
     Fault("cuda/chunked/strips.cuh", "load_matrices<RowsInner>(b,", "load_matrices<!RowsInner>(b,"),
     Fault(
-        "cuda/chunked/walk.cu",
+        "cuda/chunked/tiles.cuh",
         "if (column / kTileRows <= row / kTileRows)",
         "if (column / kTileRows < row / kTileRows)",
     ),
@@ -329,8 +329,8 @@ CUDA = (
     without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
     Fault(
         "cuda/chunked/walk.cu",
-        "            state.each([&](int, int, float& x) { x *= whole; });\n            if constexpr (Backward) {",
-        "            if constexpr (Backward) {",
+        "                state.each([&](int, int, float& x) { x *= whole; });\n            }\n            if constexpr (Backward) {",
+        "            }\n            if constexpr (Backward) {",
     ),
     Fault(
         "cuda/chunked/walk.cu",
@@ -381,14 +381,18 @@ CUDA = (
         "add_to(gradient.read(), dk, t,",
     ),
     Fault("cuda/chunked/gradients.cu", "if (!all_values) copy_values(value, values);", ""),
-    Fault("cuda/chunked/gradients.cu", "if (value == 0 && !all_keys) {", "if (false) {"),
+    Fault("cuda/chunked/gradients.cu", "if (value == 0 && !all_keys) copy_keys(key, keys);", ""),
     # The same where nothing corrects
     Fault("cuda/chunked/walk.cu", "Corrects ? Backward : w.pass.backward;", "Backward;"),
     Fault(
         "cuda/chunked/walk.cu", "given.scale(steps + (reverse ? kFromStart : kToEnd));", "given.scale(steps + kToEnd);"
     ),
     without("cuda/chunked/walk.cu", "                passed_log += steps[kWholeLog];\n"),
-    without("cuda/chunked/walk.cu", "                state.each([&](int, int, float& x) { x *= whole; });\n"),
+    Fault(
+        "cuda/chunked/walk.cu",
+        "                state.each([&](int, int, float& x) { x *= whole; });\n                given",
+        "                given",
+    ),
     without(
         "cuda/chunked/walk.cu",
         "                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);",
@@ -403,10 +407,30 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "value *= steps.strength(t);", ""),
     Fault("cuda/chunked/gradients.cu", "x *= steps.to_end(s) * steps.strength(s);", "x *= steps.to_end(s);"),
     Fault("cuda/chunked/gradients.cu", "(dv, dv.row, kSide, shared.pairs", "(dv, 0, kSide, shared.pairs"),
-    Fault("cuda/chunked/gradients.cu", "const bool there = all_keys && all_values;", "const bool there = all_values;"),
+    Fault(
+        "cuda/chunked/gradients.cu", "const bool there = all_keys && all_values &&", "const bool there = all_values &&"
+    ),
     Fault("cuda/chunked/gradients.cu", "if (!all_values && key == 0)", "if (false)"),
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
-    # The same with decays of keys
+    # Chunks side by side, with decays of keys
+    Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
+    Fault("cuda/chunked/blocks.cuh", "other + 3 == block ? kBlocks : other + 1", "other + 1"),
+    Fault("cuda/chunked/local.cu", "for (int after = b + 1;", "for (int after = b;"),
+    Fault("cuda/chunked/local.cu", "from_queries.get(t) * product", "from_queries.get(t)"),
+    Fault("cuda/chunked/local.cu", "decays[slice.key_rows] = log;", "decays[slice.key_rows] = 0.0f;"),
+    without(
+        "cuda/chunked/walk.cu",
+        "                if constexpr (Decays) state.scale(shared.decays[stage].data + first_key);\n",
+    ),
+    Fault("cuda/chunked/walk.cu", "(read, state, Backward ? k : erase)", "(read, state, k)"),
+    Fault("cuda/chunked/walk.cu", "(state, found, Backward ? erase : k)", "(state, found, k)"),
+    Fault("cuda/chunked/blocks.cuh", "sum * totals(from, i) + masses(kToState + from, i);", "sum * totals(from, i);"),
+    Fault("cuda/chunked/blocks.cuh", "to = adds ? to + sum : sum;", "to = sum;"),
+    without("cuda/chunked/blocks.cuh", "            between *= totals(to, i);\n"),
+    Fault("cuda/chunked/blocks.cuh", "x *= totals(before, i);", "x *= 1.0f;"),
+    Fault("cuda/chunked/gradients.cu", "value = widen<float>(found[t * kSide + s]);", "value = 0.0f;"),
+    Fault("cuda/chunked/gradients.cu", "const Sequence& k = Decays ? written : p.k;", "const Sequence& k = p.k;"),
+    # The same, chunks after one another
     Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),
     Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),
     Fault("cuda/chunked/delta_decays_backward.cu", "    delta.clear_scores();\n", ""),

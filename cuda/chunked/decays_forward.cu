@@ -1,6 +1,7 @@
 // The forward pass of decays by dimension, chunk-parallel: the equations are in decays.cuh.
 #include "../choice.h"
 #include "by_dimension.h"
+#include "decayed.h"
 #include "decays.cuh"
 #include "launch.cuh"
 
@@ -194,14 +195,26 @@ struct DecaysForwardPass {
 
 }  // namespace
 
-ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
+ChunkedPlan chained_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
     return describe<DecaysForwardPass>(sizes, dtype, limit);
+}
+ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
+    return faster_plan(walked_plan_decays_forward(sizes, dtype, false, limit),
+                       chained_plan_decays_forward(sizes, dtype, limit));
+}
+
+// True if a call's chunks are worked on side by side (outputs.cu).
+static bool walks(const RuleForward& p) {
+    return p.log_value_decay.data == nullptr &&
+           chunked_plan_decays_forward(p.sizes, p.v.dtype, shared_memory_limit()).walk != 0;
 }
 
 cudaError_t chunked_decays_forward(const RuleForward& p, cudaStream_t stream) {
-    return run<DecaysForwardPass>(p, stream);
+    return walks(p) ? walked_forward(p, false, stream) : run<DecaysForwardPass>(p, stream);
 }
 
-size_t chunked_decays_forward_workspace(const RuleForward& p) { return workspace<DecaysForwardPass>(p); }
+size_t chunked_decays_forward_workspace(const RuleForward& p) {
+    return walks(p) ? walked_forward_workspace(p, false) : workspace<DecaysForwardPass>(p);
+}
 
 }  // namespace fairseq_fastweights

@@ -182,4 +182,16 @@ __device__ __forceinline__ void differentiate_column(const Side& side, const flo
     for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
 }
 
+// Queries with keys, or erase keys with keys, as `differentiate_column` takes them.
+template <typename T, typename DLate>
+struct Readers {
+    Matrix<T> late, early;
+    Matrix<float> weights, reads, writes, of_logs, passing;
+    Matrix<DLate> of_late;
+    int parts;
+    bool same;
+    __device__ __forceinline__ const Matrix<DLate>& d_late() const { return of_late; }
+    __device__ __forceinline__ const Matrix<float>& d_log() const { return of_logs; }
+};
+
 }  // namespace fairseq_fastweights

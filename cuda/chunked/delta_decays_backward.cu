@@ -15,6 +15,7 @@
 // in two for products, not rounded.
 #include "../choice.h"
 #include "by_dimension.h"
+#include "decayed.h"
 #include "decays_gradient.cuh"
 #include "delta_decays.cuh"
 #include "launch.cuh"
@@ -54,18 +55,6 @@ struct Layout {
         d_products = carver.matrix<float>(kSteps, kSteps, 0);
         bytes = carver.used;
     }
-};
-
-// Queries with keys, and then erase keys with keys, as `differentiate_column` takes them.
-template <typename T, typename DLate>
-struct Readers {
-    Matrix<T> late, early;
-    Matrix<float> weights, reads, writes, of_logs, passing;
-    Matrix<DLate> of_late;
-    int parts;
-    bool same;
-    __device__ __forceinline__ const Matrix<DLate>& d_late() const { return of_late; }
-    __device__ __forceinline__ const Matrix<float>& d_log() const { return of_logs; }
 };
 
 // `Outputs` true: all gradients, of block `value_block` of each head. `Outputs` false: only what a segment makes of a
@@ -314,13 +303,21 @@ struct DeltaDecaysBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return describe<DeltaDecaysBackwardPass>(sizes, dtype, limit);
+    return faster_plan(walked_plan_decays_backward(sizes, dtype, true, limit),
+                       describe<DeltaDecaysBackwardPass>(sizes, dtype, limit));
+}
+
+// True if a call's chunks are worked on side by side (gradients.cu).
+static bool walks(const RuleBackward& p) {
+    return chunked_plan_delta_decays_backward(p.sizes, p.v.dtype, shared_memory_limit()).walk != 0;
 }
 
 cudaError_t chunked_delta_decays_backward(const RuleBackward& p, cudaStream_t stream) {
-    return run<DeltaDecaysBackwardPass>(p, stream);
+    return walks(p) ? walked_backward(p, true, stream) : run<DeltaDecaysBackwardPass>(p, stream);
 }
 
-size_t chunked_delta_decays_backward_workspace(const RuleBackward& p) { return workspace<DeltaDecaysBackwardPass>(p); }
+size_t chunked_delta_decays_backward_workspace(const RuleBackward& p) {
+    return walks(p) ? walked_backward_workspace(p, true) : workspace<DeltaDecaysBackwardPass>(p);
+}
 
 }  // namespace fairseq_fastweights

@@ -2,6 +2,7 @@
 // delta_decays.cuh.
 #include "../choice.h"
 #include "by_dimension.h"
+#include "decayed.h"
 #include "delta_decays.cuh"
 #include "launch.cuh"
 
@@ -137,13 +138,21 @@ struct DeltaDecaysForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return describe<DeltaDecaysForwardPass>(sizes, dtype, limit);
+    return faster_plan(walked_plan_decays_forward(sizes, dtype, true, limit),
+                       describe<DeltaDecaysForwardPass>(sizes, dtype, limit));
+}
+
+// True if a call's chunks are worked on side by side (outputs.cu).
+static bool walks(const RuleForward& p) {
+    return chunked_plan_delta_decays_forward(p.sizes, p.v.dtype, shared_memory_limit()).walk != 0;
 }
 
 cudaError_t chunked_delta_decays_forward(const RuleForward& p, cudaStream_t stream) {
-    return run<DeltaDecaysForwardPass>(p, stream);
+    return walks(p) ? walked_forward(p, true, stream) : run<DeltaDecaysForwardPass>(p, stream);
 }
 
-size_t chunked_delta_decays_forward_workspace(const RuleForward& p) { return workspace<DeltaDecaysForwardPass>(p); }
+size_t chunked_delta_decays_forward_workspace(const RuleForward& p) {
+    return walks(p) ? walked_forward_workspace(p, true) : workspace<DeltaDecaysForwardPass>(p);
+}
 
 }  // namespace fairseq_fastweights

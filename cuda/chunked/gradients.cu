@@ -1,4 +1,4 @@
-// The backward pass of the delta rule and of the sum rule, gated or not, chunks side by side, in the notation of delta.cuh and of
+// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of delta.cuh and of
 // the equations in delta_backward.cu and diagonal_backward.cu:
 //
 //   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (local.cu)
@@ -13,42 +13,55 @@
 //
 // Where nothing corrects, U is diag(w) V with the strengths of writes, there is neither dR nor dA, and
 //     dV = diag(w) (P^T dY + diag(D_es) K dS)
+//
+// With decays of keys, in the notation of delta_decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
+// blocks of 16 steps, and those of logs are found, as blocks.cuh says; E F_.0 is in the place of K D_.0 where errors are read.
+#include "blocks.cuh"
 #include "stages.cuh"
 #include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, bool Gated>
+template <typename T, bool Corrects, bool Gated, bool Decays>
 struct GradientLayout {
-    Matrix<T> q, k, d_out;
+    Matrix<T> q, k, erase, d_out;
     Matrix<Written<T, Corrects>> update;
     Matrix<Factor<T>> d_right, state, d_state;  // transposed
     Matrix<Factor<T>> d_scores, pairs;          // the gradient of the system or, where nothing corrects, the scores
+    Matrix<Factor<T>> rest;                     // of the latter
     ChunkSteps<Gated> steps;
     GateGradient gradient;
     float* d_beta;  // by step, for each tile across
+    DecayGradient<T> decays;
     size_t bytes;
 
     __host__ __device__ GradientLayout(Carver carver, int keys, int values)
-        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)), d_out(carver.matrix<T>(kSide, values)),
+        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
+          erase(carver.matrix<T>(Corrects && Decays ? kSide : 0, keys)), d_out(carver.matrix<T>(kSide, values)),
           update(matrix_of_writes<T, Corrects>(carver, values)),
           d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)),
-          state(carver.matrix<Factor<T>>(values, keys)), d_state(carver.matrix<Factor<T>>(values, keys)),
           d_scores(carver.matrix<Factor<T>>(kSide, kSide)), pairs(carver.matrix<Factor<T>>(kSide, kSide)),
-          steps(carver), gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
+          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)), steps(carver),
+          gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
         d_beta = carver.take<float>(2 * kSide);
-        bytes = carver.used;
+        if (Decays) decays.keep(carver, Corrects, keys);
+        Carver later = carver;
+        state = carver.matrix<Factor<T>>(values, keys);
+        d_state = carver.matrix<Factor<T>>(values, keys);
+        if (Decays) decays.replace(later, Corrects, keys);
+        bytes = later.used > carver.used ? later.used : carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated>
-__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
-    gradients(const RuleBackward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
+template <typename T, bool Corrects, bool Gated, bool Decays>
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2)
+    gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int key_part,
+              const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const GradientLayout<T, Corrects, Gated> shared(Carver(memory), key_part, value_part);
+    const GradientLayout<T, Corrects, Gated, Decays> shared(Carver(memory), key_part, value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const GateGradient& gradient = shared.gradient;
     const Place at(slice, p.sizes);
@@ -58,6 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
         return Head<T>(x, batch, head, value, p.sizes.value_dim);
     };
     const bool complement = !Corrects && p.complement != 0;
+    const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
@@ -69,6 +83,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     const auto copy_state = [&](const Matrix<F>& to, F* all, int key, int keys, int value, int values) {
         copy_found(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
                    keys);
+    };
+    const Sequence& from_erase = Decays && p.erase.data != nullptr ? p.erase : p.k;
+    const auto copy_keys = [&](int key, int keys) {
+        copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
+        copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+        if constexpr (Corrects && Decays) copy_rows(shared.erase, key_head(from_erase, key), kSide, keys, start, time);
     };
     const auto arrive = [] {
         copies_commit();
@@ -87,11 +107,13 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     };
 
     Tile products = own_tile(kSide), scores = products;
-    for (int key = 0; key < slice.key_rows; key += key_part) {
+    if constexpr (Decays && !Corrects) copy_lower(shared.pairs, slice.scores + square);
+    if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+    if (Decays && all_keys) copy_keys(0, slice.key_rows);
+    for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
         if (key > 0) __syncthreads();
-        copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
-        copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+        copy_keys(key, keys);
         arrive();
         if (!has_pairs(products)) continue;
         if constexpr (Corrects) multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
@@ -122,6 +144,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     }
     if (has_pairs(d_scores)) {
         if constexpr (Corrects) {
+            if constexpr (Decays) {
+                const F* const found = slice.products + square;
+                products.each([&](int t, int s, float& value) { value = widen<float>(found[t * kSide + s]); });
+            }
             steps.keep_pairs(products, false);
             d_system.each([](int, int, float& value) { value = -value; });
             Tile by_strength = d_system;
@@ -131,7 +157,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             d_system.each([&](int t, int, float& value) { value *= steps.beta[t]; });
         }
         if constexpr (Gated || !Corrects) steps.keep_pairs(scores, true);
-        if constexpr (!Corrects) {
+        if constexpr (!Corrects && !Decays) {
             if constexpr (Gated) scores.each([&](int, int s, float& value) { value *= steps.strength(s); });
             write_tile(scores, shared.pairs);
         }
@@ -145,9 +171,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
         }
         steps.keep_pairs(d_scores, true);
         write_tile(d_scores, shared.d_scores);
+        if constexpr (Decays) shared.decays.keep_weights(d_scores, shared.decays.weights);
         if constexpr (Corrects) {
             steps.keep_pairs(d_system, false);
             write_tile(d_system, shared.pairs);
+            if constexpr (Decays) shared.decays.keep_weights(d_system, shared.decays.erase_weights);
         }
     }
     if constexpr (Gated) {
@@ -159,13 +187,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
     for (int key = 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
         Tile dq = own_tile(keys), read = dq, dk = dq;
+        const BlockColumn own(keys);
+        float whole = 0.0f;  // this thread's part of its key's sum of S_0 * dS, with decays
         for (int value = 0; value < slice.columns; value += value_part) {
             const int values = min(value_part, slice.columns - value);
             __syncthreads();
-            if (value == 0 && !all_keys) {
-                copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
-                copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
-            }
+            if (value == 0 && !all_keys) copy_keys(key, keys);
             if (!all_values) copy_values(value, values);
             copy_state(shared.state, slice.states, key, keys, value, values);
             copy_state(shared.d_state, slice.d_states, key, keys, value, values);
@@ -173,11 +200,58 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             if constexpr (Gated)
                 for (Walk i(keys); i.row < values; i.next())
                     passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
+            if (Decays && own.there())
+                for (int j = own.block; j < values; j += kBlocks)
+                    whole += shared.state.get(j, own.column) * shared.d_state.get(j, own.column);
             if (!is_in(dq, keys)) continue;
             multiply_stored<kPasses, false, false>(dq, 0, values, shared.d_out, shared.state);
             if constexpr (Corrects)
                 multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
             multiply_stored<kPasses, Corrects, false>(dk, 0, values, shared.update, shared.d_state);
+        }
+        if constexpr (Decays) {
+            const DecayGradient<T>& decays = shared.decays;
+            float gates[kSteps];
+            if (own.there())
+                load_logs<T>(gates, p.log_key_decay, batch, head, key + own.column, p.sizes.key_dim,
+                             start + own.block * kSteps, time);
+            exponentiate(gates);
+            __syncthreads();
+            if (own.there())
+                decays.template write_factors<Corrects>(own, gates, shared.q, shared.k, shared.erase, whole);
+            __syncthreads();
+            if (is_in(dq, keys)) {
+                decays.template pass_to_readers<kPasses>(dq, shared.d_scores, decays.reading, false);
+                write_tile(dq, decays.reads);
+                if constexpr (Corrects) {
+                    read.each([](int, int, float& value) { value = -value; });
+                    read.sum_rows([&](int t, int i, float value) { return value * decays.from_start(t, i); },
+                                  [&](int t, float sum) { add_to(shared.d_beta, read, t, sum); });
+                    read.each([&](int t, int, float& value) { value *= steps.beta[t]; });
+                    decays.template pass_to_readers<kPasses>(read, shared.pairs, decays.reading_erase, true);
+                    write_tile(read, decays.erase_reads);
+                }
+                decays.template pass_to_writers<kPasses, Corrects>(dk, shared.d_scores, shared.pairs);
+                write_tile(dk, decays.writes);
+            }
+            __syncthreads();
+            if (own.there())
+                decays.template differentiate<Corrects>(own, gates, shared.q, shared.k, shared.erase,
+                                                        p.erase.data == nullptr);
+            __syncthreads();
+            const auto store = [&](auto zero, const Sequence& to, const auto& from) {
+                if (to.data != nullptr)
+                    store_rows(Head<decltype(zero)>(to, batch, head, key, p.sizes.key_dim), from, kSide, keys, start,
+                               time, false);
+            };
+            store(T(), p.dq, decays.reading);
+            store(T(), p.dk, decays.writes);
+            if constexpr (Corrects) store(T(), p.d_erase, decays.erase_reads);
+            if (p.d_log_key_decay.dtype == kFloat32)
+                store(float(), p.d_log_key_decay, decays.reads);
+            else
+                store(T(), p.d_log_key_decay, decays.reads);
+            continue;
         }
         if (!is_in(dq, keys)) continue;
         const auto of_query = [&](int t, int i, float value) { return value * shared.q.get(t, i); };
@@ -213,7 +287,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
         store_tile(dk, key_head(p.dk, key), start, time);
     }
     if constexpr (!Corrects) {
-        const bool there = all_keys && all_values;  // in shared memory
+        const bool there = all_keys && all_values && !Decays;  // in shared memory
+        const Sequence& k = Decays ? written : p.k;
         for (int value = 0; value < slice.columns; value += value_part) {
             const int values = min(value_part, slice.columns - value);
             Tile dv = own_tile(values);
@@ -221,7 +296,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
                 const int keys = min(key_part, slice.key_rows - key);
                 if (!there) {
                     __syncthreads();
-                    if (!all_keys) copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
+                    if (!all_keys || Decays) copy_rows(shared.k, key_head(k, key), kSide, keys, start, time);
                     if (!all_values && key == 0)
                         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
                     copy_state(shared.d_state, slice.d_states, key, keys, value, values);
@@ -232,6 +307,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
             if (!is_in(dv, values)) continue;
             if constexpr (Gated) dv.each([&](int s, int, float& x) { x *= steps.to_end(s) * steps.strength(s); });
             multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.pairs, shared.d_out);
+            if constexpr (splits_scores<T, Corrects, Decays>)
+                multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.rest, shared.d_out);
             store_tile(dv, value_head(p.dv, value), start, time);
         }
     }
@@ -243,22 +320,16 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
 }
 
 template <typename T>
-WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
-    return find_walk<T, GradientLayout>(sizes, device, {corrects, gated, true});
-}
-
-template <typename T>
 cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
     using F = Factor<T>;
-    if (plan.slice == 0) return cudaErrorInvalidValue;
     const int interval = interval_of(p.sizes, kSide) / kSide, kept = kept_states(p.sizes);
-    const Local local{p.sizes, p.q, p.k, p.beta, p.log_gate, p.complement != 0};
+    const Local local(p);
     unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
     return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
         cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
         if (error != cudaSuccess) return error;
 
-        Walks<F> w = walks_of(p, plan, slice);
+        Walks<F> w = walks_of<T>(p, plan, slice);
         w.pass.backward = false;
         w.length = interval;
         w.count = (slice.chunks + interval - 1) / interval;
@@ -269,7 +340,9 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         if (error != cudaSuccess) return error;
 
         w.pass.backward = true;
-        (plan.pass.corrects ? w.queries : w.keys) = p.q;
+        const Sequence written = w.keys;
+        (plan.pass.corrects ? w.queries : w.keys) =
+            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, p.sizes) : p.q;
         w.values = p.d_out;
         w.d_values = p.dv;
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
@@ -279,9 +352,10 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
-            return launch(gradients<T, corrects, gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
-                          dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays) {
+            return launch(gradients<T, corrects, gated, decays>,
+                          dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads), plan.last_shared,
+                          stream, p, written, slice, plan.key_part, plan.value_part);
         });
     });
 }
@@ -289,22 +363,20 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
 }  // namespace
 
 ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        return describe_walk(plan_of<decltype(zero)>(sizes, corrects, gated, Device(limit)), sizes, limit);
-    });
+    return walked_plan<GradientLayout>(sizes, dtype, {corrects, gated, false, true}, limit);
+}
+ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, int limit) {
+    return walked_plan<GradientLayout>(sizes, dtype, {corrects, false, true, true}, limit);
 }
 
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
-        using T = decltype(zero);
-        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
+    return run_walked<GradientLayout>(p, pass_of(p, corrects, true), [&](const WalkPlan& plan, auto zero) {
+        return run_pass<decltype(zero)>(p, plan, stream);
     });
 }
 
 size_t walked_backward_workspace(const RuleBackward& p, bool corrects) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
-    });
+    return walked_workspace<GradientLayout>(p, pass_of(p, corrects, true));
 }
 
 }  // namespace fairseq_fastweights

@@ -1,11 +1,12 @@
 // The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
 // notation of delta.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four of a block's warps have 16 columns
-// of T each.
+// of T each. With decays of keys also P and what they scale, in the notation of delta_decays.cuh: Q * F_.0, K * F_e., E * F_.0.
 //
 // T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
 // are: its errors reach all later steps.
 #include <algorithm>
 
+#include "blocks.cuh"
 #include "stages.cuh"
 
 namespace fairseq_fastweights {
@@ -17,17 +18,87 @@ __device__ __forceinline__ float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
+// Keys that are taken at once: with decays so many that a block fits wherever there are tensor cores for it.
+template <typename T, bool Decays>
+constexpr int kLocalKeys = !Decays          ? kWidest
+                           : sizeof(T) == 4 ? 16
+                                            : 32;
+
 template <typename T, bool Gated>
 struct LocalLayout {
-    Matrix<T> q, k;
-    Matrix<float> products;  // G; and the blocks' inverses, transposed, above its diagonal
+    DecayedRows<T> q, k, erase;  // without decays `rows` alone
+    Matrix<float> totals, logs;  // of decays, by block
+    Matrix<float> products;      // G; and the blocks' inverses, transposed, above its diagonal
     ChunkSteps<Gated> steps;
     size_t bytes;
 
-    __host__ __device__ LocalLayout(Carver carver, bool backward, int keys)
-        : q(carver.matrix<T>(backward ? kSide : 0, keys)), k(carver.matrix<T>(kSide, keys)),
-          products(carver.matrix<float>(kSide, kSide, 8)), steps(carver) {
+    __host__ __device__ LocalLayout(Carver carver, bool corrects, bool decays, bool backward, int keys)
+        : products(carver.matrix<float>(corrects ? kSide : 0, kSide, 8)), steps(carver) {
+        if (decays) {
+            q = DecayedRows<T>(carver, keys);
+            k = DecayedRows<T>(carver, keys);
+            q.levels = k.levels = Stages<T>(carver, kLevels, kSide, keys);
+            if (corrects) {
+                erase = DecayedRows<T>(carver, keys);
+                erase.levels = Stages<T>(carver, kLevels, kSide, keys);
+            }
+            totals = carver.matrix<float>(kTotals, keys, 0);
+            logs = carver.matrix<float>(kBlocks, keys, 0);
+        } else {
+            k.rows = carver.matrix<T>(kSide, keys);
+            q.rows = carver.matrix<T>(backward ? kSide : 0, keys);
+        }
         bytes = carver.used;
+    }
+
+    // With the logs of a block's key dimension `gates`: all that products take of it.
+    template <bool Corrects>
+    __device__ __forceinline__ void write_decayed(const BlockColumn& at, float (&gates)[kSteps]) const {
+        float log = 0.0f;
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) log += gates[t];
+        exponentiate(gates);
+        const int b = at.block, i = at.column;
+        write_operands(block_of(q.rows, b), block_of(k.rows, b), q.levels_of(b), block_of(q.scaled, b),
+                       block_of(k.scaled, b), gates, i);
+        if constexpr (Corrects)
+            write_operands<false>(block_of(erase.rows, b), block_of(k.rows, b), erase.levels_of(b),
+                                  block_of(erase.scaled, b), block_of(k.scaled, b), gates, i);
+        totals(b, i) = product_of(gates);
+        logs(b, i) = log;
+    }
+    // After that and a barrier: what is scaled from the chunk's start or to its end, for the key dimension `key` of a slice.
+    template <bool Corrects, typename F>
+    __device__ __forceinline__ void store_decayed(const BlockColumn& at, const float (&gates)[kSteps],
+                                                  const Slice<F>& slice, const Place& place, int key) const {
+        const int b = at.block, i = at.column;
+        const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
+        const auto rows_of = [&](F* all) { return Matrix<T>{reinterpret_cast<T*>(all) + first, slice.key_rows}; };
+        float product = 1.0f;
+        for (int before = 0; before < b; ++before) product *= totals(before, i);
+        const Column<T> to_queries(rows_of(slice.queries), 0), to_written(rows_of(slice.written), 0);
+        const Column<T> from_queries(block_of(q.rows, b), i), from_keys(block_of(k.rows, b), i);
+        const Column<T> to_erased(rows_of(slice.erased), 0), from_erase(block_of(Corrects ? erase.rows : q.rows, b), i);
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) {
+            product *= gates[t];
+            to_queries.set(t, from_queries.get(t) * product);
+            if constexpr (Corrects) to_erased.set(t, from_erase.get(t) * product);
+        }
+        product = 1.0f;
+        for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
+#pragma unroll
+        for (int s = kSteps - 1; s >= 0; --s) {
+            to_written.set(s, from_keys.get(s) * product);
+            product *= gates[s];
+        }
+        if (b > 0) return;
+        float log = 0.0f;
+        for (int block = 0; block < kBlocks; ++block) log += logs(block, i);
+        float* const decays = slice.decays_of(place.local, place.n) + key;
+        decays[0] = expf(log);
+        decays[slice.key_rows] = log;
+        totals(kBlocks, i) = totals(1, i) * totals(2, i);
     }
 };
 
@@ -71,55 +142,83 @@ __device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matr
     }
 }
 
-template <typename T, bool Gated, bool Backward>
-__global__ void __launch_bounds__(kTileThreads)
-    delta_local(const Sizes sizes, const Sequence q, const Sequence k, const Sequence strengths,
-                const Sequence log_gate, const Slice<Factor<T>> slice) {
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward>
+__global__ void __launch_bounds__(kTileThreads) local(const Local given, const Slice<Factor<T>> slice) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kLocalKeys<T, Decays>;
+    constexpr bool kScores = Decays || Backward;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const int widest = slice.key_rows < kWidest ? slice.key_rows : kWidest;
-    const LocalLayout<T, Gated> shared(Carver(memory), Backward, widest);
+    const LocalLayout<T, Gated> shared(Carver(memory), Corrects, Decays, Backward, min(kKeys, slice.key_rows));
     const ChunkSteps<Gated>& steps = shared.steps;
-    const Place at(slice, sizes);
-    const int batch = at.batch, head = at.head, start = at.start, time = sizes.time;
+    const Place at(slice, given.sizes);
+    const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
     const int64_t index = slice.index(at.local, at.n);
 
     Tile products = own_tile(kSide), scores = products;
-    for (int key = 0; key < slice.key_rows; key += kWidest) {
-        const int keys = min(kWidest, slice.key_rows - key);
+    for (int key = 0; key < slice.key_rows; key += kKeys) {
+        const int keys = min(kKeys, slice.key_rows - key);
+        const auto copy = [&](const Matrix<T>& to, const Sequence& from) {
+            copy_rows(to, Head<T>(from, batch, head, key, given.sizes.key_dim), kSide, keys, start, time);
+        };
         if (key > 0) __syncthreads();
-        copy_rows(shared.k, Head<T>(k, batch, head, key, sizes.key_dim), kSide, keys, start, time);
-        if constexpr (Backward)
-            copy_rows(shared.q, Head<T>(q, batch, head, key, sizes.key_dim), kSide, keys, start, time);
+        copy(shared.k.rows, given.k);
+        if constexpr (kScores) copy(shared.q.rows, given.q);
+        if constexpr (Corrects && Decays) copy(shared.erase.rows, given.erase);
         copies_commit();
+        if constexpr (Decays) {
+            const BlockColumn own(keys);
+            float gates[kSteps];
+            if (own.there())
+                load_logs<T>(gates, given.log_key_decay, batch, head, key + own.column, given.sizes.key_dim,
+                             start + own.block * kSteps, time);
+            copies_wait<0>();
+            __syncthreads();
+            if (own.there()) shared.template write_decayed<Corrects>(own, gates);
+            __syncthreads();
+            if (own.there()) shared.template store_decayed<Corrects>(own, gates, slice, at, key + own.column);
+        }
         copies_wait<0>();
         __syncthreads();
         if (!has_pairs(products)) continue;
-        multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
-        if constexpr (Backward) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
-    }
-    steps.find(strengths, log_gate, false, batch, head, start, time);
-    if (has_pairs(products)) {
-        steps.keep_pairs(products, false);
-        write_tile(products, shared.products);
-        if constexpr (Backward) {
-            steps.keep_pairs(scores, true);
-            scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
-            write_tile(scores, Matrix<Factor<T>>{slice.scores + index * kSide * kSide, kSide});
+        if constexpr (Decays) {
+            multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
+            if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
+        } else {
+            multiply_stored<kPasses, false, true>(products, 0, keys, shared.k.rows, shared.k.rows);
+            if constexpr (kScores) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q.rows, shared.k.rows);
         }
     }
-    const int thread = threadIdx.x, warp = thread / kWarp;
-    steps.store(slice.steps + index * kStepNumbers);
-    __syncthreads();
-    invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
-    __syncthreads();
-    if (warp >= kSide / kTileRows) return;
-    Strip<kSide / 8> inverse;
-    find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
-    float* const to = slice.inverse + index * kSide * kSide + warp * kTileRows;
-    inverse.each([&](int t, int s, float& value) {
-        if (t >= warp * kTileRows) to[t * kSide + s] = as_right_factor<T>(value);
-    });
+    steps.find(given.strengths, given.log_gate, false, batch, head, start, time);
+    if (has_pairs(products)) {
+        const auto square_of = [&](Factor<T>* all) { return Matrix<Factor<T>>{all + index * kSide * kSide, kSide}; };
+        if constexpr (kScores) {
+            steps.keep_pairs(scores, true);
+            scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
+            write_tile(scores, square_of(slice.scores));
+            if constexpr (splits_scores<T, Corrects, Decays>) {
+                scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
+                write_tile(scores, square_of(slice.rest));
+            }
+        }
+        if constexpr (Corrects) {
+            steps.keep_pairs(products, false);
+            write_tile(products, shared.products);
+            if constexpr (Decays && Backward) write_tile(products, square_of(slice.products));
+        }
+    }
+    if constexpr (Corrects) {
+        const int thread = threadIdx.x, warp = thread / kWarp;
+        steps.store(slice.steps + index * kStepNumbers);
+        __syncthreads();
+        invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
+        __syncthreads();
+        if (warp >= kSide / kTileRows) return;
+        Strip<kSide / 8> inverse;
+        find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
+        float* const to = slice.inverse + index * kSide * kSide + warp * kTileRows;
+        inverse.each([&](int t, int s, float& value) {
+            if (t >= warp * kTileRows) to[t * kSide + s] = as_right_factor<T>(value);
+        });
+    }
 }
 
 // For a rule that does not correct: a block of kSide threads.
@@ -139,18 +238,26 @@ __global__ void __launch_bounds__(kSide)
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks);
-    if (!pass.corrects) {
+    if (!pass.corrects && !pass.decays) {
         if (!pass.gated) return cudaSuccess;
         Carver carver(nullptr);
         ChunkSteps<true>{carver};
         return launch(gates_local<Factor<T>>, grid, dim3(kSide), carver.used, stream, given.sizes, given.log_gate,
                       given.complement, slice);
     }
-    return with_flags(pass.gated, pass.backward, [&](auto gated, auto backward) {
-        const size_t bytes = LocalLayout<T, gated>(Carver(nullptr), backward, std::min(kWidest, slice.key_rows)).bytes;
-        return launch(delta_local<T, gated, backward>, grid, dim3(kTileThreads), bytes, stream, given.sizes, given.q,
-                      given.k, given.strengths, given.log_gate, slice);
-    });
+    const auto launch_of = [&](auto corrects, auto gated, auto decays, auto backward) {
+        const int keys = std::min(kLocalKeys<T, decays>, slice.key_rows);
+        return launch(local<T, corrects, gated, decays, backward>, grid, dim3(kTileThreads),
+                      LocalLayout<T, gated>(Carver(nullptr), corrects, decays, backward, keys).bytes, stream, given,
+                      slice);
+    };
+    const std::true_type yes{};
+    const std::false_type no{};
+    if (pass.decays)
+        return with_flags(pass.corrects, pass.backward,
+                          [&](auto corrects, auto backward) { return launch_of(corrects, no, yes, backward); });
+    return with_flags(pass.gated, pass.backward,
+                      [&](auto gated, auto backward) { return launch_of(yes, gated, no, backward); });
 }
 
 template cudaError_t launch_local<float>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);

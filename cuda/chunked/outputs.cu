@@ -1,39 +1,43 @@
-// The forward pass of the delta rule and of the sum rule, gated or not, chunks side by side, in the notation of delta.cuh:
+// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of delta.cuh:
 //
 //   local    of all chunks at once: T = (I + B G)^-1, and gates                       (local.cu)
 //   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
-// Where nothing corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is.
+// With decays of keys Q * F_.0 and the pairs, in the notation of delta_decays.cuh, are from the local stage. Where nothing
+// corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is.
 #include "stages.cuh"
 #include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, bool Gated>
+template <typename T, bool Corrects, bool Gated, bool Decays>
 struct OutputLayout {
     Matrix<T> q, k;                   // of a part of the keys and values, as all here
     Matrix<Factor<T>> state, scores;  // the former transposed
+    Matrix<Factor<T>> rest;           // of the scores
     Matrix<Written<T, Corrects>> update;
     ChunkSteps<Gated> steps;
     size_t bytes;
 
     __host__ __device__ OutputLayout(Carver carver, int keys, int values)
-        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
+        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(Decays ? 0 : kSide, keys)),
           state(carver.matrix<Factor<T>>(values, keys)), scores(carver.matrix<Factor<T>>(kSide, kSide)),
+          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)),
           update(matrix_of_writes<T, Corrects>(carver, values)), steps(carver) {
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated>
+template <typename T, bool Corrects, bool Gated, bool Decays>
 __global__ void __launch_bounds__(kTileThreads, 2)
-    outputs(const RuleForward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
+    outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int key_part,
+            const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputLayout<T, Corrects, Gated> shared(Carver(memory), key_part, value_part);
+    const OutputLayout<T, Corrects, Gated, Decays> shared(Carver(memory), key_part, value_part);
     const Place at(slice, p.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
@@ -41,17 +45,23 @@ __global__ void __launch_bounds__(kTileThreads, 2)
 
     shared.steps.find(Sequence{}, p.log_gate, !Corrects && p.complement != 0, batch, head, start, time);
     Tile scores = own_tile(kSide);
-    for (int key = 0; key < slice.key_rows; key += key_part) {
+    if constexpr (Decays) {
+        const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
+        copy_lower(shared.scores, slice.scores + square);
+        if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+        if (slice.key_rows <= key_part) copy_rows(shared.q, key_head(queries, 0), kSide, slice.key_rows, start, time);
+    }
+    for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
         if (key > 0) __syncthreads();
-        copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+        copy_rows(shared.q, key_head(queries, key), kSide, keys, start, time);
         copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
         copies_commit();
         copies_wait<0>();
         __syncthreads();
         if (has_pairs(scores)) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
     }
-    if (has_pairs(scores)) {
+    if (!Decays && has_pairs(scores)) {
         shared.steps.keep_pairs(scores, true);
         if constexpr (Gated && !Corrects) scores.each([&](int, int s, float& x) { x *= shared.steps.strength(s); });
         write_tile(scores, shared.scores);
@@ -62,7 +72,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         for (int key = 0; key < slice.key_rows; key += key_part) {
             const int keys = min(key_part, slice.key_rows - key);
             __syncthreads();
-            if (slice.key_rows > key_part) copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
+            if (slice.key_rows > key_part) copy_rows(shared.q, key_head(queries, key), kSide, keys, start, time);
             copy_found(shared.state, states + value * slice.key_rows + key, slice.key_rows, values, keys);
             if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
             copies_commit();
@@ -73,25 +83,21 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         if (!is_in(out, values)) continue;
         if constexpr (Gated) out.each([&](int t, int, float& x) { x *= shared.steps.from_start(t); });
         multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.scores, shared.update);
+        if constexpr (splits_scores<T, Corrects, Decays>)
+            multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.rest, shared.update);
         store_tile(out, Head<T>(p.out, batch, head, value, p.sizes.value_dim), start, time);
     }
 }
 
 template <typename T>
-WalkPlan plan_of(const Sizes& sizes, bool corrects, bool gated, const Device& device = Device()) {
-    return find_walk<T, OutputLayout>(sizes, device, {corrects, gated, false});
-}
-
-template <typename T>
 cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t stream) {
     using F = Factor<T>;
-    if (plan.slice == 0) return cudaErrorInvalidValue;
-    const Local local{p.sizes, p.q, p.k, p.beta, p.log_gate, p.complement != 0};
+    const Local local(p);
     unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
     return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
         cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
         if (error != cudaSuccess) return error;
-        Walks<F> w = walks_of(p, plan, slice);
+        Walks<F> w = walks_of<T>(p, plan, slice);
         float* const last =
             nth_state(p.final_state, p.sizes, slice.first_head);  // also what the next slice starts from
         w.ends = {last, 1, 0};
@@ -100,9 +106,11 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
         float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
         error = launch_walk<T>(plan, w, first, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
-            return launch(outputs<T, corrects, gated>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
-                          dim3(kTileThreads), plan.last_shared, stream, p, slice, plan.key_part, plan.value_part);
+        const Sequence queries = plan.pass.decays ? slice.template sequence_of<T>(slice.queries, p.sizes) : p.q;
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays) {
+            return launch(outputs<T, corrects, gated, decays>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
+                          dim3(kTileThreads), plan.last_shared, stream, p, queries, slice, plan.key_part,
+                          plan.value_part);
         });
     });
 }
@@ -110,22 +118,20 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
 }  // namespace
 
 ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        return describe_walk(plan_of<decltype(zero)>(sizes, corrects, gated, Device(limit)), sizes, limit);
-    });
+    return walked_plan<OutputLayout>(sizes, dtype, {corrects, gated, false, false}, limit);
+}
+ChunkedPlan walked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool corrects, int limit) {
+    return walked_plan<OutputLayout>(sizes, dtype, {corrects, false, true, false}, limit);
 }
 
 cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
-        using T = decltype(zero);
-        return run_pass<T>(p, plan_of<T>(p.sizes, corrects, p.log_gate.data != nullptr), stream);
+    return run_walked<OutputLayout>(p, pass_of(p, corrects, false), [&](const WalkPlan& plan, auto zero) {
+        return run_pass<decltype(zero)>(p, plan, stream);
     });
 }
 
 size_t walked_forward_workspace(const RuleForward& p, bool corrects) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return plan_of<decltype(zero)>(p.sizes, corrects, p.log_gate.data != nullptr).bytes;
-    });
+    return walked_workspace<OutputLayout>(p, pass_of(p, corrects, false));
 }
 
 }  // namespace fairseq_fastweights

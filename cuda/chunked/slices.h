@@ -3,6 +3,7 @@
 // A slice takes the state from the one before it in time (backwards its gradient from the one behind it).
 #pragma once
 
+#include "decayed.h"
 #include "plan.h"
 
 namespace fairseq_fastweights {
@@ -10,8 +11,27 @@ namespace fairseq_fastweights {
 // A pass of a rule, as far as what stages hand one another depends on it.
 struct RulePass {
     bool corrects;  // the delta rule; else what is written does not depend on the state
-    bool gated, backward;
+    bool gated;
+    bool decays;  // of keys, or an erase key; not gated then
+    bool backward;
 };
+
+// f(a, b), each as an integral constant; f(corrects, gated, decays) of a pass.
+template <typename F>
+auto with_flags(bool a, bool b, F f) {
+    const std::true_type yes{};
+    const std::false_type no{};
+    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
+}
+
+template <typename F>
+auto with_rule(const RulePass& pass, F f) {
+    if (pass.decays)
+        return with_flags(pass.corrects, true,
+                          [&](auto corrects, auto decays) { return f(corrects, std::false_type(), decays); });
+    return with_flags(pass.corrects, pass.gated,
+                      [&](auto corrects, auto gated) { return f(corrects, gated, std::false_type()); });
+}
 
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
 // notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
@@ -22,12 +42,14 @@ constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 
 // A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
+// With decays of keys, in the notation of delta_decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
+// F_e0 with its log.
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;                 // padded to multiples of 16
-    float *inverse, *steps;
-    F *scores, *states, *updates, *d_states, *d_right;
+    float *inverse, *steps, *decays;
+    F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
 
     __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
         return static_cast<int64_t>(head) * chunks + (n - begin);
@@ -37,6 +59,15 @@ struct Slice {
     }
     __device__ __forceinline__ F* rows_of(F* all, int head, int n) const {
         return all + index(head, n) * columns * kSide;
+    }
+    __device__ __forceinline__ float* decays_of(int head, int n) const {
+        return decays + index(head, n) * 2 * key_rows;
+    }
+    // Rows of keys by step as those of the call's own sequences: of its batch and heads.
+    template <typename T>
+    Sequence sequence_of(F* all, const Sizes& sizes) const {
+        const int64_t chunk = static_cast<int64_t>(kSide) * key_rows, head = chunk * chunks;
+        return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, key_rows, head, 0};
     }
 };
 
@@ -58,9 +89,15 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
     take(slice.states, slice.columns * slice.key_rows);
     if (pass.corrects) take(slice.updates, slice.columns * kSide);
     if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
-    if (pass.corrects && pass.backward) {
-        take(slice.scores, kSide * kSide);
-        take(slice.d_right, slice.columns * kSide);
+    if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kSide * kSide);
+    if (pass.decays && !pass.corrects && sizeof(F) == 2) take(slice.rest, kSide * kSide);
+    if (pass.corrects && pass.backward) take(slice.d_right, slice.columns * kSide);
+    if (pass.decays) {
+        take(slice.decays, 2 * slice.key_rows);
+        take(slice.queries, kSide * slice.key_rows);
+        take(slice.written, kSide * slice.key_rows);
+        if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
+        if (pass.corrects && pass.backward) take(slice.products, kSide * kSide);
     }
     bytes = used;
     return slice;

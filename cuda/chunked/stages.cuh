@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "../carried_decays.cuh"
 #include "tiles.cuh"
 #include "walk.cuh"
 
@@ -20,8 +21,13 @@ struct WalkCosts {
 };
 constexpr WalkCosts kDeltaCosts[2] = {{3000, 1500, 16, 3500}, {4500, 2600, 34, 12000}};  // forwards, backwards
 constexpr WalkCosts kSumCosts[2] = {{600, 900, 10, 3500}, {600, 900, 10, 9000}};
-constexpr const WalkCosts& costs_of(bool corrects, bool backward) {
-    return corrects ? kDeltaCosts[backward] : kSumCosts[backward];
+// With decays of keys, of which nothing has been measured: as many cycles as the others, and twice those that a local stage and
+// gradients have instructions for beyond them.
+constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 20, 3500}, {12500, 2800, 42, 34000}};
+constexpr WalkCosts kDecayCosts[2] = {{7000, 950, 11, 3500}, {7000, 950, 11, 23000}};
+constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
+    if (pass.decays) return pass.corrects ? kDeltaDecayCosts[backward] : kDecayCosts[backward];
+    return pass.corrects ? kDeltaCosts[backward] : kSumCosts[backward];
 }
 constexpr double kPartForwards = 1.5,
                  kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
@@ -30,14 +36,6 @@ constexpr double kUnrounded =
     3;  // times as long, in float32 and float16, as in bfloat16; the other kernels took 1.3 to 3.2 times, measured
 constexpr double kClearMargin =
     1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
-
-// f(a, b), each as an integral constant.
-template <typename F>
-auto with_flags(bool a, bool b, F f) {
-    const std::true_type yes{};
-    const std::false_type no{};
-    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
-}
 
 struct WalkPlan {
     RulePass pass;
@@ -63,9 +61,10 @@ inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const 
     return kLaunch + chunks * waves * (costs.chain + costs.of_key * plan.keys);
 }
 
-// A segment multiplies a state by this, and adds to it: a matrix, a number or, for 0, as it is.
+// A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
 inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
-    return pass.corrects ? sizes.key_dim * sizes.key_dim : pass.gated;
+    if (pass.corrects) return sizes.key_dim * sizes.key_dim;
+    return pass.decays ? sizes.key_dim + sizes.value_dim : pass.gated;
 }
 
 // Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
@@ -103,8 +102,8 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
 
 // The memory of a slice. `length`: chunks between states that are kept.
 inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
-    const auto [corrects, gated, backward] = plan.pass;
-    const WalkCosts& costs = costs_of(corrects, backward);
+    const auto [corrects, gated, decays, backward] = plan.pass;
+    const WalkCosts& costs = costs_of(plan.pass, backward);
     const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
     const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
     const int segments = plan.segments_of(plan.slice);
@@ -117,16 +116,17 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
     if (backward) {
         const int walks = (plan.slice + length - 1) / length;
         cycles +=
-            cycles_of_walks(plan, device, costs_of(corrects, false), of_values * walks, std::min(length, plan.slice));
+            cycles_of_walks(plan, device, costs_of(plan.pass, false), of_values * walks, std::min(length, plan.slice));
     }
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = (sizes.key_dim + 63) / 64, values = (sizes.value_dim + 63) / 64;
-    if (corrects || gated) cycles += kLaunch + chunks * costs.local * (corrects ? (2 + keys) / 3 : 1);
+    if (corrects || gated || decays)
+        cycles += kLaunch + chunks * costs.local * (decays ? keys : corrects ? (2 + keys) / 3 : 1);
     return cycles + kLaunch + chunks * costs.tile * keys * values;
 }
 
 // The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
-template <typename T, template <typename, bool, bool> class Layout>
+template <typename T, template <typename, bool, bool, bool> class Layout>
 WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
     plan.pass = pass;
@@ -141,8 +141,8 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
-        const size_t bytes = with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) {
-            return Layout<T, corrects, gated>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
+        const size_t bytes = with_rule(pass, [&](auto corrects, auto gated, auto decays) {
+            return Layout<T, corrects, gated, decays>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
         });
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
@@ -163,7 +163,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
         if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
         for (plan.stages = 2; plan.stages >= 1; --plan.stages) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
-            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, plan.stages,
+            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan.stages,
                                         plan.keys * plan.parts, plan.strips, plan.parts)
                               .bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
@@ -199,19 +199,25 @@ inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int l
 // The local stage, local.cu, and what it is given.
 struct Local {
     Sizes sizes;
-    Sequence q, k, strengths, log_gate;
+    Sequence q, k, erase, strengths, log_gate, log_key_decay;
     bool complement;
+
+    template <typename Params>
+    explicit Local(const Params& p)
+        : sizes(p.sizes), q(p.q), k(p.k), erase(p.erase.data ? p.erase : p.k), strengths(p.beta), log_gate(p.log_gate),
+          log_key_decay(p.log_key_decay), complement(p.complement != 0) {}
 };
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
 
 // The arguments of all walks of a slice.
-template <typename F, typename Params>
+template <typename T, typename F, typename Params>
 Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
     Walks<F> w{};
     w.slice = slice;
     w.sizes = p.sizes;
-    w.keys = p.k;
+    w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.written, p.sizes) : p.k;
+    if (plan.pass.decays && plan.pass.corrects) w.erase = slice.template sequence_of<T>(slice.erased, p.sizes);
     w.values = p.v;
     w.keys_of_warp = plan.keys;
     w.parts = plan.parts;
@@ -231,7 +237,7 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
     w.count = plan.segments_of(w.slice.chunks);
     w.first = {first, 1, 0};
     if (w.count > 1) {
-        const bool corrects = plan.pass.corrects;
+        const bool backward = plan.pass.backward;
         Segments segments{
             w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim, passed_floats(plan.pass, w.sizes),
             nullptr, nullptr};
@@ -244,9 +250,15 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
         probe.passed = segments.passed;
         probe.ends = all;
         cudaError_t error = launch_walks<T>(probe, stream);
-        if (error == cudaSuccess)
-            error = (corrects ? launch_carry_transformed : launch_carry_scaled)(segments, w.sizes, first,
-                                                                                plan.pass.backward, stream);
+        if (error == cudaSuccess && plan.pass.decays && !plan.pass.corrects) {
+            Sizes of_slice = w.sizes;
+            of_slice.batch = 1, of_slice.heads = w.slice.heads;
+            error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, of_slice, first,
+                                                backward, stream);
+        } else if (error == cudaSuccess) {
+            error = (plan.pass.corrects ? launch_carry_transformed : launch_carry_scaled)(segments, w.sizes, first,
+                                                                                          backward, stream);
+        }
         if (error != cudaSuccess) return error;
         w.first = w.others = all;
     }
@@ -270,6 +282,31 @@ cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, void* works
             if (error != cudaSuccess) return error;
         }
     return cudaSuccess;
+}
+
+// A pass whose last stage has blocks of `Layout`: what is asked about it.
+template <typename Params>
+RulePass pass_of(const Params& p, bool corrects, bool backward) {
+    return {corrects, p.log_gate.data != nullptr, p.erase.data != nullptr || p.log_key_decay.data != nullptr, backward};
+}
+template <template <typename, bool, bool, bool> class Layout>
+ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
+    return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
+        return describe_walk(find_walk<decltype(zero), Layout>(sizes, Device(limit), pass), sizes, limit);
+    });
+}
+template <template <typename, bool, bool, bool> class Layout, typename Params>
+size_t walked_workspace(const Params& p, const RulePass& pass) {
+    return with_type(p.v.dtype, size_t{0},
+                     [&](auto zero) { return find_walk<decltype(zero), Layout>(p.sizes, Device(), pass).bytes; });
+}
+// run(plan, zero of the inputs' type).
+template <template <typename, bool, bool, bool> class Layout, typename Params, typename Run>
+cudaError_t run_walked(const Params& p, const RulePass& pass, Run run) {
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
+        const WalkPlan plan = find_walk<decltype(zero), Layout>(p.sizes, Device(), pass);
+        return plan.slice == 0 ? cudaErrorInvalidValue : run(plan, zero);
+    });
 }
 
 // State `index` of contiguous ones; null stays null.

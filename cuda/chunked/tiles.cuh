@@ -27,6 +27,16 @@ __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, i
         copy_async<16>(&to(at.row, at.column * kPiece), from + at.row * stride + at.column * kPiece);
 }
 
+// Starts to copy the blocks of a square on and below the diagonal.
+template <typename F>
+__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from) {
+    constexpr int kPiece = 16 / sizeof(F), kAcross = kSide / kPiece;
+    for (int i = threadIdx.x; i < kSide * kAcross; i += blockDim.x) {
+        const int row = i / kAcross, column = i % kAcross * kPiece;
+        if (column / kTileRows <= row / kTileRows) copy_async<16>(&to(row, column), from + row * kSide + column);
+    }
+}
+
 constexpr int kWidest = 64;  // keys, or values, that are taken at once
 
 // A chunk's gates, what steps of the delta rule write of their errors, and strengths of writes, in shared memory.
@@ -82,6 +92,10 @@ struct Place {
           batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
           start(n * kSide) {}
 };
+
+// True if P, where it is stored, is so as two bfloat16: U of a rule that corrects is rounded as well.
+template <typename T, bool Corrects, bool Decays>
+constexpr bool splits_scores = Decays && !Corrects && kRounded<T>;
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>

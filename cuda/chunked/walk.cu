@@ -13,6 +13,9 @@
 //
 // which are one and the same, from either end.
 //
+// With decays of keys, in the notation of delta_decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
+// queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage.
+//
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
 // part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
@@ -22,18 +25,10 @@
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
 
+#include "tiles.cuh"
+
 namespace fairseq_fastweights {
 namespace {
-
-// Starts to copy the blocks of a square on and below the diagonal.
-template <typename F>
-__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from) {
-    constexpr int kPiece = 16 / sizeof(F), kAcross = kSide / kPiece;
-    for (int i = threadIdx.x; i < kSide * kAcross; i += blockDim.x) {
-        const int row = i / kAcross, column = i % kAcross * kPiece;
-        if (column / kTileRows <= row / kTileRows) copy_async<16>(&to(row, column), from + row * kSide + column);
-    }
-}
 
 // A strip's part of a state in float32: `from` and `to` (key_dim, value_dim).
 template <int N>
@@ -74,7 +69,7 @@ __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchan
 }
 
 // `Keys`: those of a warp. `Backward` is of rules that correct; of others `pass.backward` says where a walk begins.
-template <typename T, int Keys, bool Corrects, bool Backward>
+template <typename T, int Keys, bool Corrects, bool Backward, bool Decays>
 __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>> w) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kSteps = kSide / 8;
@@ -82,7 +77,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const Slice<F>& slice = w.slice;
     const bool reverse = Corrects ? Backward : w.pass.backward;
     const int parts = w.parts, warp = threadIdx.x / kWarp;
-    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, w.stages, Keys * parts, w.strips, parts);
+    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, w.strips, parts);
     const int strip = warp % w.strips, part = warp / w.strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
     const int batch = (slice.first_head + head_index) / w.sizes.heads,
@@ -106,6 +101,18 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         }
         copy_rows(shared.values[stage], Head<T>(w.values, batch, head, first, transformation ? 0 : columns), kSide,
                   w.strips * kTileRows, start, time);
+        if constexpr (Decays) {
+            if constexpr (Corrects)
+                copy_rows(shared.erase[stage], Head<T>(w.erase, batch, head, 0, keys), kSide, Keys * parts, start,
+                          time);
+            for (int i = 4 * threadIdx.x; i < Keys * parts; i += 4 * blockDim.x) {
+                float* const to = shared.decays[stage].data + i;
+                if (i < slice.key_rows)
+                    copy_async<16>(to, slice.decays_of(head_index, n) + i);
+                else
+                    *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+        }
         if constexpr (Corrects)
             copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
         else if (!w.pass.gated)
@@ -142,6 +149,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if (w.stages == 2 && i + 1 < chunks) fetch(nth(i + 1));
         copies_commit();
         const Matrix<T> all_keys = shared.keys[stage], k{all_keys.data + first_key, all_keys.stride};
+        const Matrix<T> all_erase = Corrects && Decays ? shared.erase[stage] : all_keys,
+                        erase{all_erase.data + first_key, all_erase.stride};
         const float* const steps = shared.steps[stage].data;
         const bool records = w.record && column < slice.columns;
         if (records) {
@@ -160,7 +169,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if constexpr (!Corrects) {
             Strip<kSteps> given;
             given.load(shared.values[stage], strip * kTileRows);
-            if (!w.pass.gated) {
+            if (Decays || !w.pass.gated) {
+                if constexpr (Decays) state.scale(shared.decays[stage].data + first_key);
                 multiply_kept<kPasses, true, Part::kAll, true>(state, given, k);
             } else {
                 const float whole = steps[kWholeGate];
@@ -173,7 +183,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         } else {
             Strip<kSteps> read;
             read.clear();
-            multiply_kept<kPasses, false>(read, state, k);
+            multiply_kept<kPasses, false>(read, state, Backward ? k : erase);
             if constexpr (Backward && kRounded<T>) multiply_kept<kPasses, false>(read, state.template rest<T>(), k);
             if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
             Strip<kSteps> given, found;
@@ -195,8 +205,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (records && part == 0)
                 found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
                             kSide, kSide);
-            const float whole = steps[kWholeGate];
-            state.each([&](int, int, float& x) { x *= whole; });
+            if constexpr (Decays) {
+                state.scale(shared.decays[stage].data + first_key);
+            } else {
+                const float whole = steps[kWholeGate];
+                state.each([&](int, int, float& x) { x *= whole; });
+            }
             if constexpr (Backward) {
                 if (records && part == 0) {
                     Strip<kSteps> d_values = found;
@@ -214,11 +228,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             } else {
                 found.scale(steps + kToEnd);
             }
-            multiply_kept<kPasses, true>(state, found, k);
+            multiply_kept<kPasses, true>(state, found, Backward ? erase : k);
         }
     }
-    if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0)
+    if constexpr (!Corrects && Decays) {
+        if (w.probe && block == 0)
+            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {  // values do not decay
+                float log = 0.0f;
+                for (int n = begin; i < keys && n < end; ++n) log += slice.decays_of(head_index, n)[slice.key_rows + i];
+                w.passed[(static_cast<int64_t>(number) * slice.heads + head_index) * (keys + columns) + i] = expf(log);
+            }
+    } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0) {
         w.passed[static_cast<int64_t>(number) * slice.heads + head_index] = expf(passed_log);
+    }
     const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
     if (!ends || w.ends.data == nullptr) return;
     if (transformation)
@@ -229,17 +251,17 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     columns);
 }
 
-template <typename T, bool Corrects, bool Backward>
+template <typename T, bool Corrects, bool Backward, bool Decays>
 cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
     const auto with = [&](auto keys) {
         const int identity = Corrects && w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
         const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
                         w.count - w.probe);
-        const size_t shared =
-            WalkLayout<T>(Carver(nullptr), Corrects, Backward, w.stages, w.keys_of_warp * w.parts, w.strips, w.parts)
-                .bytes;
-        return launch(walk<T, decltype(keys)::value, Corrects, Backward>, grid, dim3(w.strips * w.parts * kWarp),
-                      shared, stream, w);
+        const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w.stages,
+                                            w.keys_of_warp * w.parts, w.strips, w.parts)
+                                  .bytes;
+        return launch(walk<T, decltype(keys)::value, Corrects, Backward, Decays>, grid,
+                      dim3(w.strips * w.parts * kWarp), shared, stream, w);
     };
     switch (w.keys_of_warp) {
         case 16: return with(std::integral_constant<int, 16>());
@@ -253,8 +275,10 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_walks(const Walks<Factor<T>>& w, cudaStream_t stream) {
-    if (!w.pass.corrects) return launch_kernel<T, false, false>(w, stream);
-    return w.pass.backward ? launch_kernel<T, true, true>(w, stream) : launch_kernel<T, true, false>(w, stream);
+    return with_flags(w.pass.decays, w.pass.backward, [&](auto decays, auto backward) {
+        return w.pass.corrects ? launch_kernel<T, true, backward, decays>(w, stream)
+                               : launch_kernel<T, false, false, decays>(w, stream);
+    });
 }
 
 template cudaError_t launch_walks<float>(const Walks<float>&, cudaStream_t);

@@ -20,12 +20,13 @@ struct Walks {
     Sequence keys;               // backwards the queries, of a rule that does not correct
     Sequence values;             // backwards the gradients of outputs
     Sequence queries, d_values;  // backwards, of a rule that corrects
+    Sequence erase;              // with decays of keys, of a rule that corrects
     Sizes sizes;
     RulePass pass;
     WalkStates first, others;  // where the slice's first walk (backwards its last) starts, and the others
     WalkStates ends;           // where they end
     float* kept;               // where the forward pass keeps states; null: nowhere
-    float* passed;             // of a probe: what walks make of the identity, or their gates multiplied
+    float* passed;             // of a probe: what walks make of the identity, or their gates or decays multiplied
     int length, count;         // chunks of a walk; walks of the slice
     int keys_of_warp, parts, strips, stages;  // as in WalkPlan
     int probe;                                // 1: only what walks make of zeros, and `passed`
@@ -38,20 +39,23 @@ struct Walks {
 
 template <typename T>
 struct WalkLayout {
-    Stages<T> keys, queries, values;
-    Stages<float> inverse, steps;
+    Stages<T> keys, queries, values, erase;
+    Stages<float> inverse, steps, decays;
     Stages<Factor<T>> scores;
     float4* exchange;
     size_t bytes;
 
-    __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, int stages, int key_rows, int strips,
-                                   int parts)
+    __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, bool decayed, int stages, int key_rows,
+                                   int strips, int parts)
         : keys(carver, stages, kSide, key_rows), queries(carver, corrects && backward ? stages : 0, kSide, key_rows),
-          values(carver, stages, kSide, strips * kTileRows) {
+          values(carver, stages, kSide, strips * kTileRows),
+          erase(carver, corrects && decayed ? stages : 0, kSide, key_rows) {
         inverse.first = carver.matrix<float>(corrects ? stages * kSide : 0, kSide, 8);
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
         steps.distance = kStepNumbers;
+        decays.first = {carver.take<float>(decayed ? stages * key_rows : 0), key_rows};
+        decays.distance = key_rows;
         scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
         exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
         bytes = carver.used;

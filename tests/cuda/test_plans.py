@@ -33,20 +33,24 @@ def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
         assert emulator.choose(operation, sizes, torch.bfloat16) == "recurrent"
 
 
+@pytest.mark.parametrize("decays", [0, 1])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
+def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, decays, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
     for columns, stages, segments in itertools.product((16, 32, 64), (1, 2), (1, 2)):
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"walk=1 columns={columns} stages={stages} segments={segments}")
-        plan = emulator.plan(operation, sizes, torch.bfloat16)
+        plan = emulator.plan(operation, sizes, torch.bfloat16, separate_decays=decays)
         found = (plan.chunk, plan.columns, plan.stages, plan.segments, plan.threads)
         assert found == (64, columns, stages, segments, 2 * columns) and plan.blocks == -(-90 // columns)
     # Chunks follow one another where there is none such, or where chunks of 64 would not end at an interval.
     for text, interval in (("walk=1 columns=48", 128), ("walk=1", 96), ("walk=-1", 128)):
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", text)
-        assert emulator.plan(operation, (*sizes[:5], interval), torch.bfloat16).cycles > 0
+        assert emulator.plan(operation, (*sizes[:5], interval), torch.bfloat16, separate_decays=decays).cycles > 0
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "walk=1")
-    assert emulator.plan(operation, sizes, torch.bfloat16).cycles == 0, "what is asked for is the cheapest"
+    plan = emulator.plan(operation, sizes, torch.bfloat16, separate_decays=decays)
+    assert plan.cycles == 0, "what is asked for is the cheapest"
+    if decays and operation.startswith("diagonal"):
+        assert emulator.plan(operation, sizes, torch.bfloat16, separate_decays=2).walk == 0, "values do not decay"
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5, 100])

@@ -18,7 +18,7 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 CORRECTING = [rule for rule in RULES if rule.corrects]
 BY_DIMENSION = [*DECAYS, *CORRECTING[2:]]  # decays of each key or value, or erase keys
 CHUNKED = [*BY_HEAD, *BY_DIMENSION]  # of decays of neither there is a sum
-WALKED = BY_HEAD  # whose chunks may be side by side
+WALKED = [*BY_HEAD, DECAYS[1], *CORRECTING[2:]]  # whose chunks may be side by side; not where values decay
 BY_CHUNKS = [("chunked", rule) for rule in CHUNKED] + [("walked", rule) for rule in WALKED]
 WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + BY_CHUNKS
 
@@ -347,7 +347,8 @@ def test_devices_with_less_shared_memory(emulator, algorithm, rule, capability, 
                 sizes = (1, T, 1, size, size, interval)
                 taken = emulator.supports(f"{family}_{way}", sizes, torch.float32, capability, by_dimension)
                 assert taken == (capability >= 80)
-            if not taken:
+            # Gradients of erase keys and logs take 104 KB in float32: there chunks follow one another.
+            if not taken or (algorithm == "walked" and rule in CORRECTING[2:] and shared_memory < 104):
                 return
         check(emulator, rule, algorithm, interval, B=1, T=T, H=1, K=size, V=size)
 
@@ -433,6 +434,8 @@ THOUSANDS = [
             *[("delta", "one"), ("delta", "repeated keys"), ("gated delta", "near one")],
             *[("gated delta", "ordinary or erased"), ("gated delta", "repeated keys, one")],
             *[("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one")],
+            *[("decay of keys", "near one"), ("decay of keys", "ordinary or erased"), ("Kimi delta", "near one")],
+            *[("Kimi delta", "ordinary or erased"), ("Kimi delta", "repeated keys, one")],
         ]
     ),
     *(
@@ -441,6 +444,8 @@ THOUSANDS = [
             *[("delta", "near one", 8e-3, 8e-3), ("delta", "repeated keys", 8e-3, 4e-3)],
             *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
             *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5)],
+            *[("decay of keys", "near one", 4e-3, 3e-3), ("Kimi delta", "near one", 6e-3, 5e-3)],
+            *[("two gates", "ordinary", 5e-3, 3e-3)],
         ]
         for plan in ("", "segments=4")
     ),
