@@ -58,7 +58,7 @@ optional<Tensor> state_input(const char* name, const optional<Tensor>& x, const 
     return contiguous_of(x);
 }
 
-// Of a tensor without elements, which may have no address or any: null.
+// Null for a tensor without elements, which may have any address.
 void* pointer(const optional<Tensor>& x) { return x && x->numel() ? x->data_ptr() : nullptr; }
 
 Tensor gradient_of(const optional<Tensor>& x, const Tensor& v) { return x ? gradient_like(*x) : nothing(v); }
