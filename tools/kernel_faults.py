@@ -329,8 +329,8 @@ CUDA = (
     without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
     Fault(
         "cuda/chunked/walk.cu",
-        "                state.each([&](int, int, float& x) { x *= whole; });\n            }\n            if constexpr (Backward) {",
-        "            }\n            if constexpr (Backward) {",
+        "x *= whole; });\n            }\n            if constexpr (Backward) {",
+        "});\n            }\n            if constexpr (Backward) {",
     ),
     Fault(
         "cuda/chunked/walk.cu",

@@ -88,7 +88,8 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
-    const double passed = 2.0 * heads * sizes.time * (sizes.key_dim + sizes.value_dim) * sizeof(T);
+    const double numbers = 2.0 * (sizes.key_dim + sizes.value_dim) + (plan.pass.decays ? sizes.key_dim : 0);
+    const double passed = numbers * heads * sizes.time * sizeof(T);
     const double room = passed * (backward ? 2 * kPartBackwards : kPartForwards) / of_chunk;  // chunks of all heads
     const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
                                             : std::max(whole, static_cast<int>(room / heads) / whole * whole);
