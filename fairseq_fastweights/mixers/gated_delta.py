@@ -236,7 +236,7 @@ class GatedDelta(Mixer):
         return log_gate.transpose(0, 1)
 
     def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """What the memory gave, (time, batch, num_heads, value_dim), normed and gated, with heads side by side."""
+        """Norms and gates `y`, what the memory gave, (time, batch, num_heads, value_dim); puts heads side by side."""
         return gate(
             self._output_logits(projected[-1]),
             self._output_activation,

@@ -31,8 +31,8 @@ class Retention(MemoryAttention):
         out = W_out (scale * swish(W_g x) * norm(y / sqrt(m))), norm to mean 0 and variance 1 in each head,
                                                                 m the size of q and k
 
-    With `rms_norm` the norm is w * y / rms(y), with a weight for each number of a head, and keeps the mean: the form of
-    RetNet's published models, in flash-linear-attention.
+    With `rms_norm` the norm is w * y / rms(y), with a weight for each number of a head, and keeps the mean, as in
+    flash-linear-attention.
 
     Args:
         embed_dim: width of the input and of the output.

@@ -178,7 +178,7 @@ def _convolved(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    """What a memory gives that decays, and adds values under their keys, or with `beta` corrects what these hold."""
+    """Reads a memory that decays, and adds values under their keys, or with `beta` corrects what these hold."""
     state, out = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, :, None]

@@ -140,7 +140,14 @@ def test_other_layers_are_refused_by_name(kind: str, settings: Any, message: str
     assert re.search(message, error := capsys.readouterr().err), error
 
 
-@pytest.mark.parametrize(("kind", "ratio", "between"), [("kda", 4, 5632), ("retnet", None, 5632), ("retnet", 2, 2816)])
-def test_the_inner_width_is_the_multiple_of_256_above_two_thirds(kind: str, ratio: int | None, between: int) -> None:
+WIDTHS: list[tuple[str, dict[str, Any], int]] = [
+    ("kda", {"hidden_ratio": 4}, 5632),
+    ("retnet", {"hidden_ratio": None}, 5632),
+    ("retnet", {}, 2816),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "between"), WIDTHS)
+def test_the_inner_width_is_the_multiple_of_256_above_two_thirds(kind: str, settings: Any, between: int) -> None:
     config = {"model_type": kind, **fla_models.SETTINGS, "intermediate_size": None, "hidden_size": 2048}
-    assert read_family(config | {"hidden_ratio": ratio}, set()).options["decoder-ffn-embed-dim"] == between
+    assert read_family(config | settings, set()).options["decoder-ffn-embed-dim"] == between

@@ -37,6 +37,8 @@ SETTINGS = {
     " --softmax-output-gate --decoder-normalize-before --output-norm-layers all",
     "heads that do not divide the width": "--mixers kimi-delta --fast-weight-heads 3 --kimi-delta-key-dim 4"
     " --kimi-delta-value-dim 6 --kimi-delta-gate-bias",
+    "as in flash-linear-attention": "--mixers delta-net:1,gla:2 --delta-net-gate --gla-value-dim 6 --gla-rank 3",
+    "retention with weights": "--mixers retention --retention-rms-norm --retention-value-dim 6 --retention-eps 0.01",
     "no norm at the end": "--decoder-normalize-before --no-decoder-final-norm",
     "tied": "--share-decoder-input-output-embed --mask-special-symbols --activation-fn gelu_accurate",
     "tied, of another size": "--share-decoder-input-output-embed --decoder-input-dim 12 --decoder-output-dim 12",

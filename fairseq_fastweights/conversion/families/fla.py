@@ -215,7 +215,7 @@ def _decaying(config: dict[str, Any], shape: Shape, mixer: str, gates: Callable[
 
 
 def _delta(shape: Shape, memory: _Memory, theirs: str, ours: str, *, key_heads: int, conv: int) -> Iterator[Weight]:
-    """What all delta networks have."""
+    """The weights that all delta networks have."""
     keys, values = key_heads * memory.key_dim, memory.heads * memory.value_dim
     for part, rows in (("q", keys), ("k", keys), ("v", values), ("b", memory.heads)):
         yield plain(f"{theirs}{part}_proj.weight", f"{ours}{part}_proj.weight", rows, shape.width)
