@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State
-from fairseq_fastweights.mixers.padding import beyond, without_padding
+from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
@@ -40,7 +40,7 @@ class _ForgetGate(nn.Module):
         return log_gate.unflatten(-1, (len(rates), -1))
 
 
-class GatedDelta(Mixer):
+class GatedDelta(MovesPadding):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), in the form of OLMo-hybrid and Qwen3-Next.
 
         q, k, v = silu(conv([W_q x, W_k x, W_v x]))           the last `conv` inputs of each channel
@@ -92,7 +92,6 @@ class GatedDelta(Mixer):
     }
 
     takes_attention = True
-    takes_starts = True
     _smallest_rate: float = SMALLEST_RATE
     _output_activation = "silu"
     _writes_once = True
@@ -168,21 +167,9 @@ class GatedDelta(Mixer):
         A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE).log())
         draw_step_biases_(dt_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
-    ) -> tuple[Tensor, State]:
-        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
-
     def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
-        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
         modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
         projected, logits, *of_gates = project(text, modules, together=3)

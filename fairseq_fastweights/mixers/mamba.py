@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State
-from fairseq_fastweights.mixers.padding import beyond, without_padding
+from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.ops.gating import gate
@@ -22,7 +22,7 @@ FORGETS = 2.0**64
 """The size of a step that empties the state: exp(-FORGETS * rate) is 0."""
 
 
-class Mamba(Mixer):
+class Mamba(MovesPadding):
     """A selective state space between a short convolution and a gate (Gu & Dao 2023, Sec. 3.4 and Algorithm 2).
 
         x, z = W_in input                           `expansion` x embed_dim channels each
@@ -71,7 +71,6 @@ class Mamba(Mixer):
     }
 
     takes_attention = True
-    takes_starts = True
 
     def __init__(
         self,
@@ -119,21 +118,9 @@ class Mamba(Mixer):
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
         draw_step_biases_(self.dt_proj.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
-    ) -> tuple[Tensor, State]:
-        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
-
     def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
-        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
         u, conv_state = short_convolution(

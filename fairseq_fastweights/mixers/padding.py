@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fairseq_fastweights.mixers.documents import check_starts
-from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.mixer import Mixer, State
 
 
-def without_padding(
-    mix: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, State]],
-    x: Tensor,
-    padding: Tensor | None,
-    starts: Tensor | None,
-) -> tuple[Tensor, State]:
-    """Calls `mix` with the padding, (batch, time), of x, (time, batch, dim), moved to the ends of rows and set to 0.
+class MovesPadding(Mixer):
+    """Base class of mixers that compute rows with padding at their ends alone, where it takes no position."""
 
-    `mix` gets these rows, their lengths, (batch,) or None without padding, and `starts`, moved alike. Its output is
-    moved back.
-    """
-    starts = check_starts(starts, x, padding)
-    if padding is None:
-        return mix(x, None, starts)
-    text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
-    out, state = mix(text, (~padding).sum(1), None if starts is None else rows_to_the_end(starts, order))
-    return put_back(out, order), state
+    takes_starts = True
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Mixes rows whose padding is moved to their ends and set to 0; shapes and results as of `Mixer.forward`."""
+        starts = check_starts(starts, x, padding)
+        if padding is None:
+            return self._mix(x, None, starts, state, overwrite)
+        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
+        starts = None if starts is None else rows_to_the_end(starts, order)
+        out, state = self._mix(text, (~padding).sum(1), starts, state, overwrite)
+        return put_back(out, order), state
+
+    def _mix(
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
+    ) -> tuple[Tensor, State]:
+        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
+        raise NotImplementedError
 
 
 def beyond(time: int, lengths: Tensor) -> Tensor:

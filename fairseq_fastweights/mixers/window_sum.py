@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import beyond, without_padding
+from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
@@ -23,7 +22,7 @@ from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
 from fairseq_fastweights.ops.autocast import without_autocast
 
 
-class WindowSum(MemoryAttention):
+class WindowSum(MovesPadding, MemoryAttention):
     """A window of softmax attention and a memory of the sum rule, with one denominator (LoLCATs; Zhang et al. 2024).
 
         a_tj = exp(s_tj - max_j s_tj),  s_tj = q_t k_j / sqrt(head_dim)      of the last `window` positions j
@@ -68,7 +67,6 @@ class WindowSum(MemoryAttention):
         "window": Option(int, 64, "number of positions that window-sum compares by softmax, the current one included")
     }
     takes_attention = True
-    takes_starts = True
     papers_map = "relu"
     papers_normalization = frozenset({"sum", "attention"})
 
@@ -122,22 +120,9 @@ class WindowSum(MemoryAttention):
         """Sets the factor of the window to 1."""
         nn.init.zeros_(self.log_factor)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
-    ) -> tuple[Tensor, State]:
-        """Compares, writes and reads for every step; shapes and results are those of `Mixer.forward`."""
-        return without_padding(partial(self._mix, state=state, overwrite=overwrite), x, padding, starts)
-
     def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, *, state: State | None, overwrite: bool
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
     ) -> tuple[Tensor, State]:
-        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
         time = len(text)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)

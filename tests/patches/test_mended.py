@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from fairseq_fastweights import command_line
 from tests.conftest import command, train
@@ -64,12 +66,16 @@ def files_without_iopath(folder: Path) -> None:
 
 def dictionaries_that_are_files(folder: Path) -> None:
     from fairseq.data import Dictionary
+    from fairseq.text_files import FileError
 
     os.mkfifo(folder / "pipe")
     for name in (".", "pipe"):
         with pytest.raises(ValueError, match="is no regular file; it must be a dictionary") as error:
             Dictionary.load(str(folder / name))
         assert command_line.told(error.value) == str(error.value)
+    with pytest.raises(FileError, match=r"there is no dictionary .*dict\.txt; fairseq-preprocess writes it") as error:
+        Dictionary.load(str(folder / "dict.txt"))
+    assert command_line.told(error.value) == str(error.value)
     (folder / "dict.txt").write_text("word 3\n")
     assert Dictionary.load(str(folder / "dict.txt")).symbols[-1] == "word"
 
@@ -156,6 +162,35 @@ def test_a_training_without_an_optimizer_ends_before_anything_is_read(tmp_path, 
         command("train", str(tmp_path / "none"), "--task", "language_modeling", "--arch", "transformer_lm")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "fairseq-train: error: the following arguments are required: --optimizer"
+
+
+def test_so_does_one_of_hydra_and_in_one_line(monkeypatch) -> None:
+    from fairseq.dataclass.configs import FairseqConfig
+    from fairseq.invalid_input import InvalidInput
+    from fairseq_cli import hydra_train
+
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    monkeypatch.delenv("HYDRA_FULL_ERROR")
+    monkeypatch.setattr(hydra_train, "_hydra_main", hydra_train.pre_main)
+    with pytest.raises(InvalidInput, match="--optimizer is required; fairseq-hydra-train takes it as optimizer=adam"):
+        hydra_train.hydra_main.__wrapped__(OmegaConf.structured(FairseqConfig()))
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"  # or Hydra would print a traceback, and not ask sys.excepthook
+
+
+def test_settings_are_one_line_unless_all_are_asked_for(caplog) -> None:
+    from fairseq.logging.settings_in_brief import log_settings
+
+    logger, task = logging.getLogger("of_a_command"), {"_name": "language_modeling"}
+    read = OmegaConf.create({"task": task, "model": None, "common_eval": {"path": "x.pt"}})
+    trained = OmegaConf.create({"task": task, "model": {"arch": "transformer_lm"}, "optimizer": {"_name": "adam"}})
+    for level in ("INFO", "DEBUG"):
+        with caplog.at_level(level, logger.name):
+            log_settings(logger, read)
+            log_settings(logger, trained)
+    more = "(LOGLEVEL=DEBUG shows all settings)"
+    first = f"task language_modeling, path x.pt {more}"
+    second = f"task language_modeling, model transformer_lm, optimizer adam {more}"
+    assert caplog.messages == [first, second, first, str(read), second, str(trained)]
 
 
 def test_half_precision_on_a_cpu_is_told_to_be_slow(corpus, tmp_path) -> None:

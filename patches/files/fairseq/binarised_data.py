@@ -74,8 +74,10 @@ def check_folder(path: str) -> None:
 def open_dictionary(path: str) -> TextIO:
     """Opens a dictionary; a pipe alone that the shell made of a command's output, as in `--srcdict <(...)`.
 
-    Raises `FileError` for what is no file: to open a pipe might wait forever.
+    Raises `FileError` if there is none, and for what is no file: to open a pipe might wait forever.
     """
+    if not os.path.exists(path):
+        raise FileError(f"there is no dictionary {path}; fairseq-preprocess writes it beside the data")
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.startswith("/dev/fd/"):
         raise FileError(f"{path} is no regular file; it must be a dictionary, as fairseq-preprocess writes it")
     opened: TextIO = open_text(path, newline="\n")  # a word may have other line breaks in it
