@@ -158,7 +158,7 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
         return _with_fairseqs_noise(self._build_mixer(embed_dim), cfg)
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
-        """What fairseq's layer computes, with the mixer for attention. It has no use for a mask of attention."""
+        """Computes fairseq's layer with the mixer for attention, which has no use for a mask."""
         out: Tensor = self.run(x, None, padding=encoder_padding_mask)
         return out
 
@@ -220,7 +220,7 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         incremental_state: dict[Any, Any] | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """What fairseq's layer computes, with mixers for attention; `starts` marks documents, where there is no source.
+        """Computes fairseq's layer with mixers for attention; `starts` marks documents, where there is no source.
 
         Returns:
             (time, batch, embed_dim), and as in fairseq the weights of attention, None of a mixer, and None.
