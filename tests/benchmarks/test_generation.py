@@ -8,7 +8,6 @@ import generation
 import pytest
 import torch
 from generation import TRANSFORMER, Generation
-from harness import converted
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +79,8 @@ def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:
 
 
 def test_a_converted_model_goes_on_after_so_many_words_as_it_is_and_compiled() -> None:
+    pytest.importorskip("transformers")
+    converted = import_module("harness.converted")
     source = converted.llama(converted.TINY | {"num_hidden_layers": 2})
     hybrid = converted.converted(source, "window-sum", "2")
     ours, theirs = hybrid.model.layers[0].fc2, source.model.layers[0].mlp.down_proj
