@@ -18,14 +18,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import process_time
 from typing import Any
 
 import torch
 import transformers
 from harness import converted, records
 from harness.program import finish, make_parser, parse
-from harness.timing import Clock, first_calls, time_in_turns
+from harness.timing import Clock, ProcessorClock, first_calls, time_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.mamba import modeling_mamba
@@ -263,7 +262,7 @@ def main() -> None:
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick] | ({"compiled": options.compiled} if options.compiled else {})
     # With all its weights a token takes many milliseconds, and other work on the machine would be in them.
-    clock = Clock(process_time) if options.subject == "converted" else Clock()
+    clock = ProcessorClock() if options.subject == "converted" else Clock()
     rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds, clock)]
     finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)
 
