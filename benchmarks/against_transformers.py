@@ -11,20 +11,20 @@ models: random models of the real classes, Qwen3-Next and Kimi-Linear of about 1
 same without the rule's work, which no implementation of the rule can beat.
 converted: the next word of a random model in the shape of SmolLM2-135M after so many words, by transformers' class, by
 this package, and with memories in some of its layers, or in all. Times are those of the processor, with one thread.
+--compiled NAME ... adds compiled steps of these models for a batch of one, which takes minutes each.
 """
 
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import process_time
 from typing import Any
 
 import torch
 import transformers
 from harness import converted, records
 from harness.program import finish, make_parser, parse
-from harness.timing import Clock, first_calls, time_in_turns
+from harness.timing import Clock, ProcessorClock, first_calls, time_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.mamba import modeling_mamba
@@ -192,7 +192,10 @@ def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
     text = torch.randint(4, shape["vocab_size"], (2, 9))
     with torch.no_grad():
         check_alike(*(models[name](text).logits for name in ("source", PEER)))
-    compiled = {name: converted.compiled(models[name]) for name in models if name in sizes["compiled"]}
+    wanted, able = sizes.get("compiled", []), [name for name in models if name != PEER]
+    if unknown := [name for name in wanted if name not in able]:
+        sys.exit(f"--compiled has {unknown[0]!r}; it must have some of {', '.join(map(repr, able))}")
+    compiled = {name: converted.compiled(models[name]) for name in wanted}
     for batch, befores in sizes["lengths"].items():
         steps = models | ({f"{name}, compiled": step for name, step in compiled.items()} if batch == 1 else {})
         for before in befores:
@@ -222,11 +225,8 @@ SUBJECTS: dict[str, tuple[Callable[..., Iterator[Comparison]], dict[str, Any], d
     ),
     "converted": (
         conversions,
-        {
-            **{"shape": converted.SMOLLM2, "lengths": {1: [256, 1024, 2048, 4096], 32: [256, 1024]}},
-            "compiled": ["source", *(f"{mixer} in 6 of 30 layers" for mixer in converted.MEMORIES)],
-        },
-        {"shape": converted.TINY, "lengths": {1: [70], 2: [3]}, "compiled": []},
+        {"shape": converted.SMOLLM2, "lengths": {1: [256, 1024, 2048, 4096], 32: [256, 1024]}},
+        {"shape": converted.TINY, "lengths": {1: [70], 2: [3]}},
     ),
 }
 
@@ -251,13 +251,18 @@ def compare(comparison: Comparison, rounds: int, clock: Clock) -> list[dict[str,
 def main() -> None:
     parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
     parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument(
+        "--compiled", nargs="+", metavar="NAME", help="of converted: models that torch.compile makes, too"
+    )
     parser.set_defaults(device="cpu")
     options = parse(parser)
+    if options.compiled and options.subject != "converted":
+        parser.error(f"--compiled is given; the subject must be converted, not {options.subject}")
     keep_freed_memory()
     comparisons, *sizes = SUBJECTS[options.subject]
-    chosen = sizes[options.quick]
+    chosen = sizes[options.quick] | ({"compiled": options.compiled} if options.compiled else {})
     # With all its weights a token takes many milliseconds, and other work on the machine would be in them.
-    clock = Clock(process_time) if options.subject == "converted" else Clock()
+    clock = ProcessorClock() if options.subject == "converted" else Clock()
     rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds, clock)]
     finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)
 

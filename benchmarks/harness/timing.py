@@ -22,21 +22,29 @@ TOKENS_OF_A_TURN = 3
 
 
 class Clock:
-    """The time that passes, or another that `now` reads, as time.process_time."""
+    """The time that passes."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def read(self) -> float:
+        """What it says, in seconds."""
+        return time.perf_counter()
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
         """The time of one call, of `repeats` made; `host` seconds, in which it gives the device work, may not count."""
-        start = self._now()
+        start = self.read()
         for _ in range(repeats):
             call()
-        return (self._now() - start) / repeats
+        return (self.read() - start) / repeats
 
     def repeats(self, seconds: float) -> int:
         """How often to repeat a call that takes this long."""
         return max(1, math.ceil(SHORTEST_MEASUREMENT / max(seconds, 1e-6)))
+
+
+class ProcessorClock(Clock):
+    """The time that the process computes, in all of its threads: what others do on the machine is not in it."""
+
+    def read(self) -> float:
+        return time.process_time()
 
 
 class CudaClock(Clock):

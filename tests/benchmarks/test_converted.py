@@ -1,10 +1,16 @@
 """benchmarks/harness/converted.py: a converted model, whose steps are timed."""
 
+from importlib import import_module
+
+import pytest
 import torch
-from harness import converted
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_converted_model_goes_on_after_so_many_words_as_it_is_and_compiled() -> None:
+    pytest.importorskip("transformers")
+    converted = import_module("harness.converted")
     source = converted.llama(converted.TINY | {"num_hidden_layers": 2})
     hybrid = converted.converted(source, "window-sum", "2")
     ours, theirs = hybrid.model.layers[0].fc2, source.model.layers[0].mlp.down_proj

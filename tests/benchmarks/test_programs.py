@@ -9,10 +9,10 @@ import all_cpu
 import pytest
 import torch
 from harness.cases import RULES
-from harness.converted import MEMORIES
 
 MEASURING = ("kernels", "generation", "translation", "training")
 BOTH = ("forward", "forward+backward")
+MEMORIES = ("gated-delta", "window-sum", "delta")
 
 
 @pytest.mark.slow
@@ -70,8 +70,8 @@ IN_TURNS = {
         (
             ("token",),
             (
-                *("source", "transformers", *(f"{mixer} in 1 of 5 layers" for mixer in MEMORIES)),
-                *(f"{mixer} in all layers" for mixer in MEMORIES),
+                *("source", "transformers"),
+                *(f"{mixer} in {x}" for x in ("1 of 5 layers", "all layers") for mixer in MEMORIES),
             ),
         ),
     ),
@@ -90,6 +90,19 @@ def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypa
     assert [(row["part"], row["pass"], row["name"]) for row in record["rows"]] == expected
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
+
+
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        ("mixers", "--compiled is given; the subject must be converted, not mixers"),
+        ("converted", "--compiled has 'transformers'; it must have some of 'source', "),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(subject: str, message: str, monkeypatch, run) -> None:
+    pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)
+    assert message in run("against_transformers", subject, "--quick", "--compiled", "transformers")
 
 
 ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in (*MEASURING, "sliding_window"))]

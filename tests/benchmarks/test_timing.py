@@ -1,12 +1,14 @@
 """Contestants take turns within a budget, and what is timed is a call, on a GPU without its launches."""
 
 import math
+import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import timing
-from harness.timing import CudaClock, first_calls, time_in_turns
+from harness.timing import Clock, CudaClock, ProcessorClock, first_calls, time_in_turns
 
 
 @pytest.mark.parametrize(("allowed", "rounds", "made"), [(math.inf, 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)])
@@ -78,3 +80,8 @@ def test_a_short_call_on_a_gpu_is_timed_without_its_launches(launches, each, flu
     measured, _ = time_in_turns({"call": call}, {"call": (warm, host)}, clock, 3)
     assert measured["call"]["min"] == pytest.approx(launches * each, rel=0.01) == measured["call"]["upper"]
     assert gpu.flushes == 3 * flushes
+
+
+def test_waiting_is_no_time_of_the_processor() -> None:
+    wait, half = partial(time.sleep, 0.2), 0.1
+    assert Clock().seconds(wait, 1) >= half > ProcessorClock().seconds(wait, 1)
