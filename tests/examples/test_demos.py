@@ -64,7 +64,7 @@ def test_the_splits_of_the_english_hold_all_of_it_and_share_nothing() -> None:
     assert all(0.08 < tokens[split] / sum(tokens.values()) <= 0.1 for split in ("valid", "test"))
 
 
-def test_texts_are_found_by_their_usual_names_and_what_cannot_be_used_is_named(tmp_path: Path, capsys) -> None:
+def test_texts_have_their_usual_names_and_unusable_ones_are_named(tmp_path: Path, capsys) -> None:
     (folder := tmp_path / "texts").mkdir()
     text = b"\xef\xbb\xbf" + " two  <unk>\tgröße ’\r\n\n".encode() * 50
     for name, content in (("train", text), ("valid.txt", text), ("wiki.test.tokens.gz", gzip.compress(text))):

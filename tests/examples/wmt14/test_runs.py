@@ -115,7 +115,7 @@ def test_what_was_run_with_other_commands_is_stale() -> None:
             assert report.is_stale(replace(now, **change)), change
 
 
-def test_the_pages_say_what_the_ledger_does_and_have_blocks_of_nothing_else() -> None:
+def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
     entries = ledger.read_ledger(ledger.COMMITTED)
     assert report.current(entries) == entries
     for name in ("convert.md", "results.md"):
