@@ -90,7 +90,7 @@ def test_a_claim_holds_if_its_whole_interval_does(softmax: list, dpfp: list, lea
 
 
 def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
-    """Of runs with the same data; losses are compared with that of the baseline, in percent."""
+    """Its runs have the same data; losses are compared with that of the baseline, in percent."""
     entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5)]
     made = report.block("multi30k", papers.SCALED["multi30k"], entries)
     softmax = r"\| softmax +\| +2 \| +10 \| 1.00 \| +8.00 ± 0.00 \| +39.10 ± 1.27 \| +26.6 \| +27.7 \|"
