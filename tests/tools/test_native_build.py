@@ -123,7 +123,11 @@ def test_changes_are_built_and_an_interrupted_build_is_not_taken_as_whole(
         assert "did not finish" in libraries_of(root).load("cpu")
         interrupted = False
         assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
-    # One for another processor, as in a folder that machines share.
+
+
+@needs_compiler
+def test_kernels_for_another_processor_are_refused_in_one_line(root: Path) -> None:
+    """As in a folder that machines share: none is run that this processor does not have."""
     dispatch = root / "cpu/dispatch.cpp"
     dispatch.write_text(SOURCES["dispatch.cpp"].replace('return "baseline"', 'return ""'))
     assert native_build.main([]) == 0
