@@ -92,7 +92,7 @@ def test_what_can_be_mended_is_told(call, arguments, text, spawned):
 
 
 @pytest.mark.parametrize("program", ["fairseq_cli.train", "some.other"])
-def test_the_hook_is_set_by_commands_of_fairseq_alone_and_leaves_tracebacks_to_who_wants_them(monkeypatch, program):
+def test_the_hook_is_set_by_fairseqs_commands_and_tracebacks_can_be_had(monkeypatch, program):
     before = sys.excepthook
     monkeypatch.setattr(sys, "excepthook", before)
     code = compile("def cli_main():\n    install()\n", f"/x/{program.replace('.', '/')}.py", "exec")

@@ -47,7 +47,7 @@ def test_examples_of_docstrings_give_what_they_say(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_what_the_reference_shows_has_an_example_and_describes_its_own_arguments(name: str) -> None:
+def test_the_reference_has_examples_and_describes_its_arguments(name: str) -> None:
     module, _, member = name.rpartition(".")
     shown = getattr(import_module(module), member)
     # The plural is the name that the site's reader of docstrings knows.
@@ -58,7 +58,7 @@ def test_what_the_reference_shows_has_an_example_and_describes_its_own_arguments
         assert re.search(rf"^ *\**{argument}: ", shown.__doc__, flags=re.MULTILINE), argument
 
 
-def test_the_reference_has_all_public_operations_maps_and_classes_of_transformers() -> None:
+def test_the_reference_has_all_public_operations_maps_and_classes() -> None:
     shown = {name.rpartition(".")[2] for name in REFERENCE}
     maps = import_module("fairseq_fastweights.feature_maps").FEATURE_MAPS.values()
     mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS.values()
@@ -96,7 +96,7 @@ def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_somewhere_tables_are_whole_and_nothing_is_left_to_be_filled_in(page: Path) -> None:
+def test_links_lead_somewhere_and_nothing_is_left_to_be_filled_in(page: Path) -> None:
     written = page.read_text(encoding="utf-8")
     assert not re.findall(r"@[A-Z_]+@|\bTODO\b|\bFIXME\b|\bTBD\b", written)
     text = re.sub(r"```.*?```", "", written, flags=re.DOTALL)
@@ -221,7 +221,7 @@ def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_has_what_is_made_of_the_code(tmp_path: Path) -> None:
+def test_the_site_is_built_without_warnings_and_shows_the_code(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -97,7 +97,7 @@ def run(arguments: list[str], folder: Path, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_bare_clone_works_on_chunkwise_without_fairseq_and_says_how_to_build(tmp_path: Path) -> None:
+def test_a_bare_clone_works_without_fairseq_and_says_how_to_build(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     for folder in ("fairseq_fastweights", "native", "cpu", "cuda", "tools"):
         shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("_native_*", "__pycache__"))

@@ -117,7 +117,7 @@ def test_favor_uses_features_that_are_orthogonal_in_blocks(training, count):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_favor_of_schlags_program_has_features_that_are_orthogonal_across_the_numbers_of_a_key(training):
+def test_favor_of_schlags_program_has_features_orthogonal_across_a_key(training):
     """R^T, (head_dim, m), has orthogonal rows in blocks of m: here two, of 3 and 1 rows; their norms are chi's of m."""
     torch.manual_seed(3)
     count = 3
@@ -164,7 +164,7 @@ def test_favor_gradients_are_the_same_under_activation_checkpointing(use_reentra
     assert torch.equal(expected, again) and not torch.equal(gradients(9, feature_map), again)
 
 
-def test_favor_of_long_vectors_neither_overflows_nor_vanishes_where_its_factor_is_free():
+def test_favor_of_long_vectors_neither_overflows_nor_vanishes():
     # exp(R x) overflows float32 here while |x|^2 / 2 outweighs it.
     feature_map = build("favor", favor_features=64).eval()
     x = torch.full((1, 1, 1, DIM), 60.0)
@@ -183,7 +183,7 @@ def test_favor_of_long_vectors_neither_overflows_nor_vanishes_where_its_factor_i
 
 @maps
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_half_precision_inputs_are_mapped_in_float32_and_meta_tells_the_shapes(name, options, equation, dtype):
+def test_half_precision_is_mapped_in_float32_and_meta_tells_the_shapes(name, options, equation, dtype):
     feature_map = build(name, **options).eval()
     inputs = queries_and_keys(DIM, dtype)
     compute = torch.float64 if dtype == torch.float64 else torch.float32

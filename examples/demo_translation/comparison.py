@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,5 +77,6 @@ def count_copies(checkpoint: Path) -> int:
     """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
     import torch
 
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
+    with torch.serialization.safe_globals([Namespace]):  # fairseq's settings are there, too
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
     return sum(value.numel() for name, value in state.items() if _COPY.search(name))

@@ -1,4 +1,4 @@
-"""What is measured of a generated token is what generation does, from the state that it would have left."""
+"""A generated token is measured as generation makes it, from the state that it would have left."""
 
 from collections.abc import Callable
 from copy import deepcopy

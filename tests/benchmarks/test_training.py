@@ -55,7 +55,7 @@ def test_every_part_is_trained_in_blocks(part, model, implementation, tmp_path: 
     assert 50 < profiled["operators"] < 2000 and "kernels" not in profiled
 
 
-def test_the_first_update_of_a_block_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
+def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
     now = iter([0.0, 10.0, 13.0, 20.0, 21.0])

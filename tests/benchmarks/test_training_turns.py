@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import training_turns
 from harness.timing import Budget
-from harness.training_turns import Lost
+from harness.training_turns import Lost, groups
 from harness.trainings import FLA, PLUGIN, Training
 
 
@@ -97,6 +97,7 @@ def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> Non
     # Half of the memory is for two of 12 GiB.
     at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
     assert max(at_a_time) == 2 and at_a_time[-1] == 0
+    assert next(groups([(named("a"), 12)] * 30, 24, 99)) == [(named("a"), 12)] * 12
     assert row["seconds"]["median"] == 0.1 and row["busy"] == 0.5 and row["kernels"] == 3
 
 

@@ -1,12 +1,15 @@
 """An update of the paper's small language model starts few operators, and waits for a GPU once at most."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import updates
+from harness import pages
 from harness.graphs_on_a_cpu import stand_in_graphs
-from harness.updates import watched
+from harness.updates import Update, watched
 
 from tests.conftest import train
 from tests.tasks.conftest import pairs, train_translation  # noqa: F401
@@ -99,3 +102,18 @@ def test_an_update_of_a_translation_model_waits_once(flags, our_fairseq, pairs: 
     with watched(after=1) as update:
         train_translation(pairs, tmp_path, "--log-interval", "100", "--no-save", *flags.split())
     assert len(update.waits) == 1, update.waits
+
+
+def test_what_was_counted_is_recorded_and_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Update(
+        {"forward": Counter(mm=3, graph_0_cpp_fused_add_0=1), "optimizer": Counter(_fused_adamw_=1)},
+        ["cpu at trainer.py:1"],
+    )
+    monkeypatch.setattr(updates, "watch", lambda data, model, precision, way: known)
+    monkeypatch.setattr("training.prepare", lambda folder, settings: folder)
+    options = "--models delta --precisions bf16 --ways compile --out".split()
+    assert run("updates", *options, tmp_path / "out.json") == ""
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["rows"][0]["most"] == {"mm": 3, "graph_0_cpp_fused_add_0": 1, "_fused_adamw_": 1}
+    cells = [cell.strip() for cell in pages.render(record).splitlines()[2].split("|")[1:-1]]
+    assert cells == ["delta", "bf16", "compiled", "5", "1", "4", "0", "1", "1"]

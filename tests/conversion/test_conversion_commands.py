@@ -56,7 +56,7 @@ def test_interactive_continues_a_text_as_the_source_does(converted, monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "same"), [("0", True), ("0.01", False)])
-def test_training_starts_at_the_sources_perplexity_and_what_comes_out_converts_back(converted, tmp_path, lr, same):
+def test_training_starts_at_the_sources_perplexity_and_converts_back(converted, tmp_path, lr, same):
     end, losses = converted.source.config.eos_token_id, []
     for line in LINES:
         tokens = torch.tensor([[end, *converted.words.encode(line).ids, end]])
@@ -78,7 +78,7 @@ def test_training_starts_at_the_sources_perplexity_and_what_comes_out_converts_b
     assert all(torch.equal(before.read(n), after.read(n)) for n in before.shapes) is same
 
 
-def test_checkpoints_of_other_types_and_of_former_names_convert_back_but_no_other_mixers(converted, tmp_path, capsys):
+def test_other_types_and_former_names_convert_back_but_no_other_mixers(converted, tmp_path, capsys):
     import transformers
 
     state = torch.load(converted.ours / "model.pt", weights_only=True)

@@ -63,7 +63,7 @@ def test_at_full_size_a_memory_reads_the_sources_grouped_projections(attention):
     assert torch.allclose(new(x)[0][:, 0], expected, rtol=1e-4, atol=1e-5)  # sums in another order
 
 
-def test_heads_that_share_keys_share_the_folded_map_and_values_the_mean_of_what_gates_let_in(attention):
+def test_heads_that_share_keys_share_the_folded_map_and_gated_values(attention):
     q, k = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
     fold = fold_map(q, k, HEADS, 3)
     new = swapped(attention, query_key_norm_eps=None, update_rule="decay", feature_dim=3)
@@ -148,7 +148,7 @@ def test_a_converted_model_trains(converted, data, tmp_path, kind, flags):
         ("Llama", "--mixers kimi-delta --kimi-delta-bias --kimi-delta-key-dim 8 --kimi-delta-value-dim 8"),
     ],
 )
-def test_attention_transfer_trains_the_memories_alone_towards_the_attention(converted, data, tmp_path, kind, mixer):
+def test_attention_transfer_trains_memories_alone_towards_the_attention(converted, data, tmp_path, kind, mixer):
     flags = [*mixer.split(), "--criterion", "attention_transfer", "--max-update", "12", "--lr", "0.01"]
     losses = train(data, converted[kind], tmp_path, *flags)
     assert losses[-1] < 0.7 * losses[0]
@@ -187,7 +187,7 @@ class Constant(Mixer):
         return self.value.expand(x.shape), {"state": x}
 
 
-def test_errors_are_relative_without_padding_and_layers_read_what_the_attentions_give(converted):
+def test_errors_are_relative_and_layers_read_what_the_attentions_give(converted):
     import_plugin()
     source = read_source(converted["Llama"] / "model.pt")
     model, dictionary, _ = sources.load(converted["Llama"], llamas.model("Llama"))

@@ -67,7 +67,7 @@ def linear(monkeypatch) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", RECURRENT[:3])
-def test_a_gated_delta_network_reads_the_sources_projections_with_open_gates(attention, linear, name):
+def test_a_gated_delta_network_reads_the_projections_with_open_gates(attention, linear, name):
     """Its first output by its equations, of what the attention's own projections give."""
     exact = {option_name(name, "eps"): 1e-15}
     negative = {option_name(name, "negative_eigenvalues"): True} if name == "delta-product" else {}
@@ -119,7 +119,7 @@ def test_sizes_are_those_after_the_norms_factors(attention):
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_without_biases_there_is_nothing_of_the_sources_and_gates_stay_as_large(attention, name):
+def test_without_biases_nothing_is_of_the_source_and_gates_stay_large(attention, name):
     mixer, drawn = swapped(attention, name, bias=False), build(name, bias=False)
     names = {parameter for parameter, _ in mixer.named_parameters()}
     assert not any(n.endswith("proj.bias") for n in names - {"dt_proj.bias"})
@@ -174,7 +174,7 @@ def _loss(model: Any, texts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_transfer_starts_mixers_with_the_norm_before_them_and_the_groups_that_are_named(fairseq, taught, name):
+def test_a_transfer_starts_mixers_with_their_norm_and_the_named_groups(fairseq, taught, name):
     _, folder, _ = taught
     flags = f"{PRE_NORM} --mixers {name} --{name}-bias"
     weights = read_source(folder / "model.pt").weights
@@ -197,7 +197,7 @@ BIASED = [f"{name} --{name}-bias" for name in RECURRENT]
 
 
 @pytest.mark.parametrize("flags", [*BIASED, "gated-delta", "window-sum --window-sum-window 4"])
-def test_a_converted_model_is_better_than_without_and_attention_transfer_makes_it_better(fairseq, taught, flags):
+def test_a_converted_model_is_better_most_of_all_by_attention_transfer(fairseq, taught, flags):
     source, folder, texts = taught
     flags = f"{PRE_NORM} --mixers {flags}"
     model = take(fairseq, folder, flags)

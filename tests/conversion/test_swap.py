@@ -46,7 +46,7 @@ def heads(projection: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return projection(x).view(*x.shape[:2], HEADS, -1)
 
 
-def test_at_full_size_the_layer_is_linear_attention_of_the_sources_projections(source):
+def test_at_full_size_a_layer_is_linear_attention_of_the_projections(source):
     new, how = swapped(source, **PLAIN)
     kinds = ("weight", "bias")
     assert how == {f"{name}{kind}": "rescaled" if "v" in name else "kept" for name in PROJECTIONS for kind in kinds}
@@ -104,7 +104,7 @@ def test_the_folded_map_keeps_as_much_of_queries_and_keys_as_any(source, m):
         assert torch.allclose(heads(new.get_submodule(name), X), expected, atol=1e-5)
 
 
-def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in_and_strengths_are_small(source):
+def test_the_decay_rules_values_are_gated_and_strengths_are_small(source):
     new, how = swapped(source, update_rule="decay", feature_dim=4)
     gate = new.value_decay_proj.bias
     # Spread over [1/n, 1 - 1/n], n = 8: neither all open nor all shut.
@@ -123,7 +123,7 @@ def test_values_of_the_decay_rule_are_multiplied_by_what_their_gates_let_in_and_
         assert how["beta_proj.weight"] == how["beta_proj.bias"] == "new"
 
 
-def test_longer_keys_of_a_linear_map_and_a_delta_rule_without_biases_are_refused():
+def test_longer_keys_and_a_delta_rule_without_biases_are_refused():
     for name in ("identity", "elu", "tanh"):
         with pytest.raises(ValueError, match=rf"feature_dim is 9; with the feature map {name} .* at most the 8"):
             check_swap(memory(update_rule="gated", feature_map=name, feature_dim=9))

@@ -73,7 +73,7 @@ def test_a_model_has_as_many_heads_as_the_settings_of_its_source_say(fairseq, te
     assert told + (", and so has the model, not 8 as its architecture" if heads == 16 else "\n") in caplog.text
 
 
-def test_a_command_that_asks_for_other_heads_than_the_source_has_is_refused(fairseq, tmp_path, monkeypatch, caplog):
+def test_other_heads_than_the_source_has_are_refused(fairseq, tmp_path, monkeypatch, caplog):
     options = f"{ADAPTIVE} --decoder-attention-heads 16"
     make_source(fairseq, tmp_path, options, "transformer_lm_baevski_wiki103", save_as_in_2019)
     for heads, words in ((4, []), (8, ["--decoder-attention-heads", "8"]), (8, ["model.decoder_attention_heads=8"])):
@@ -202,7 +202,7 @@ def test_the_report_advises_to_keep_the_attentions_scale(source, text, reported,
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_local_attention_keeps_all_weights_and_is_the_source_within_its_window(source, text, reported):
+def test_local_attention_keeps_weights_and_is_the_source_in_its_window(source, text, reported):
     model, folder = source
     local, *_ = reported(folder, f"{PRE_NORM} --mixers local --local-window 9")
     assert torch.allclose(log_probs(local, text(2, 9)), log_probs(model, text(2, 9)), atol=1e-5)
@@ -229,7 +229,7 @@ def test_retention_starts_with_attention_of_its_own(fairseq, tmp_path, reported,
     assert report["none of them"] == ["0", "0", "0", numbers[1], "0"]
 
 
-def test_attention_of_a_hybrid_with_retention_goes_with_its_output_projection(fairseq, source, reported):
+def test_attention_beside_retention_goes_with_its_output_projection(fairseq, source, reported):
     model, folder = source
     flags = f"{PRE_NORM} --update-rule retention --softmax-attention-layers 2"
     fresh = fairseq.build(flags, seed=3)

@@ -190,7 +190,7 @@ def test_options_that_cannot_work_are_named(fairseq, source, flags, message):
         take(fairseq, source[1], f"{PRE_NORM} {flags}")
 
 
-def test_options_of_a_transfer_need_one_and_a_model_that_is_loaded_takes_nothing(fairseq, source, tmp_path):
+def test_options_need_a_transfer_and_a_loaded_model_takes_nothing(fairseq, source, tmp_path):
     for flags in ("--transfer output", "--freeze output", "--dry-run"):
         args = fairseq.tiny("fast_weight_lm", flags)
         with pytest.raises(ValueError, match="it needs transfer_from, which is not set"):

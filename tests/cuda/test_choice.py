@@ -36,7 +36,7 @@ def sizes_and_gates(row):
     return (operation, sizes, getattr(torch, row["dtype"])), gates
 
 
-def test_what_is_chosen_was_the_fastest_on_an_h200_or_took_a_quarter_longer(emulator, monkeypatch):
+def test_the_choice_was_the_fastest_on_an_h200_or_a_quarter_slower(emulator, monkeypatch):
     """For 188 calls. Three choices are of plans that were not measured: those that fit only without gates, and numbers
     of segments. Chunks side by side were not measured at all."""
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "walk=-1")

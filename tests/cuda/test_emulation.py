@@ -54,7 +54,7 @@ def test_a_mistake_is_an_error_of_the_launch(probes, cxx, name, message):
     assert code == 719 and message in error
 
 
-def test_reading_too_early_gives_nan_and_a_race_other_results_in_another_order(probes):
+def test_early_reads_give_nan_and_races_differ_in_another_order(probes):
     for name in ("missing wait", "uninitialised"):
         code, _, out = run(probes, name)
         assert code == 0 and np.isnan(out).all()

@@ -77,7 +77,7 @@ def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads,
         ("delta_backward", torch.float32, False, 1),
     ],
 )
-def test_a_multiprocessor_has_room_for_as_many_blocks_as_registers_are_held_down_for(
+def test_a_multiprocessor_has_room_for_the_blocks_registers_allow(
     emulator, operation, dtype, gated, at_once, monkeypatch
 ):
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "chunk=32 columns=64 threads=256")

@@ -134,7 +134,7 @@ def read_before(data: SlidingWindows) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("tokens", [1, 5, 7, 8, 9, 40])
 @pytest.mark.parametrize(("new", "context"), [(1, 7), (1, 1), (3, 5), (4, 4), (7, 1)])
-def test_windows_score_every_token_once_in_the_context_that_fairseq_gives_it(tokens, new, context):
+def test_windows_score_every_token_once_in_the_context_of_fairseq(tokens, new, context):
     read = read_before(SlidingWindows(corpus_of(tokens), new, context))
     text = [EOS, *range(10, 10 + tokens)]
     # fairseq: blocks of `new` tokens, each after as many of the tokens before it as fit into `context`.

@@ -23,7 +23,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("sizes", "begins"), LINES)
-def test_a_document_begins_after_empty_lines_and_ends_with_the_last_of_them(sizes, begins):
+def test_a_document_begins_after_empty_lines_and_ends_with_the_last(sizes, begins):
     documents = Documents(corpus_of(*sizes))
     assert documents.bounds.tolist() == [*begins, sum(sizes)] and len(documents) == len(begins)
     for start, stop in itertools.combinations_with_replacement(range(sum(sizes) + 1), 2):

@@ -39,7 +39,7 @@ def test_states_are_kept_in_mid_epoch_alone():
     assert "carried_states" not in state_after(2, iterate(carrier, shards=2, rows=1))
 
 
-def test_without_states_a_run_goes_on_after_as_many_segments_in_batches_of_another_size():
+def test_without_states_a_run_goes_on_in_batches_of_another_size():
     """Four streams: rows of one process, or one row of each of two processes at a time."""
 
     def of(rows: int, shards: int, shard: int = 0) -> SegmentIterator:
@@ -103,7 +103,7 @@ def test_a_run_may_be_interrupted_again_and_again():
     assert sorted(seen) == [x for i in range(4) for x in range(14 + 81 * i // 4, 10 + 81 * (i + 1) // 4)]
 
 
-def test_the_segments_that_start_empty_are_the_same_in_any_processes_and_after_any_interruption():
+def test_the_same_segments_start_empty_in_any_processes_and_after_a_stop():
     """Each epoch has others, another seed has others, and an evaluation has none."""
 
     def read(shards=1, seed=5, stop=None, state=None, evaluates=False):

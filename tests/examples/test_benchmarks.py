@@ -55,9 +55,12 @@ def test_each_checkpoint_is_scored_once_for_its_data_and_options(programs: Progr
     assert calls("--limit", "3", **data) == []
     assert len(calls(CHECKPOINT="checkpoint_1_50.pt")) == 2
     assert {file.name for file in run.glob("*.json")} == {"benchmarks.json", "benchmarks.checkpoint_1_50.json"}
-    for change, env in (("run/checkpoint_best.pt", {}), ("run/checkpoint_best.pt", data), ("piqa.jsonl", data)):
-        (tmp_path / change).write_text("{}\n" * len(env))
-        assert len(calls(**env)) >= 2 and calls(**env) == []
+    assert len(calls()) == 2 and calls() == []
+    (run / "checkpoint_best.pt").write_text("other weights")
+    assert len(calls()) == 2 and calls() == []
+    assert len(calls(**data)) == 2 and calls(**data) == []
+    (tmp_path / "piqa.jsonl").write_text("{}\n")
+    assert len(calls(**data)) == 2 and calls(**data) == []
     for file in run.glob("benchmarks*"):
         file.unlink()
     for status in (1, 0):  # lm_eval fails; or it says that all is well, and writes nothing

@@ -76,7 +76,7 @@ sys.exit(0 if begun else 3)
 
 
 @pytest.mark.parametrize("case", ["resumes", "begins anew", "broken checkpoint", "changed"])
-def test_a_failed_step_is_shown_and_not_marked_as_done_and_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
+def test_a_failed_step_is_shown_is_not_done_and_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
     step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
     with pytest.raises(steps.StepError, match=r"a failed: .*exit status 3.*\n.*what went wrong\n.*log\.txt"):
         work(step)
@@ -103,7 +103,7 @@ TRAIN_LOG = """
 """
 
 
-def test_a_log_is_read_while_it_is_written_and_counts_updates_that_were_done_twice_once() -> None:
+def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
     assert fairseq_logs.read_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"')) == {
         "parameters": 1234,
         "train_ppl": [(2, 8.0), (4, 5.0)],

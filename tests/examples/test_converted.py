@@ -57,7 +57,7 @@ def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed
         assert list(encode.documents(path)) == texts
 
 
-def test_no_more_documents_are_taken_than_asked_for_and_nothing_is_done_twice(source: Path, tmp_path: Path, capsys):
+def test_as_many_documents_are_taken_as_asked_for_and_none_twice(source: Path, tmp_path: Path, capsys):
     (tmp_path / "train.jsonl").write_text('{"text": "abc"}\n' * 9)
     (tmp_path / "valid.jsonl").write_text('{"text": "de"}\n')
 

@@ -1,4 +1,4 @@
-"""What newcomers run: the commands of the page "Get started", which give its numbers, and the notebook."""
+"""The commands of the page "Get started" give its numbers, and the notebook runs: what newcomers do works."""
 
 import json
 import re

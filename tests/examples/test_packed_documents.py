@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from examples.packed_documents import main, stream
+from examples.packed_documents import NOTHING, Packer, main, stream
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 
 DOCUMENTS = ["a b c", "d", "e f g h i j k", "b c d e f", "a a"]
@@ -32,6 +32,16 @@ def folder(tmp_path: Path) -> Path:
     FastWeightForCausalLM(config).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "fairseq").mkdir()
     return tmp_path
+
+
+def test_a_row_goes_on_where_the_last_one_ended() -> None:
+    packer = Packer(4)
+    first = packer({"input_ids": [[7, 8], [7, 9, 5, 6, 4, 3, 2, 1]]})
+    assert first["input_ids"] == [[7, 8, 7, 9], [5, 6, 4, 3]]
+    assert first["position_ids"] == [[0, 1, 0, 1], [0, 1, 2, 3]]
+    assert first["labels"] == [[NOTHING, 8, NOTHING, 9], [5, 6, 4, 3]]
+    last = packer({"input_ids": [[7, 6]]})
+    assert (last["input_ids"], last["position_ids"]) == ([[2, 1, 7, 6]], [[0, 1, 0, 1]])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])

@@ -171,7 +171,7 @@ def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(data, 
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["transformer-xl-15-1"]
 
 
-def test_a_language_model_is_scored_in_windows_and_as_one_stream_and_its_state_is_counted(data, tmp_path, reproduce):
+def test_a_model_is_scored_in_windows_and_carried_and_its_state_counted(data, tmp_path, reproduce):
     small = ["--", *tiny("wikitext2", "sum"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
     status, _, err = reproduce("run", "wikitext2", data, tmp_path, "--rows", "sum-carried", "--seeds", "1", *small)
     assert status == 0, err

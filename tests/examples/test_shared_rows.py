@@ -53,7 +53,7 @@ def files_of(lock: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("row-1.lock.")) for path in lock.parent.iterdir())
 
 
-def test_a_dead_processes_lock_is_free_on_its_machine_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
+def test_a_dead_processes_lock_is_free_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
     with held_in_a_process(lock, "sys.exit()") as owner:
         owner.wait()
     locks.take(lock).release()
@@ -106,7 +106,7 @@ def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
 
 
-def test_what_a_killed_process_had_is_left_to_its_job_and_taken_over_after_it(tmp_path: Path) -> None:
+def test_what_a_killed_process_had_is_taken_over_after_its_job(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = start("long", tmp_path, "--jobs", "1")
     wait_for(lambda: jobs(tmp_path))
@@ -154,7 +154,7 @@ def run(tmp_path: Path, monkeypatch, reproduce):
     return call
 
 
-def test_a_row_that_fails_leaves_the_others_running_and_is_named_at_the_end(run, tmp_path: Path) -> None:
+def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: Path) -> None:
     status, said, err = run("failing", "--jobs", "2")
     assert status == 1 and rows_kept(tmp_path) == ["a", "b"] and "  | what went wrong" in said
     assert err.splitlines() == [
@@ -198,7 +198,7 @@ def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, m
     assert at_once == most and ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
 
 
-def test_options_reach_training_and_those_of_the_machine_or_after_a_second_sign_scoring(run, tmp_path: Path) -> None:
+def test_options_reach_training_and_some_of_them_scoring(run, tmp_path: Path) -> None:
     options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
     status, _, err = run("tiny", *options)
     assert status == 0, err
@@ -240,7 +240,7 @@ x | INFO | fairseq_cli.train | done training in 1.0 seconds
 """
 
 
-def test_the_ledger_has_what_a_log_says_of_gpus_and_kernels_and_a_table_marks_what_lacked_them(tmp_path: Path) -> None:
+def test_the_ledger_knows_gpus_and_kernels_and_tables_mark_what_lacks_them(tmp_path: Path) -> None:
     places = grid.Places(tmp_path, tmp_path / "out")
     (planned,) = grid.plan("tiny", tiny_table.table("a"), ["a"], [1], places, ["--fp16"], False)
     for step, log in zip(planned.steps, (LOG, "score 1.5\n"), strict=True):

@@ -141,7 +141,7 @@ def append(folder: Path, *entries: dict[str, Any]) -> None:
         json_lines.append_line(results.file_of(folder, value["point"]["setting"]), value)
 
 
-def test_results_come_back_as_they_were_appended_and_half_a_line_is_replaced(tmp_path: Path, capsys) -> None:
+def test_results_come_back_as_appended_and_half_a_line_is_replaced(tmp_path: Path, capsys) -> None:
     path, good = results.file_of(tmp_path, 1), entry()
     assert results.read_results(path) == {}
     append(tmp_path, good, entry("favor-64", loss=None), entry("dpfp-3") | {"key": "of another way of training"})
@@ -231,7 +231,7 @@ POINTS = {(x.point.seed, x.point.setting, x.point.model, x.point.size): x for x 
 SIZES = {1: range(20, 601, 20), 2: range(20, 201, 20)}
 
 
-def test_all_models_were_trained_at_all_sizes_to_the_end_that_the_paper_names() -> None:
+def test_all_models_were_trained_at_all_sizes_to_the_papers_end() -> None:
     """Below the target, or without progress: not at the limit of steps, and with numbers. The page has the tables."""
     of_the_paper = {setting: models.MODELS[setting].keys() - {"delta-favor-128"} for setting in SIZES}
     required = {(s, model, size) for s in SIZES for model in of_the_paper[s] for size in SIZES[s]}

@@ -32,7 +32,7 @@ def test_prepare_numbers_the_words_as_a_dictionary_that_is_given(published: Path
 
 
 @pytest.mark.slow
-def test_prepare_cuts_words_into_subwords_of_which_a_perplexity_of_a_word_is_told(tokens: Path, tmp_path: Path) -> None:
+def test_prepare_cuts_words_into_subwords_and_scores_are_per_word(tokens: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run_script(PREPARE, out, tokens, env={"SKIP_COUNTS": "1", "SUBWORDS": "340"})
     assert result.returncode == 0 and "339 subword types" in result.stdout, result.stderr

@@ -154,7 +154,7 @@ def test_rules_take_every_layout_and_dtype(name, layout):
             assert state is None or torch.equal(state, before)
 
 
-def test_only_the_models_kind_is_changed_twice_is_once_and_others_are_refused():
+def test_only_the_models_kind_is_changed_and_others_are_refused():
     model = build("olmo_hybrid")
     other = module_of("kimi_linear").causal_conv1d_fn
     fast.install(model)

@@ -132,7 +132,7 @@ def test_what_is_greedy_is_said_to_be(checkpoint) -> None:
     assert [greedy for _, greedy in scores] == [True, False, False, False, True]
 
 
-def test_a_text_is_read_whole_if_the_state_has_a_fixed_size_and_its_end_if_not(checkpoint) -> None:
+def test_a_text_is_read_whole_if_the_state_has_a_fixed_size(checkpoint) -> None:
     words = torch.randint(4, 44, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     for name in MODELS:
         lm = FastWeightLM(str(checkpoint(name)), device="cpu", batch_size="auto", segment=7)

@@ -109,7 +109,7 @@ def test_words_with_long_keys_do_not_vanish_beside_padding():
     assert_it_is_the_equation(module, query.float(), source.float(), PADDING, bound=1e-5)
 
 
-def test_parameters_are_those_of_fairseqs_attention_and_without_a_source_it_reads_what_asks():
+def test_parameters_are_fairseqs_and_without_a_source_it_reads_the_queries():
     module, (_, source) = build(), inputs()
     assert torch.equal(module(source, padding=PADDING)[0], attend(module, source, source, PADDING))
     theirs = MultiheadAttention(EMBED, HEADS, kdim=24, vdim=24, encoder_decoder_attention=True)

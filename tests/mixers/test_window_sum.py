@@ -74,7 +74,7 @@ def test_blocks_in_parts_and_with_padding_are_the_same(time, options):
 
 
 @torch.no_grad()
-def test_positions_rotate_queries_and_keys_and_a_text_within_the_window_is_softmax_attention():
+def test_positions_rotate_and_within_the_window_it_is_softmax_attention():
     rotary = {"rotary_dim": 2, "rotary_base": 50.0, **GROUPED}
     mixer, x = build(window=4, **rotary), contract.draw(15, EMBED)
     angles = 1e-6  # in float32
@@ -89,7 +89,7 @@ def test_positions_rotate_queries_and_keys_and_a_text_within_the_window_is_softm
             assert contract.error(wide(x)[0], attention(x)[0]) <= contract.FLOAT64
 
 
-def test_large_scores_do_not_overflow_and_the_window_never_divides_by_nothing():
+def test_large_scores_do_not_overflow_and_nothing_is_divided_by_zero():
     mixer, x = build(window=3).float(), contract.draw(12, EMBED).float()
     for scale in (300.0, 0.0):
         out = mixer(x * scale)[0]

@@ -12,7 +12,7 @@ ENDS = [0, 10, 25, 44]
 
 @pytest.mark.parametrize("tied", ["", "--tie-adaptive-proj"])
 @torch.no_grad()
-def test_without_square_projections_all_bands_are_one_table_of_the_input_and_of_the_output(fairseq, text, tied):
+def test_without_square_projections_all_bands_are_one_shared_table(fairseq, text, tied):
     """log p(w) = log_softmax over the first band's words and the other bands, plus one over the words of a band."""
     model = fairseq.build(f"{BANDS} {tied} --square-projections none --adaptive-softmax-bias").eval()
     decoder, tokens = model.decoder, text(2, 6)
@@ -49,7 +49,7 @@ def test_dropout_is_once_before_the_softmax_which_then_has_its_biases(fairseq, t
 
 
 @pytest.mark.parametrize("std", ["", "--init-std 0.02"])
-def test_square_projections_start_as_the_identity_and_the_variance_of_words_is_that_without_them(fairseq, std):
+def test_square_projections_start_as_identity_and_keep_the_words_variance(fairseq, std):
     """Drawn from N(0, 0.02), a projection would leave words a 0.02 sqrt(16)-th of their size."""
     flags = f"{BANDS} --tie-adaptive-proj {std} --square-projections"
     kept, identity = (fairseq.build(f"{flags} {choice}").decoder for choice in ("keep", "identity"))

@@ -97,7 +97,7 @@ def in_hydra(arch: str, given: dict) -> dict:
 
 
 @pytest.mark.parametrize("arch", [*OURS, *THEIRS])
-def test_flags_overrule_what_an_architecture_sets_and_hydra_does_what_flags_do(our_fairseq, fairseq, arch):
+def test_flags_overrule_an_architecture_and_hydra_does_what_flags_do(our_fairseq, fairseq, arch):
     """Also if settings are those of the architecture's model (six layers)."""
     changed = {"decoder_layers": 6, "decoder_embed_dim": 24, "decoder_attention_heads": 4, "dropout": 0.25}
     changed |= {"decoder_normalize_before": True, "adaptive_input_cutoff": "5,6", "max_target_positions": 77}

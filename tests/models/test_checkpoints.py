@@ -169,7 +169,7 @@ def with_former_settings(state_dict: dict[str, torch.Tensor], softmax: list[int]
 
 
 @pytest.mark.parametrize(("flags", "number"), [(SUM, 1), (f"{SUM} --rotary-dim 4", 2)])
-def test_former_hybrids_load_where_their_softmax_layers_are_and_nowhere_else(fairseq, text, flags, number):
+def test_former_hybrids_load_only_where_their_softmax_layers_are(fairseq, text, flags, number):
     """The sum rule has softmax attention's parameters: settings alone tell the layers apart."""
     saved = fairseq.build(f"{flags} --softmax-attention-layers {number}")
     state_dict = with_former_settings(saved.state_dict(), [number])

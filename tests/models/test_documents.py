@@ -61,7 +61,7 @@ def test_a_document_goes_on_in_the_next_segment_and_a_new_one_starts_empty(fairs
             torch.testing.assert_close(parts[row, begin:end], alone, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_starts_that_cannot_be_are_refused_and_layers_that_cannot_take_them_named(fairseq: Fairseq, text):
+def test_impossible_starts_are_refused_and_unable_layers_named(fairseq: Fairseq, text):
     with pytest.raises(ValueError, match=r"starts has shape \(40, 1\) .* must be \(1, 40\)"):
         fairseq.build()(text(1, 40), starts=STARTS.t())
     with pytest.raises(ValueError, match="starts is given; in generation it must be None"):

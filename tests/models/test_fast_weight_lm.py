@@ -110,7 +110,7 @@ def test_neither_later_tokens_nor_padding_change_an_output(fairseq, text, flags)
 
 
 @torch.no_grad()
-def test_positions_are_those_of_the_segment_and_the_state_is_that_of_the_text(fairseq, text):
+def test_positions_are_the_segments_and_the_state_is_the_texts(fairseq, text):
     model, tokens = fairseq.build(), text(BATCH, TIME)
     in_segments(model, tokens, [5, 7])
     carried, alone = model(tokens, continues=CONTINUE), model(tokens)
@@ -229,7 +229,7 @@ def test_dropped_layers_pass_on_their_states(fairseq, text):
     assert relative_error(out, model(tokens[:, [0, 1, 2, 3, 9, 10, 11]])[0][:, 4:]) <= FLOAT32
 
 
-def test_rows_that_continue_what_was_never_seen_start_empty_and_of_another_batch_are_refused(fairseq, text, caplog):
+def test_unseen_rows_start_empty_and_those_of_another_batch_are_refused(fairseq, text, caplog):
     model, tokens = fairseq.build(NO_POSITIONS), text(BATCH, TIME)
     assert torch.equal(model(tokens, continues=CONTINUE)[0], model(tokens)[0])
     assert "start empty" in caplog.text

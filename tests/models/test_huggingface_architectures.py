@@ -43,7 +43,7 @@ def on_meta(fairseq):
 
 
 @pytest.mark.parametrize(("family", "size"), [*zip(["gpt2"] * 4 + ["pythia"] * 4, [*GPT2, *PYTHIA], strict=True)])
-def test_gpt2_is_pre_norm_with_learned_positions_and_pythia_parallel_and_rotary(on_meta, family, size):
+def test_gpt2_is_pre_norm_with_positions_and_pythia_parallel_and_rotary(on_meta, family, size):
     model, args = on_meta(f"{family}_{size}")
     decoder, gpt2 = model.decoder, family == "gpt2"
     layers, width, heads, parameters = (GPT2 if gpt2 else PYTHIA)[size]

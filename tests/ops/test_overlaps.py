@@ -108,7 +108,7 @@ def test_compiled_code_reads_before_it_writes_and_refuses_overlapping_rows():
             compiled(k, k, v, torch.zeros(600, device=DEVICE).as_strided((3, 2, 6, 6), (90, 40, 5, 1)))
 
 
-def test_tensors_of_other_storages_may_share_memory_and_those_without_memory_share_none():
+def test_other_storages_may_share_memory_and_those_without_share_none():
     if DEVICE.type == "cpu":
         state = torch.zeros(1, 1, 4, 4)
         q = torch.from_numpy(state.numpy())[:, :, :1]

@@ -78,7 +78,7 @@ def test_loads_an_old_checkpoint_and_allows_nothing_more_to_others(load, zipped:
 
 
 @pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
-def test_loads_the_meters_of_fairseq_0_8_and_numpy_numbers_and_saves_these_again(load, core: bytes) -> None:
+def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: bytes) -> None:
     from fairseq.logging.meters import AverageMeter
 
     meter = AverageMeter()
@@ -128,7 +128,7 @@ def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, co
     assert not witness.exists()
 
 
-def test_the_weights_of_a_moving_average_are_loaded_from_a_file_that_holds_nothing_else(tmp_path: Path) -> None:
+def test_a_moving_average_is_loaded_from_a_file_of_nothing_else(tmp_path: Path) -> None:
     from fairseq.checkpoint_utils import load_ema_from_checkpoint
 
     (tmp_path / "ema.pt").write_bytes(saved({"extra_state": {"ema": {"weight": torch.arange(3.0)}}}))

@@ -38,9 +38,7 @@ FULL = OSError(28, "No space left on device")
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 @pytest.mark.parametrize("when", ["torch", "write", "close"])
-def test_each_try_begins_with_an_empty_file_and_one_that_failed_has_no_name(
-    save, tmp_path, monkeypatch, failures, when
-):
+def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(save, tmp_path, monkeypatch, failures, when):
     from fairseq import checkpoint_writer
 
     path, left, torch_save = tmp_path / "checkpoint_last.pt", failures, torch.save
@@ -130,7 +128,7 @@ def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(run, tmp_path, 
     assert run.save("third") == ["third", "third"] and len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_is_written_in_the_background_is_copied_and_what_fails_there_is_raised(run, tmp_path, monkeypatch):
+def test_background_writes_are_of_copies_and_their_failures_are_raised(run, tmp_path, monkeypatch):
     from fairseq import checkpoint_writer
     from fairseq.file_io import PathManager
 

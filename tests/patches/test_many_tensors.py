@@ -44,7 +44,7 @@ def values(optimizer: Adam) -> list[Tensor]:
 
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"amsgrad": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_adam_is_as_near_to_exact_arithmetic_as_one_parameter_after_the_other(dtype, settings, monkeypatch):
+def test_adam_is_as_exact_as_one_parameter_after_the_other(dtype, settings, monkeypatch):
     monkeypatch.setattr(many_tensors, "_PORTION", 20)  # of weights in 16 bits, which are rounded after every step
     exact = values(trained(torch.float64 if dtype == torch.float32 else dtype, False, **settings))
     loop, together = (values(trained(dtype, way, **settings)) for way in (False, True))
@@ -75,7 +75,7 @@ def test_states_of_both_ways_are_laid_out_alike_and_go_on_in_the_other(dtype, be
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-3)
 
 
-def test_what_lies_otherwise_in_memory_is_left_to_the_loop_and_sparse_gradients_are_refused():
+def test_other_layouts_are_left_to_the_loop_and_sparse_gradients_refused():
     transposed, sparse = nn.Parameter(torch.randn(3, 5).t()), nn.Parameter(torch.randn(4, 2))
     alone = nn.Parameter(transposed.detach().contiguous())
     transposed.grad, alone.grad = torch.ones(5, 3), torch.ones(5, 3)

@@ -107,7 +107,7 @@ def test_which_segments_start_empty_in_training_depends_on_the_seed(corpus):
     assert continued(1) == continued(1) != continued(2)
 
 
-def test_streams_need_a_batch_size_and_neither_they_nor_documents_are_continued_by_generation(corpus):
+def test_streams_need_a_batch_size_and_generation_continues_no_streams(corpus):
     why = {"carry_over_state": "generation starts from empty states", "separate_documents": "continues a sample as one"}
     for option in why:
         task = task_with(corpus, dataset_impl="mmap", use_plasma_view=False, **{option: True})

@@ -73,7 +73,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", [slow(way) if way == "workers" else way for way in WAYS])
-def test_the_last_update_is_kept_and_the_run_goes_on_as_if_nothing_had_been(data, tmp_path, change, way):
+def test_the_last_update_is_kept_and_the_run_goes_on_as_before(data, tmp_path, change, way):
     flags = [*SMALL, *WAYS[way], "--max-update", "6"]
     train(data, tmp_path / "undisturbed", *flags)
     change(3, lambda: cut(data / "train.bin"))
@@ -87,7 +87,7 @@ def test_the_last_update_is_kept_and_the_run_goes_on_as_if_nothing_had_been(data
     assert not found, found
 
 
-def test_the_place_of_the_last_update_is_kept_where_the_next_has_been_read_in_part(data, monkeypatch):
+def test_the_last_updates_place_is_kept_when_the_next_is_read_in_part(data, monkeypatch):
     """And what something else has open does not matter."""
     saved: list[int] = []
     monkeypatch.setattr(

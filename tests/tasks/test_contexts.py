@@ -95,7 +95,7 @@ def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, fla
 
 
 @pytest.mark.slow
-def test_a_run_that_is_taken_up_at_an_epochs_end_goes_on_as_if_it_had_not_stopped(corpus, tmp_path):
+def test_a_run_taken_up_at_an_epochs_end_goes_on_as_if_never_stopped(corpus, tmp_path):
     flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64", "--max-epoch"]
     whole = train(corpus, tmp_path / "whole", *flags, "2")
     parts = [losses(train(corpus, tmp_path / "parts", *flags, epochs), "train_loss") for epochs in "12"]

@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_refused_and_what_is_whole_is_named(corpus, run, way):
     assert not list(run.glob("new/*.pt"))
 
 
-def test_checkpoints_of_trainings_have_digests_which_the_old_format_is_checked_by(corpus, tmp_path):
+def test_checkpoints_have_digests_by_which_the_old_format_is_checked(corpus, tmp_path):
     path = tmp_path / "checkpoint_last.pt"
     for updates in ("2", "3"):
         flags = "--carry-over-state --store-ema --no-epoch-checkpoints --max-update".split()

@@ -58,7 +58,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         slow(signal.SIGTERM, ["--batch-size", "48"]),
     ],
 )
-def test_a_signal_lets_the_running_update_end_and_the_run_goes_on_from_there(corpus, tmp_path, whole, number, flags):
+def test_a_signal_lets_the_update_end_and_the_run_goes_on_from_there(corpus, tmp_path, whole, number, flags):
     def run() -> None:
         when_update_is_running(3, lambda: os.kill(os.getpid(), number))
         train(corpus, tmp_path, *FLAGS, *flags)
@@ -75,7 +75,7 @@ def test_a_signal_lets_the_running_update_end_and_the_run_goes_on_from_there(cor
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGHUP)])
-def test_signals_of_terminals_which_data_workers_get_too_let_the_running_update_end(corpus, tmp_path, number):
+def test_signals_that_data_workers_get_too_let_the_running_update_end(corpus, tmp_path, number):
     def run() -> None:
         os.setpgrp()
         when_update_is_running(3, lambda: os.killpg(0, number))

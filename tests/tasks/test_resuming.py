@@ -55,9 +55,7 @@ LEFT = [(0, 7, 3), (1, 4, 4), (3, 10, 2), (5, 10, 4), (6, 10, 4), (9, 10, 3)]
 
 @pytest.mark.parametrize(("done", "batches", "chunk"), LEFT)
 @pytest.mark.parametrize("whole_updates", [False, True])
-def test_another_number_of_batches_to_an_update_reads_all_that_is_left_of_an_epoch(
-    our_fairseq, done, batches, chunk, whole_updates
-):
+def test_another_update_frequency_reads_all_that_is_left_of_an_epoch(our_fairseq, done, batches, chunk, whole_updates):
     left = CountingIterator(range(done, batches), start=done, total=batches)
     updates = GroupedIterator(left, chunk, skip_remainder_batch=whole_updates)
     found = [updates.__next__() for _ in iter(updates.has_next, False)]

@@ -128,7 +128,7 @@ def test_training_starts_from_a_checkpoint_with_a_new_optimizer(pairs, translato
 
 
 @pytest.mark.slow
-def test_translations_depend_neither_on_the_batch_nor_on_the_age_of_the_checkpoint(pairs, translator, tmp_path):
+def test_translations_depend_on_neither_the_batch_nor_the_checkpoints_age(pairs, translator, tmp_path):
     expected, old = generate(pairs, translator, tmp_path / "out"), tmp_path / "old.pt"
     others = [generate(pairs, translator, tmp_path / size, "--batch-size", size) for size in ("1", "12")]
     others += [generate(pairs, save_as_of_old(translator, old, names), tmp_path / f"{names}") for names in (0, 1)]
@@ -152,7 +152,7 @@ def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, ca
     assert found[1] == found[3] != found[0]
 
 
-def test_interactive_leaves_a_byte_order_mark_out_and_names_what_is_no_utf8(
+def test_interactive_skips_a_byte_order_mark_and_names_what_is_no_utf8(
     our_fairseq, pairs, translator, tmp_path, capsys, monkeypatch
 ):
     def translate(content: bytes, *flags: str) -> str:

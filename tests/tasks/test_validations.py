@@ -126,7 +126,7 @@ def test_a_checkpoint_of_before_knows_the_best_loss_alone(tmp_path):
         assert run.validate(2.0) == (update is None)
 
 
-def test_as_many_of_the_best_are_kept_as_asked_for_whatever_their_losses_are(tmp_path):
+def test_as_many_of_the_best_are_kept_as_asked_for_whatever_the_losses(tmp_path):
     run = Run(tmp_path, keep_best_checkpoints=2)
     run.start()
     for loss in (3.0, INF, NAN, -1.0, -2.0, 0.5, -3.0):
@@ -142,7 +142,7 @@ def test_a_run_whose_time_is_over_trains_no_further(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_follows_validations_goes_on_from_the_end_of_an_epoch(corpus, tmp_path):
+def test_a_rate_that_follows_validations_goes_on_from_an_epochs_end(corpus, tmp_path):
     flags = [str(corpus), *TASK, *SMALL_MODEL, *QUIET, *CARRY, "--decoder-layers", "1", "--optimizer", "adam"]
     flags += "--tokens-per-sample 16 --batch-size 32 --no-epoch-checkpoints --stop-min-lr -1".split()
     flags += "--lr-scheduler reduce_lr_on_plateau --lr-patience 1 --lr-threshold 9".split()

@@ -1,6 +1,7 @@
 """ptxas says what a kernel takes; registers that spill where a shape is tuned for are a fault."""
 
 import os
+from pathlib import Path
 
 import check_cuda_kernels
 import pytest
@@ -45,6 +46,15 @@ def nvcc() -> None:
         Nvcc.find()
     except Unavailable as reason:
         pytest.skip(str(reason))
+
+
+def test_what_does_not_compile_fails(nvcc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    source = tmp_path / "broken.cu"
+    monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
+    for text, status, says in (("no_such_thing();", 1, "broken.cu, sm_80: does not compile"), ("", 0, "sm_80")):
+        source.write_text(f"__global__ void kernel() {{ {text} }}\n")
+        assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == status
+        assert says in "".join(capsys.readouterr())
 
 
 @pytest.mark.emulated  # minutes, even where all cores are free

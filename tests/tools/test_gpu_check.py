@@ -45,7 +45,7 @@ def test_a_stage_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path:
     os.close(read)
 
 
-def test_a_failing_stage_does_not_stop_the_others_and_former_results_are_kept(tmp_path: Path, capsys) -> None:
+def test_a_failing_stage_does_not_stop_the_others_and_results_are_kept(tmp_path: Path, capsys) -> None:
     results = tmp_path / "gpu.json"
     results.write_text(json.dumps({"other": 1, "gpu check": {"first": "old", "build": {"status": "passed"}}}))
     stages = [
@@ -79,7 +79,7 @@ def test_the_exit_status_tells(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     assert "there is no stage c; there are a; b" in capsys.readouterr().err
 
 
-def test_the_plan_names_programs_that_there_are_and_each_tool_of_the_sanitizer(monkeypatch) -> None:
+def test_the_plan_names_existing_programs_and_each_sanitizer_tool(monkeypatch) -> None:
     plan = {stage.name: stage for stage in gpu_check.stages("gpu")}
     named = [word for stage in plan.values() for word in stage.command if word.endswith(".py")]
     assert named and all((ROOT / name).is_file() for name in named)

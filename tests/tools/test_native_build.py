@@ -90,7 +90,7 @@ def recorded(root: Path) -> dict[str, dict[str, object]]:
 
 
 @needs_compiler
-def test_what_changed_is_built_and_an_interrupted_build_is_not_taken_for_a_whole_one(
+def test_changes_are_built_and_an_interrupted_build_is_not_taken_as_whole(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[str] = []
@@ -123,7 +123,11 @@ def test_what_changed_is_built_and_an_interrupted_build_is_not_taken_for_a_whole
         assert "did not finish" in libraries_of(root).load("cpu")
         interrupted = False
         assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
-    # One for another processor, as in a folder that machines share.
+
+
+@needs_compiler
+def test_kernels_for_another_processor_are_refused_in_one_line(root: Path) -> None:
+    """As in a folder that machines share: none is run that this processor does not have."""
     dispatch = root / "cpu/dispatch.cpp"
     dispatch.write_text(SOURCES["dispatch.cpp"].replace('return "baseline"', 'return ""'))
     assert native_build.main([]) == 0
@@ -176,7 +180,7 @@ def test_without_a_compiler_only_what_was_asked_for_is_an_error(
 
 
 @needs_compiler
-def test_kernels_are_compiled_for_this_processor_alone_unless_others_are_asked_for(monkeypatch) -> None:
+def test_kernels_are_for_this_processor_unless_others_are_asked_for(monkeypatch) -> None:
     """As the compiler knows it; where it does not, for all. A wheel and a build with sanitizers are for all."""
     compiler, unknowing = native_toolchain.HostCompiler.find(), native_toolchain.HostCompiler(("false",), "14.1")
     assert (
@@ -219,7 +223,7 @@ def test_a_second_build_says_what_it_waits_for(tmp_path: Path, monkeypatch: pyte
         ((), {"state": 3}, ["were not built"]),
     ],
 )
-def test_a_library_is_loaded_into_the_torch_of_its_build_or_refused_in_one_line(
+def test_a_library_is_loaded_into_its_torch_or_refused_in_one_line(
     root: Path, gone: tuple[str, ...], facts: dict[str, object], says: list[str]
 ) -> None:
     (root / LIBRARY).write_bytes(b"no library")

@@ -48,9 +48,7 @@ def made_anew(root: Path, steps: SimpleNamespace, *arguments: str) -> bool:
     return bool(steps.taken)
 
 
-def test_an_environment_is_left_alone_but_for_kernels_unless_its_files_or_versions_changed(
-    root: Path, steps, monkeypatch, capsys
-) -> None:
+def test_an_environment_is_left_alone_unless_files_or_versions_changed(root: Path, steps, monkeypatch, capsys) -> None:
     assert setup_environment.main(["--torch", "2.11.0"]) == 0 and len(steps.taken) == 6
     assert not made_anew(root, steps, "--torch", "2.13.0", "--any-torch")
     assert steps.build.mock_calls == [call([str(root / ".venv/bin/python"), "tools/native_build.py"], cwd=root)] * 2

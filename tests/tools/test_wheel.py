@@ -42,7 +42,7 @@ def wheel(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_it_holds_the_package_and_kernels_that_need_of_torch_its_stable_abi_alone(wheel: Path, tmp_path: Path) -> None:
+def test_it_holds_the_package_and_kernels_that_need_the_stable_abi_alone(wheel: Path, tmp_path: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

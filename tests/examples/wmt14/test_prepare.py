@@ -50,7 +50,7 @@ def test_a_vocabulary_is_refused_and_the_possible_one_works(kind, parallel, tmp_
     assert again.returncode == 0 and "cleaning" not in again.stdout, again.stderr
 
 
-def test_prepared_data_hold_the_subwords_of_all_pairs_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
+def test_prepared_data_hold_all_pairs_subwords_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
     model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
     for name in (f"{split}.{language}" for split in ("train", "valid", "test") for language in ("en", "de")):
         raw, cut = corpus.read_text(parallel / name), list(map(model.decode, corpus.read_text(stub_data / name)))
@@ -76,7 +76,7 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
 
 
 @pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
-def test_fairseq_is_given_all_subwords_and_an_interrupted_preparation_goes_on(signal, parallel, tmp_path, programs):
+def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(signal, parallel, tmp_path, programs):
     out, env = tmp_path / "out", {"VOCABULARY": 361, "WORKERS": 1}
     cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": signal})
     assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
@@ -93,7 +93,7 @@ def test_fairseq_is_given_all_subwords_and_an_interrupted_preparation_goes_on(si
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_a_finished_folder_is_left_as_it_is_and_never_made_of_something_else(stub_data, parallel, tmp_path, programs):
+def test_a_finished_folder_is_left_alone_and_is_of_nothing_else(stub_data, parallel, tmp_path, programs):
     before = {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
     again = programs.prepare(f"{stub_data}/", parallel)
     assert again.returncode == 0 and again.stdout == f"{stub_data} is finished\n"

@@ -90,13 +90,14 @@ def test_a_claim_holds_if_its_whole_interval_does(softmax: list, dpfp: list, lea
 
 
 def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
-    """Of runs with the same data; losses are compared with that of the baseline, in percent."""
+    """Its runs have the same data; losses are compared with that of the baseline, in percent."""
     entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5)]
     made = report.block("multi30k", papers.SCALED["multi30k"], entries)
     softmax = r"\| softmax +\| +2 \| +10 \| 1.00 \| +8.00 ± 0.00 \| +39.10 ± 1.27 \| +26.6 \| +27.7 \|"
     assert re.search(softmax, re.sub(" +", " ", made)) and " 36.50 |" in made and "not run" in made
     with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
-        report.block("multi30k", papers.SCALED["multi30k"], [*entries, entry("linear", 2, 36.5, inputs="x")])
+        mixed = [entry("linear", seed, 36.5, inputs=of) for seed, of in ((1, "x"), (2, "y"))]
+        report.block("multi30k", papers.SCALED["multi30k"], mixed)
     scores = [("source", 1, 8.0), ("sum-6", 1, 16.0), ("sum-6", 2, 16.0)]  # log(16) is by a third above log(8)
     losses = [entry(row, n, table="smollm2", scores={"test, context-0": x}) for row, n, x in scores]
     made = report.block("smollm2", papers.SCALED["smollm2"], losses)
@@ -114,7 +115,7 @@ def test_what_was_run_with_other_commands_is_stale() -> None:
             assert report.is_stale(replace(now, **change)), change
 
 
-def test_the_pages_say_what_the_ledger_does_and_have_blocks_of_nothing_else() -> None:
+def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
     entries = ledger.read_ledger(ledger.COMMITTED)
     assert report.current(entries) == entries
     for name in ("convert.md", "results.md"):
