@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, number, positive
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.llama import Shape, read_shape
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked
 
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings", "eos_token_id")
 
 
+@reads("gated_deltanet")
 def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Gated DeltaNet in all layers."""
     check(config, "use_gate", True)
     return _family(config, names, end_of_text, "gated-delta", _gated_delta, head_dim=256, heads=6, expand=2.0)
 
 
+@reads("kda")
 def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Kimi delta attention in all layers."""
     check(config, "safe_gate", False)
