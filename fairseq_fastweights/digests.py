@@ -1,9 +1,10 @@
-"""Digests of a checkpoint's content, which are kept in it, under "digests" beside "model".
+"""The digest of a checkpoint's weights, which is kept in it, under "digests" beside "model".
 
-Each is of one part of the checkpoint: of the names, types, shapes and bytes of its tensors and of all its plain values,
-in their order, whatever the format of the file. Bytes count by their CRC-32, which is fast and misses no accident of up
-to 32 bits in a row; it is no proof against intent. isal works it out five to ten times as fast as zlib, which does
-where isal is not installed.
+It shows what the CRC-32 of each record of a zip archive cannot: that a program loaded the file, whole or damaged, and
+saved other weights, whose CRCs are right; and damage where there are no CRCs, in the format of before torch 1.6. It is
+of the names, types, shapes and bytes of the weights, in their order, whatever the format of the file. Bytes count by
+their CRC-32, which is fast and misses no accident of up to 32 bits in a row; it is no proof against intent. isal works
+it out five to ten times as fast as zlib, which does where isal is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 try:
@@ -24,7 +24,7 @@ except ImportError:
     from zlib import crc32 as crc32
 
 DIGESTS = "digests"
-"""What they are under in a checkpoint."""
+"""The name of the digests in a checkpoint; earlier ones have one of each part."""
 
 THREADS = min(8, os.cpu_count() or 1)
 """How many CRCs are worked out at once: they let go of Python's lock."""
@@ -34,96 +34,62 @@ _LONGEST = 200
 
 
 def with_digests(state: Any) -> Any:
-    """A checkpoint, to be saved, with digests of all that is in it; other objects as they are."""
+    """A checkpoint, to be saved, with the digest of its weights; other objects as they are."""
     if not isinstance(state, dict) or "model" not in state:
         return state
     # No part's name stands alone: a pickle would have the string once, and one flipped bit in it would change both.
-    return {**state, DIGESTS: [f"{name} {digest}" for name, digest in digests(state).items()]}
+    return {**state, DIGESTS: [f"model {model_digest(state['model'])}"]}
 
 
-def digests(state: dict[str, Any]) -> dict[str, str]:
-    """The digests of a checkpoint's parts, by name; a part that is None has none."""
-    seen, crcs = dict[int, bytes](), _crcs(state)
-    parts = {str(name): part for name, part in state.items() if name != DIGESTS and part is not None}
-    return {name: hashlib.sha256(_fingerprint(part, seen, crcs)).hexdigest()[:16] for name, part in parts.items()}
+def model_digest(model: Any, crcs: dict[tuple[int, int], int] | None = None) -> str:
+    """The digest of a model's weights.
+
+    Args:
+        model: the weights by name.
+        crcs: those of `storage_crcs`, if they are known.
+    """
+    return hashlib.sha256(_fingerprint(model, storage_crcs(model) if crcs is None else crcs)).hexdigest()[:16]
 
 
-def _fingerprint(value: Any, seen: dict[int, bytes], crcs: dict[Any, bytes]) -> bytes:
-    """The digest of one value; a value of none of these types counts by the name of its type alone."""
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        value = value.item()  # as the safe loader reads it
-    if value is None or type(value) in (str, int, float, bool, bytes, complex, torch.Size, torch.dtype, torch.device):
-        return repr(value).encode()
-    if id(value) in seen:
-        return seen[id(value)]
-    seen[id(value)] = b"within itself"
+def is_changed(state: Any, crcs: dict[tuple[int, int], int] | None = None) -> bool | None:
+    """True if a checkpoint's weights do not have the digest that it notes; None if it notes none."""
+    if not isinstance(state, dict) or DIGESTS not in state:
+        return None
+    noted = state[DIGESTS]
+    return not isinstance(noted, list) or f"model {model_digest(state.get('model'), crcs)}" not in noted
+
+
+def storage_crcs(state: Any) -> dict[tuple[int, int], int]:
+    """The CRC-32 of the storages, on the CPU, of all tensors within a checkpoint, by address and size."""
+    tensors = (x for _, x in tensors_in(state) if x.layout is torch.strided and x.device.type == "cpu")
+    storages = {(x.data_ptr(), x.nbytes()): x for x in (tensor.untyped_storage() for tensor in tensors)}
+    with ThreadPoolExecutor(THREADS) as pool:
+        crcs = pool.map(lambda x: _crc(torch.empty(0, dtype=torch.uint8).set_(x)), storages.values())
+        return dict(zip(storages, crcs, strict=True))
+
+
+def _crc(tensor: torch.Tensor) -> int:
+    return crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _fingerprint(value: Any, crcs: dict[tuple[int, int], int]) -> bytes:
     if isinstance(value, torch.Tensor):
         parts = [b"tensor", _tensor_fingerprint(value, crcs)]
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        native = np.ascontiguousarray(value, value.dtype.newbyteorder("="))  # as NumPy's own unpickling makes it
-        parts = [b"array", f"{native.dtype.str} {value.shape} {crc32(native.data)}".encode()]
-    elif isinstance(value, (dict, argparse.Namespace)):
-        entries = value.items() if isinstance(value, dict) else vars(value).items()
-        parts = [b"dict", *(_fingerprint(x, seen, crcs) for entry in entries for x in entry)]
-    elif isinstance(value, (list, tuple)):
-        parts = [b"list" if isinstance(value, list) else b"tuple", *(_fingerprint(x, seen, crcs) for x in value)]
-    elif isinstance(value, (set, frozenset)):
-        parts = [b"set", *sorted(_fingerprint(x, seen, crcs) for x in value)]
+    elif isinstance(value, dict):
+        parts = [b"dict", *(_fingerprint(x, crcs) for entry in value.items() for x in entry)]
     else:
-        parts = [type(value).__qualname__.encode()]
-    found = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
-    seen[id(value)] = found
-    return found
+        return repr(value).encode()
+    return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
 
-def _crcs(state: Any) -> dict[Any, bytes]:
-    """The digests of the bytes of all tensors within it, by where they are: of tied weights one is enough."""
-    plain = {}
-    for _, tensor in tensors_in(state):
-        if _has_bytes(tensor):
-            numbers = _numbers(tensor)
-            plain[_place(numbers)] = numbers
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(plain, pool.map(_crc, plain.values()), strict=True))
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that a tensor has: itself, or the storage where its numbers stand for several each."""
-    storage = tensor.untyped_storage()
-    if tensor.nbytes <= storage.nbytes():
-        return tensor.detach()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def _crc(tensor: torch.Tensor) -> bytes:
-    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return b"%d" % crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _tensor_fingerprint(tensor: torch.Tensor, crcs: dict[Any, bytes]) -> bytes:
+def _tensor_fingerprint(tensor: torch.Tensor, crcs: dict[tuple[int, int], int]) -> bytes:
     described = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
-    if not _has_bytes(tensor):
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return described.encode()
-    numbers = _numbers(tensor)
-    if numbers.shape != tensor.shape:
-        described += f" {tensor.stride()}"
-    return described.encode() + b" " + crcs[_place(numbers)]
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    crc = crcs.get((tensor.data_ptr(), tensor.nbytes)) if plain else None  # of its whole storage
+    crc = _crc(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()) if crc is None else crc
+    return f"{described} {crc}".encode()
 
 
 def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,16 +118,3 @@ def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
 def name_within(name: str, key: Any) -> str:
     """The name of a part of what is called `name`; as short as a message needs."""
     return f"{name[:_LONGEST]}.{str(key)[:_LONGEST]}".lstrip(".")
-
-
-def changed_parts(state: Any) -> list[str] | None:
-    """The parts of a checkpoint of which it has other digests, or none; None if it has no digests at all."""
-    if not isinstance(state, dict) or DIGESTS not in state:
-        return None
-    noted = state[DIGESTS]
-    try:
-        found = digests(state)
-    except RecursionError:  # nothing that was saved with digests is nested so deeply
-        found = {}
-    told = dict(str(line).rpartition(" ")[::2] for line in noted) if isinstance(noted, list) else {}
-    return sorted(name for name in {*found, *told} if found.get(name) != told.get(name))

@@ -1,10 +1,10 @@
 """Checks that a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
 
-`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. What
-this project writes has digests of its content, too, under "digests" beside "model": also the format of before torch
-1.6, which has no CRCs, can carry them, and they notice what was damaged before it was written. A program that loads a
-checkpoint, changes it and saves it again keeps the digests of before: where they are not the content's and the CRCs
-are, it is said and no error.
+`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. So a
+program can load a damaged checkpoint and save it again with CRCs that are right. What this project writes therefore
+has a digest of its weights, too (`digests`), which such a program keeps; so does one that changes weights on purpose:
+where the digest is another and the CRCs are right, that is a warning and no error. The format of before torch 1.6 has
+no CRCs: there the digest shows damage of weights, and other damage shows only where it cannot be read.
 
 This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch and NumPy alone, so
 that `tools/build_fairseq.py` can put it into fairseq, too.
@@ -23,7 +23,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,13 +33,14 @@ import torch
 # Relative, to be found in fairseq, too.
 from .bounded_loading import TooLargeError, is_archive, load, why_inflated
 from .checkpoint_updates import num_updates
-from .digests import DIGESTS, THREADS, changed_parts, crc32, digests, tensors_in
+from .digests import DIGESTS, THREADS, crc32, is_changed, model_digest, storage_crcs
 from .text_files import FileError
 
 logger = logging.getLogger(__name__)
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
+_OTHER_DIGEST = "is damaged: what it holds under model has not the digest that is noted"
 _KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISFIFO: "a pipe",
@@ -80,12 +81,12 @@ def why_not_regular(path: str | os.PathLike[str]) -> str | None:
     return f"is {kind}; it must be a regular file"
 
 
-def damage_of(file: BinaryIO, loaded: Any = None) -> str | None:
+def damage_of(file: BinaryIO, loaded: Mapping[tuple[int, int], int] | None = None) -> str | None:
     """As `why_damaged`, of an open file, which is then where it was.
 
     Args:
         file: the open file.
-        loaded: what was just loaded of it, if that was; records that are its tensors' numbers are not read again.
+        loaded: the CRCs of what was just loaded of it, from `storage_crcs`; these records are not read again.
 
     Raises:
         OSError: if it cannot be read.
@@ -98,7 +99,7 @@ def damage_of(file: BinaryIO, loaded: Any = None) -> str | None:
         if not start:
             return "is empty (0 bytes)"
         if start == _ZIP:
-            return _damage_of_archive(file, loaded)
+            return _damage_of_archive(file, loaded or {})
         if start.startswith(_PICKLE):
             return _damage_of_pickle(file)
         return f"is damaged or no checkpoint: it begins with {start!r}"
@@ -106,7 +107,7 @@ def damage_of(file: BinaryIO, loaded: Any = None) -> str | None:
         file.seek(at)
 
 
-def _damage_of_archive(file: BinaryIO, loaded: Any) -> str | None:
+def _damage_of_archive(file: BinaryIO, loaded: Mapping[tuple[int, int], int]) -> str | None:
     if inflated := why_inflated(file):
         return inflated
     try:
@@ -122,19 +123,14 @@ def _damage_of_archive(file: BinaryIO, loaded: Any) -> str | None:
         memoryview(content) as view,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        complaints = list(pool.map(partial(_damage_of_record, view), records, _are_loaded(records, loaded, pool)))
+        complaints = list(pool.map(partial(_damage_of_record, view), records, _are_loaded(records, loaded)))
     found = (f"its record {x.filename} {said}" for x, said in zip(records, complaints, strict=True) if said)
     return next((f"is damaged: {first}" for first in found), None)
 
 
-def _are_loaded(records: list[zipfile.ZipInfo], loaded: Any, pool: Executor) -> list[bool]:
+def _are_loaded(records: list[zipfile.ZipInfo], loaded: Mapping[tuple[int, int], int]) -> list[bool]:
     """True for each record that matches what was loaded: as many storages with its CRC as records."""
-    tensors = [
-        tensor for _, tensor in tensors_in(loaded) if tensor.layout is torch.strided and tensor.device.type == "cpu"
-    ]
-    storages = {x.data_ptr(): x for x in (tensor.untyped_storage() for tensor in tensors)}
-    crcs = pool.map(lambda x: crc32(torch.empty(0, dtype=torch.uint8).set_(x).numpy().data), storages.values())
-    found = Counter(zip((x.nbytes() for x in storages.values()), crcs, strict=True))
+    found = Counter((size, crc) for (_, size), crc in loaded.items())
     noted = Counter((record.file_size, record.CRC) for record in records)
     return [found[key] >= noted[key] for key in ((record.file_size, record.CRC) for record in records)]
 
@@ -172,11 +168,7 @@ def _damage_of_pickle(file: BinaryIO) -> str | None:
             return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
         reason = str(error).removeprefix("Weights only load failed. ").split(". ")[0].splitlines()
         return f"is cut short or damaged ({reason[0] if reason else type(error).__name__})"
-    return _not_as_noted(changed_parts(state) or [])
-
-
-def _not_as_noted(parts: list[str]) -> str | None:
-    return f"is damaged: what it holds under {' and '.join(parts)} has not the digest that is noted" if parts else None
+    return _OTHER_DIGEST if is_changed(state) else None
 
 
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
@@ -210,9 +202,7 @@ def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
 
 
 def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
-    """Checks a checkpoint that was just loaded, and takes its digests out of it.
-
-    Where they are the content's, nothing more is done; elsewhere its CRCs are compared with those of what was loaded.
+    """Compares the CRCs and the digest of a checkpoint with what was just loaded, and takes the digest out of it.
 
     Args:
         file: the open file.
@@ -222,23 +212,20 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
     Raises:
         FileError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
     """
-    changed = changed_parts(state)
+    crcs, archive = storage_crcs(state), is_archive(file)
+    if archive and (damage := damage_of(file, crcs)):
+        raise FileError(complain(path, damage))
+    changed = is_changed(state, crcs)
     if isinstance(state, dict):
         state.pop(DIGESTS, None)
-    if changed == []:
-        return
-    if is_archive(file):
-        if damage := damage_of(file, state):
-            raise FileError(complain(path, damage))
-        if changed:
-            logger.warning(
-                "%s: its digest of %s is not that of what it holds. A program changed it after training, as "
-                "one that averages checkpoints does, or it was damaged before it was written",
-                path,
-                " and ".join(changed),
-            )
-    elif reason := _not_as_noted(changed or []):
-        raise FileError(complain(path, reason))
+    if changed and not archive:
+        raise FileError(complain(path, _OTHER_DIGEST))
+    if changed:
+        logger.warning(
+            "%s: its digest of model is not that of what it holds. A program changed it after training, as one that "
+            "averages checkpoints does, or it was damaged before it was written",
+            path,
+        )
 
 
 def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
@@ -254,7 +241,7 @@ def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
-    """True if a checkpoint is whole, and a line about it, with the digests of its parts."""
+    """True if a checkpoint is whole, and a line about it, with the digest of its weights."""
     if damage := why_damaged(path):
         return False, complain(path, damage)
     try:
@@ -264,21 +251,17 @@ def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
         return False, f"{path} {error}"
     except Exception as error:
         return True, f"{path} is whole; it cannot be read further: {str(error).splitlines()[0]}"
-    if not isinstance(state, dict):
-        return True, f"{path} is whole; it holds {type(state).__name__}, no parts by name"
-    changed = changed_parts(state)
-    noted = "none is noted" if changed is None else "as noted"
-    if changed:
-        noted = f"of {', '.join(changed)} another one is noted"
-    listed = ", ".join(f"{name} {digest}" for name, digest in digests(state).items())
-    return True, f"{path} is whole; digests ({noted}): {listed}"
+    if not isinstance(state, dict) or "model" not in state:
+        return True, f"{path} is whole; it holds {type(state).__name__}, no model"
+    noted = {None: "none is noted", False: "as noted", True: "another one is noted"}[is_changed(state)]
+    return True, f"{path} is whole; digest of its model ({noted}): {model_digest(state['model'])}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Looks at checkpoints: `python -m fairseq_fastweights.integrity FILE...`; 1 if one is damaged."""
     parser = argparse.ArgumentParser(
         prog="python -m fairseq_fastweights.integrity",
-        description="Says whether checkpoints are whole, and shows the digests of what they hold.",
+        description="Says whether checkpoints are whole, and shows the digests of their weights.",
     )
     parser.add_argument("file", nargs="+", help="a checkpoint")
     described = [describe(path) for path in parser.parse_args(arguments).file]

@@ -122,6 +122,14 @@ def test_fairseqs_gpt2_has_files_where_it_gives_the_same_numbers(both):
     assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
 
 
+def test_fairseqs_gpt2_has_no_files_where_other_words_are_cut_out(tmp_path):
+    real = sources.tokenizer(neox=False)
+    real.add_tokens(["<|user|>"])
+    real.save(str(tmp_path / "tokenizer.json"))
+    read_whole_tokenizer(tmp_path).write(tmp_path, 288, sources.TYPES - 1)
+    assert {file.name for file in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_words.json"}
+
+
 def test_added_words_are_text_and_no_characters_for_bytes(tmp_path):
     """In the files of conversions of today and of once."""
     real = sources.tokenizer(neox=True)

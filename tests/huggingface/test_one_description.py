@@ -29,18 +29,17 @@ from tests.huggingface.conftest import said
 from tests.huggingface.test_exported_models import CASES
 from tests.models.conftest import SIZES
 
-LLAMAS = {
-    "llama": {"rope_scaling": {"type": "linear", "factor": 2.0}},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-}
-LLAMAS |= {"olmo_hybrid": llamas.HYBRID["OlmoHybrid"], "qwen3_5_text": llamas.HYBRID["Qwen3_5"]}
+LLAMAS = {**llamas.SIZES, "hidden_act": "silu", "head_dim": 8, "sliding_window": None}
+LLAMAS["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+"""Settings of all models of the shape of Llama; each reads its own."""
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt2": {**sources.GPT2, "model_type": "gpt2"},
-    "gpt_neox": {**sources.NEOX, "model_type": "gpt_neox"},
-    **{kind: {"hidden_act": "silu", **llamas.SIZES, **own, "model_type": kind} for kind, own in LLAMAS.items()},
-    **{name: {**test_fla.SETTINGS, **own, "model_type": name.split(",")[0]} for name, own in test_fla.CASES.items()},
+    **{
+        kind: LLAMAS | (llamas.DELTA if reader.__module__.endswith("hybrid") else {})
+        for kind, reader in FAMILIES.items()
+    },
+    "gpt2": sources.GPT2,
+    "gpt_neox": sources.NEOX,
+    **{name: {**test_fla.SETTINGS, **own} for name, own in test_fla.CASES.items()},
 }
 SHORT_FORMS = {"update_rule", "softmax_attention_layers", "fast_weight_heads", "mixers", "output_norm_layers"}
 """Options that say the same in several ways; config.json has one of these."""
@@ -78,7 +77,7 @@ def described(fairseq: Any) -> Iterator[tuple[str, Any, Dictionary]]:
         }
         yield f"options of {name}", configuration({**SIZES, **shared, **named}).model, words
     for name, config in PUBLISHED.items():
-        family = read_family(config, set(), 1)
+        family = read_family({**config, "model_type": name.split(",")[0]}, set(), 1)
         yield name, configuration(family.options).model, family.dictionary()
 
 
@@ -106,4 +105,3 @@ def test_each_is_made_of_the_others(fairseq):
     # Of each own option there is a model in which it says something.
     own = {row.name for row in fields(FastWeightLanguageModelOptions)}
     assert own - changed - SHORT_FORMS - OF_TRAINING - {"_name"} == set()
-    assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)

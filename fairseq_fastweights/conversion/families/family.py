@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +58,24 @@ class Family:
             parts = weight.split(tuple(torch.empty(shape, device="meta") for shape in weight.shapes.values()))
             shapes |= {name: tuple(part.shape) for name, part in zip(weight.ours, parts, strict=True)}
         return shapes
+
+
+Reader = Callable[[dict[str, Any], set[str], int | None], Family]
+"""Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
+
+FAMILIES: dict[str, Reader] = {}
+"""How models are read, by their model_type."""
+
+SERVED: list[str] = []
+"""Those that `to-huggingface --as` writes any model as that fits."""
+
+
+def reads(model_type: str, *, served: bool = False) -> Callable[[Reader], Reader]:
+    """Enters a function into `FAMILIES`, and its models into `SERVED`."""
+
+    def enter(reader: Reader) -> Reader:
+        FAMILIES[model_type] = reader
+        SERVED.extend([model_type] * served)
+        return reader
+
+    return enter

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, mapping, number, positive
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
@@ -32,6 +32,7 @@ class _Memory:
     """The weights of a layer, whose names begin with the two prefixes, in the source and here."""
 
 
+@reads("gated_deltanet")
 def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Gated DeltaNet."""
     check(config, "use_gate", True)
@@ -39,6 +40,7 @@ def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | N
     return _family(config, names, end_of_text, lambda shape: _decaying(config, shape, "gated-delta", _gated_delta))
 
 
+@reads("kda")
 def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Kimi delta attention."""
     check(config, "safe_gate", False)
@@ -49,6 +51,7 @@ def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fam
     return family
 
 
+@reads("delta_net")
 def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """DeltaNet."""
     _check_all(config, {"use_beta": True, "use_output_norm": True, "qk_norm": "l2", "qk_activation": "silu"})
@@ -64,6 +67,7 @@ def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) 
     return _family(config, names, end_of_text, memory)
 
 
+@reads("gla")
 def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Gated linear attention."""
     _check_all(config, _UNGROUPED | {"clamp_min": None, "use_gk": True, "use_gv": False})
@@ -77,6 +81,7 @@ def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fam
     return _family(config, names, end_of_text, memory)
 
 
+@reads("retnet")
 def retnet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """RetNet."""
     _check_all(config, _UNGROUPED)

@@ -18,13 +18,14 @@ from fairseq_fastweights.conversion.families.config_values import (
     rotary,
     sizes,
 )
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.weights import embedding, fused, linear, norm, single
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _PADDING = 1
 
 
+@reads("gpt2")
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-2: learned positions, one matrix for queries, keys and values."""
     width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
@@ -81,6 +82,7 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
     )
 
 
+@reads("gpt_neox")
 def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-NeoX: rotary positions in a part of each head, attention and feed-forward network in parallel."""
     width, between, heads = (

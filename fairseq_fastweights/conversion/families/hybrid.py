@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, mapping, number, positive
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
@@ -20,6 +20,7 @@ _NORM_EPS = 1e-5
 """OLMo-hybrid's epsilon of the norm of what is read, whatever config.json says of other norms."""
 
 
+@reads("olmo_hybrid", served=True)
 def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """OLMo-hybrid: layers with attention have norms behind their parts, and one norm for all heads of queries.
 
@@ -59,6 +60,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     return _finish(shape, kinds, delta, weights, options)
 
 
+@reads("qwen3_5_text", served=True)
 def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """The dense language models of Qwen3.5: gated attention, norms that multiply by 1 + w."""
     check(config, "attention_bias", False)

@@ -18,7 +18,7 @@ from fairseq_fastweights.conversion.families.config_values import (
     read_end_of_text,
     sizes,
 )
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.weights import Weight, embedding, plain
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
@@ -30,6 +30,7 @@ SCALINGS = {
 """The kinds of scaling of rotary embeddings, and their numbers in the order of `parse_scaling`."""
 
 
+@reads("llama", served=True)
 def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Llama 1 to 3, and models of its shape (SmolLM, TinyLlama)."""
     check(config, "attention_bias", False)
@@ -37,18 +38,21 @@ def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> F
     return _family(config, names, end_of_text, biases="none")
 
 
+@reads("mistral", served=True)
 def mistral(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Mistral without a sliding window."""
     check(config, "sliding_window", None)
     return _family(config, names, end_of_text, biases="none")
 
 
+@reads("qwen2", served=True)
 def qwen2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Qwen2 and Qwen2.5: queries, keys and values have biases."""
     _check_full_attention(config)
     return _family(config, names, end_of_text, biases="qkv")
 
 
+@reads("qwen3", served=True)
 def qwen3(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Qwen3: queries and keys have norms."""
     check(config, "attention_bias", False)

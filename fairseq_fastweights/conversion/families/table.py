@@ -10,36 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fairseq_fastweights.conversion.families.family import Family
-from fairseq_fastweights.conversion.families.fla import delta_net, gated_deltanet, gla, kda, retnet
-from fairseq_fastweights.conversion.families.gpt import gpt2, gpt_neox
-from fairseq_fastweights.conversion.families.hybrid import olmo_hybrid, qwen3_5_alone, qwen3_5_name, qwen3_5_text
-from fairseq_fastweights.conversion.families.llama import llama, mistral, qwen2, qwen3
+# Which enter what they read into `FAMILIES`.
+from fairseq_fastweights.conversion.families import fla, gpt, hybrid, llama  # noqa: F401
+from fairseq_fastweights.conversion.families.family import FAMILIES, SERVED, Family
+from fairseq_fastweights.conversion.families.hybrid import qwen3_5_alone, qwen3_5_name
 from fairseq_fastweights.invalid_input import InvalidInput
 
 __all__ = ["FAMILIES", "SERVED", "Family", "buffers", "language_model", "read_family"]
-
-FAMILIES: dict[str, Callable[[dict[str, Any], set[str], int | None], Family]] = {
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "llama": llama,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "olmo_hybrid": olmo_hybrid,
-    "qwen3_5_text": qwen3_5_text,
-    "gated_deltanet": gated_deltanet,
-    "kda": kda,
-    "delta_net": delta_net,
-    "gla": gla,
-    "retnet": retnet,
-}
-"""Called with the contents of config.json, the weights' names, and the default of the end-of-text number."""
-
-
-SERVED = ("llama", "mistral", "qwen2", "qwen3", "olmo_hybrid", "qwen3_5_text")
-"""Those that `to-huggingface --as` writes any model as that fits."""
-
 
 _UNSUPPORTED = {
     "kimi_linear": "which has experts and compressed keys",
