@@ -30,8 +30,8 @@ SMALL_SPILLS = {
     "walk<float, 64, ": 288,
 }
 """Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which
-solve a chunk's system in registers, were measured as they are; what it costs the others is unmeasured. The walks are those
-with decays of keys."""
+solve a chunk's system in registers, were measured as they are; what it costs the others is unmeasured. Of the walks it
+is those with decays of keys."""
 
 
 class Kernel(NamedTuple):
