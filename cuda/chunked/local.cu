@@ -143,7 +143,7 @@ __device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matr
 }
 
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward>
-__global__ void __launch_bounds__(kTileThreads, Decays ? 1 : 3) local(const Local given, const Slice<Factor<T>> slice) {
+__global__ void __launch_bounds__(kTileThreads) local(const Local given, const Slice<Factor<T>> slice) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kLocalKeys<T, Decays>;
     constexpr bool kScores = Decays || Backward;
     FASTWEIGHTS_SHARED_MEMORY(memory);
