@@ -22,9 +22,17 @@ from native_build import NVCC_FLAGS, ROOT, Compilation, jobs
 from native_toolchain import Nvcc, Unavailable, generate_code_flags
 
 ARCHITECTURES = (80, 90)
-SMALL_SPILLS = {"diagonal_forward<__half, true, true, 2>": 32, "delta_forward<": 64, "delta_backward<": 64}
-"""Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule, which solve a
-chunk's system in registers, were measured as they are; what it costs the first is unmeasured."""
+SMALL_SPILLS = {
+    "diagonal_forward<__half, true, true, 2>": 32,
+    "delta_forward<": 64,
+    "delta_backward<": 64,
+    "local<__": 24,
+    "walk<__": 24,
+    "walk<float, 64, ": 288,
+}
+"""Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which
+solve a chunk's system in registers, were measured as they are; what it costs the others is unmeasured. Of the walks it
+is those with decays of keys."""
 
 
 class Kernel(NamedTuple):
