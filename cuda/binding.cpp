@@ -48,9 +48,7 @@ void check_launch(cudaError_t error, const char* name) {
 }
 
 // As `separate_decays` of fastweights_choose.
-int32_t by_dimension(const Rule& rule) {
-    return rule.log_value_decay ? 2 : rule.erase || rule.log_key_decay ? 1 : 0;
-}
+int32_t by_dimension(const Rule& rule) { return rule.log_value_decay ? 2 : rule.erase || rule.log_key_decay ? 1 : 0; }
 
 // A state as the kernels read it, contiguous, where there is one.
 optional<Tensor> state_input(const char* name, const optional<Tensor>& x, const Sizes& sizes, const Tensor& v) {

@@ -134,8 +134,8 @@ size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params);
 size_t fastweights_delta_backward_recurrent_workspace(const RuleBackward* params);
 size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params);
 
-// True if the chunked kernels take this: `dtype` of q, k and v, `separate_decays` whether there are decays of keys or of
-// values, or an erase key, `capability` 10 * major + minor.
+// True if the chunked kernels take this: `dtype` of q, k and v, `separate_decays` 1 with decays of keys or an erase key, 2
+// with decays of values, too, and 0 with neither, `capability` 10 * major + minor.
 int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
                                      int32_t capability);
 

@@ -25,7 +25,7 @@ class Clock:
     """The time that passes."""
 
     def read(self) -> float:
-        """What it says, in seconds."""
+        """The time that it shows, in seconds."""
         return time.perf_counter()
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:

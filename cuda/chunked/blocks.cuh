@@ -48,7 +48,7 @@ struct DecayedRows {
     }
 };
 
-// What blocks multiply a key dimension by: G_0 to G_3, and G_1 G_2.
+// The products of decays that blocks multiply a key dimension by: G_0 to G_3, and G_1 G_2.
 constexpr int kTotals = kBlocks + 1;
 
 // tile += <late_t, early_s decayed from s to t> for s <= t; nothing that counts for others. By a warp.
@@ -104,7 +104,7 @@ struct DecayGradient {
     Matrix<float> masses;
     enum { kToState = kBlocks * (kBlocks - 1) / 2, kWhole = kToState + kBlocks, kPassing = kWhole + kBlocks };
 
-    // What is kept throughout, and what takes the place of states when these have been read.
+    // Matrices that are kept throughout, and those that take the place of states when these have been read.
     __host__ __device__ void keep(Carver& carver, bool corrects, int keys) {
         weights = carver.matrix<float>(kSide, kSteps, 0);
         erase_weights = carver.matrix<float>(corrects ? kSide : 0, kSteps, 0);

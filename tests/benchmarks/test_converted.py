@@ -8,7 +8,7 @@ import torch
 pytestmark = pytest.mark.slow
 
 
-def test_a_converted_model_goes_on_after_so_many_words_as_it_is_and_compiled() -> None:
+def test_a_converted_model_goes_on_after_a_context() -> None:
     pytest.importorskip("transformers")
     converted = import_module("harness.converted")
     source = converted.llama(converted.TINY | {"num_hidden_layers": 2})

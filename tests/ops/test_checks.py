@@ -144,7 +144,7 @@ def test_a_step_in_place_is_checked_by_the_kernels_alone(monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or native.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_a_fault_of_the_kernel_is_no_refusal_and_the_step_is_not_tried_again(monkeypatch, kind):
+def test_a_fault_of_a_kernel_is_raised_and_the_step_not_tried_again(monkeypatch, kind):
     def fails(*inputs: object, state: Tensor, **options: object) -> Tensor:
         state += 1
         raise kind("a bug")

@@ -35,7 +35,7 @@ def softmax() -> AdaptiveSoftmax:
     return AdaptiveSoftmax(30, 8, [10, 20], 0.0, 1, adaptive_inputs=AdaptiveInput(30, PAD, 8, 1, 8, [10, 20]))
 
 
-def test_the_first_band_of_many_words_is_one_product_with_the_same_gradients() -> None:
+def test_the_first_band_of_many_words_is_one_product() -> None:
     head = softmax().head
     for rows in (16, 15):  # twice the width, and fewer
         x = torch.randn(rows, 8, requires_grad=True)
