@@ -77,6 +77,6 @@ def count_copies(checkpoint: Path) -> int:
     """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
     import torch
 
-    with torch.serialization.safe_globals([Namespace]):  # fairseq's settings are there, too
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
+    torch.serialization.add_safe_globals([Namespace])  # fairseq's settings are there, too
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
     return sum(value.numel() for name, value in state.items() if _COPY.search(name))

@@ -24,7 +24,7 @@ from fairseq_fastweights.models.fast_weight_lm import (
     layer_mixers,
 )
 from fairseq_fastweights.models.fast_weight_options import SHARED_OPTIONS, same
-from tests.conversion import llamas, sources, test_fla
+from tests.conversion import fla_models, llamas, sources, test_fla
 from tests.huggingface.conftest import said
 from tests.huggingface.test_exported_models import CASES
 from tests.models.conftest import SIZES
@@ -39,7 +39,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "gpt2": sources.GPT2,
     "gpt_neox": sources.NEOX,
-    **{name: {**test_fla.SETTINGS, **own} for name, own in test_fla.CASES.items()},
+    **{
+        kind: fla_models.SETTINGS | fla_models.OWN[kind] | settings
+        for kind, settings in test_fla.CASES.items()
+        if kind in fla_models.OWN
+    },
 }
 SHORT_FORMS = {"update_rule", "softmax_attention_layers", "fast_weight_heads", "mixers", "output_norm_layers"}
 """Options that say the same in several ways; config.json has one of these."""
