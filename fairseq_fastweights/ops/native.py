@@ -106,7 +106,8 @@ def cuda_plan(
         dtype: of q, k and v.
         capability: the GPU's compute capability, major and minor.
         gated: whether there is a log gate.
-        separate_decays: whether there are decays of keys or of values, or an erase key.
+        separate_decays: whether there are decays of keys, or an erase key. With decays of values, too, calls run as
+            "walk=-1" in ``FASTWEIGHTS_CUDA_PLAN`` shows them: one chunk after another.
 
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
