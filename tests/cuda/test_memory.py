@@ -49,7 +49,8 @@ def test_training_takes_a_quarter_more_or_half_as_much(emulator, name, rule, mon
 
     def workspace(way):
         operation = f"{family}_{way}"
-        given = {"gated": "log_gate" in gates, "separate_decays": "log_key_decay" in gates}
+        decays = 2 if "log_value_decay" in gates else int("log_key_decay" in gates)
+        given = {"gated": "log_gate" in gates, "separate_decays": decays}
         algorithm = emulator.choose(operation, sizes, torch.bfloat16, **given)
         return emulator.workspace(operation, algorithm, sizes, torch.bfloat16, gates)
 
