@@ -329,8 +329,8 @@ CUDA = (
     without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
     Fault(
         "cuda/chunked/walk.cu",
-        "x *= whole; });\n            }\n            if constexpr (Backward) {",
-        "});\n            }\n            if constexpr (Backward) {",
+        "x *= whole; });\n            }\n            const Matrix<T> all_queries",
+        "});\n            }\n            const Matrix<T> all_queries",
     ),
     Fault(
         "cuda/chunked/walk.cu",
@@ -368,7 +368,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "value *= -steps.from_start(t); });", "value *= -1.0f; });"),
     without(
         "cuda/chunked/gradients.cu",
-        "            multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.pairs, shared.k);\n",
+        "            shared.pairs.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.k);\n",
     ),
     Fault(
         "cuda/chunked/gradients.cu",
@@ -406,7 +406,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "add_to(gradient.write_strength(), dk, t, sum);", ""),
     Fault("cuda/chunked/gradients.cu", "value *= steps.strength(t);", ""),
     Fault("cuda/chunked/gradients.cu", "x *= steps.to_end(s) * steps.strength(s);", "x *= steps.to_end(s);"),
-    Fault("cuda/chunked/gradients.cu", "(dv, dv.row, kSide, shared.pairs", "(dv, 0, kSide, shared.pairs"),
+    Fault("cuda/chunked/gradients.cu", "false>(dv, dv.row, kSide,", "false>(dv, 0, kSide,"),
     Fault(
         "cuda/chunked/gradients.cu", "const bool there = all_keys && all_values &&", "const bool there = all_values &&"
     ),
@@ -416,14 +416,21 @@ CUDA = (
     Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
     Fault("cuda/chunked/blocks.cuh", "other + 3 == block ? kBlocks : other + 1", "other + 1"),
     Fault("cuda/chunked/local.cu", "for (int after = b + 1;", "for (int after = b;"),
-    Fault("cuda/chunked/local.cu", "from_queries.get(t) * product", "from_queries.get(t)"),
+    Fault("cuda/chunked/local.cu", "source.get(t) * (product *= gates[t])", "source.get(t)"),
+    Fault("cuda/chunked/local.cu", "copy(slice.written, k.scaled);", "copy(slice.written, k.rows);"),
+    Fault("cuda/chunked/local.cu", "copy(slice.queries, q.scaled);", "copy(slice.queries, q.rows);"),
+    Fault("cuda/chunked/local.cu", "= expf(logs(b, i));", "= expf(logs(0, i));"),
+    Fault("cuda/chunked/block.cuh", "if constexpr (kSplit) multiply_stored", "if constexpr (false) multiply_stored"),
     Fault("cuda/chunked/local.cu", "decays[slice.key_rows] = log;", "decays[slice.key_rows] = 0.0f;"),
     without(
         "cuda/chunked/walk.cu",
-        "                if constexpr (Decays) state.scale(shared.decays[stage].data + first_key);\n",
+        "                if constexpr (Decays) state.scale(decays.data);\n",
     ),
-    Fault("cuda/chunked/walk.cu", "(read, state, Backward ? k : erase)", "(read, state, k)"),
-    Fault("cuda/chunked/walk.cu", "(state, found, Backward ? erase : k)", "(state, found, k)"),
+    Fault("cuda/chunked/walk.cu", "read_keys = Backward ? k : erase;", "read_keys = k;"),
+    Fault("cuda/chunked/walk.cu", "write_keys = Backward ? erase : k;", "write_keys = k;"),
+    Fault("cuda/chunked/walk.cu", "Reverse ? kBlocks - 1 - i : i;", "i;"),
+    without("cuda/chunked/walk.cu", "            left.scale(by + 8 * e);\n"),
+    without("cuda/chunked/walk.cu", "                state.scale(by);\n"),
     Fault("cuda/chunked/blocks.cuh", "sum * totals(from, i) + masses(kToState + from, i);", "sum * totals(from, i);"),
     Fault("cuda/chunked/blocks.cuh", "to = adds ? to + sum : sum;", "to = sum;"),
     without("cuda/chunked/blocks.cuh", "            between *= totals(to, i);\n"),

@@ -15,7 +15,7 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kBlocks = kSide / kSteps;
+static_assert(kBlocks * kSteps == kSide, "blocks are the chunks of decays.cuh");
 
 // The rows of a block of a chunk.
 template <typename T>
@@ -154,8 +154,8 @@ struct DecayGradient {
     }
 
     // A tile of the gradients of `late` * F_.0, from the chunk's start to their block's. `adds`: to the masses of others.
-    template <int Passes, typename F>
-    __device__ __forceinline__ void pass_to_readers(Tile& tile, const Matrix<F>& pairs, const Matrix<T>& late,
+    template <int Passes>
+    __device__ __forceinline__ void pass_to_readers(Tile& tile, const SplitMatrix<T>& pairs, const Matrix<T>& late,
                                                     bool adds) const {
         const int block = tile.row / kSteps;
 #pragma unroll 1
@@ -166,22 +166,22 @@ struct DecayGradient {
                                  to = adds ? to + sum : sum;
                              });
             tile.each([&](int, int i, float& x) { x *= totals(from, i); });
-            multiply_stored<Passes, false, false>(tile, from * kSteps, (from + 1) * kSteps, pairs, written);
+            pairs.template multiply<Passes, false, false>(tile, from * kSteps, (from + 1) * kSteps, written);
         }
     }
     // A tile of the gradients of keys * F_e., from the chunk's end to their block's.
-    template <int Passes, bool Corrects, typename F>
-    __device__ __forceinline__ void pass_to_writers(Tile& tile, const Matrix<F>& d_scores,
-                                                    const Matrix<F>& d_system) const {
+    template <int Passes, bool Corrects>
+    __device__ __forceinline__ void pass_to_writers(Tile& tile, const SplitMatrix<T>& d_scores,
+                                                    const SplitMatrix<T>& d_system) const {
         const int block = tile.row / kSteps;
         tile.sum_columns([&](int s, int i, float x) { return x * written.get(s, i); },
                          [&](int i, float sum) { masses(kToState + block, i) = sum; });
 #pragma unroll 1
         for (int to = kBlocks - 1; to > block; --to) {
             tile.each([&](int, int i, float& x) { x *= totals(to, i); });
-            multiply_stored<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, d_scores, reading);
+            d_scores.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading);
             if constexpr (Corrects)
-                multiply_stored<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, d_system, reading_erase);
+                d_system.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading_erase);
         }
     }
 

@@ -28,8 +28,7 @@ struct GradientLayout {
     Matrix<T> q, k, erase, d_out;
     Matrix<Written<T, Corrects>> update;
     Matrix<Factor<T>> d_right, state, d_state;  // transposed
-    Matrix<Factor<T>> d_scores, pairs;          // the gradient of the system or, where nothing corrects, the scores
-    Matrix<Factor<T>> rest;                     // of the latter
+    Pairs<T, Decays> d_scores, pairs;           // the gradient of the system or, where nothing corrects, the scores
     ChunkSteps<Gated> steps;
     GateGradient gradient;
     float* d_beta;  // by step, for each tile across
@@ -40,9 +39,8 @@ struct GradientLayout {
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
           erase(carver.matrix<T>(Corrects && Decays ? kSide : 0, keys)), d_out(carver.matrix<T>(kSide, values)),
           update(matrix_of_writes<T, Corrects>(carver, values)),
-          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)),
-          d_scores(carver.matrix<Factor<T>>(kSide, kSide)), pairs(carver.matrix<Factor<T>>(kSide, kSide)),
-          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)), steps(carver),
+          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)), d_scores(carver, kSide, kSide),
+          pairs(carver, kSide, kSide), steps(carver),
           gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
         d_beta = carver.take<float>(2 * kSide);
         if (Decays) decays.keep(carver, Corrects, keys);
@@ -71,7 +69,6 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         return Head<T>(x, batch, head, value, p.sizes.value_dim);
     };
     const bool complement = !Corrects && p.complement != 0;
-    const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
@@ -107,8 +104,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     };
 
     Tile products = own_tile(kSide), scores = products;
-    if constexpr (Decays && !Corrects) copy_lower(shared.pairs, slice.scores + square);
-    if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+    if constexpr (Decays && !Corrects) copy_scores<T, Decays>(shared.pairs, slice, slice.index(at.local, at.n));
     if (Decays && all_keys) copy_keys(0, slice.key_rows);
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
@@ -145,7 +141,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     if (has_pairs(d_scores)) {
         if constexpr (Corrects) {
             if constexpr (Decays) {
-                const F* const found = slice.products + square;
+                const F* const found = slice.products + slice.index(at.local, at.n) * kSide * kSide;
                 products.each([&](int t, int s, float& value) { value = widen<float>(found[t * kSide + s]); });
             }
             steps.keep_pairs(products, false);
@@ -159,7 +155,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         if constexpr (Gated || !Corrects) steps.keep_pairs(scores, true);
         if constexpr (!Corrects && !Decays) {
             if constexpr (Gated) scores.each([&](int, int s, float& value) { value *= steps.strength(s); });
-            write_tile(scores, shared.pairs);
+            shared.pairs.write(scores);
         }
         if constexpr (Gated) {
             scores.each_with(d_scores, [](int, int, float& value, float& other) { value *= other; });
@@ -170,11 +166,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             scores.each([&](int t, int s, float& value) { gradient.inside(t, s) = value; });
         }
         steps.keep_pairs(d_scores, true);
-        write_tile(d_scores, shared.d_scores);
+        shared.d_scores.write(d_scores);
         if constexpr (Decays) shared.decays.keep_weights(d_scores, shared.decays.weights);
         if constexpr (Corrects) {
             steps.keep_pairs(d_system, false);
-            write_tile(d_system, shared.pairs);
+            shared.pairs.write(d_system);
             if constexpr (Decays) shared.decays.keep_weights(d_system, shared.decays.erase_weights);
         }
     }
@@ -270,16 +266,16 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.written(), dk, t, sum * steps.strength(t)); });
         }
         if (Gated && complement)
-            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k,
+            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores.parts[0], shared.k,
                                                    steps.gates.write());
         else
-            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k);
+            shared.d_scores.template multiply<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.k);
         store_tile(dq, key_head(p.dq, key), start, time);
         if constexpr (Corrects) dk.each_with(read, [](int, int, float& value, float& other) { value += other; });
-        multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.d_scores, shared.q);
+        shared.d_scores.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.q);
         if constexpr (Corrects) {
-            multiply_stored<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.pairs, shared.k);
-            multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.pairs, shared.k);
+            shared.pairs.template multiply<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.k);
+            shared.pairs.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.k);
         } else if constexpr (Gated) {
             dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.write_strength(), dk, t, sum); });
             dk.each([&](int t, int, float& value) { value *= steps.strength(t); });
@@ -306,9 +302,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             }
             if (!is_in(dv, values)) continue;
             if constexpr (Gated) dv.each([&](int s, int, float& x) { x *= steps.to_end(s) * steps.strength(s); });
-            multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.pairs, shared.d_out);
-            if constexpr (splits_scores<T, Corrects, Decays>)
-                multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.rest, shared.d_out);
+            shared.pairs.template multiply<kPasses, true, false>(dv, dv.row, kSide, shared.d_out);
             store_tile(dv, value_head(p.dv, value), start, time);
         }
     }

@@ -67,38 +67,49 @@ struct LocalLayout {
         totals(b, i) = product_of(gates);
         logs(b, i) = log;
     }
-    // After that and a barrier: what is scaled from the chunk's start or to its end, for the key dimension `key` of a slice.
-    template <bool Corrects, typename F>
+    // After that and a barrier: what the slice has of decays, for its key dimension `key`.
+    template <bool Corrects, bool Backward, typename F>
     __device__ __forceinline__ void store_decayed(const BlockColumn& at, const float (&gates)[kSteps],
                                                   const Slice<F>& slice, const Place& place, int key) const {
         const int b = at.block, i = at.column;
         const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
         const auto rows_of = [&](F* all) { return Matrix<T>{reinterpret_cast<T*>(all) + first, slice.key_rows}; };
-        float product = 1.0f;
-        for (int before = 0; before < b; ++before) product *= totals(before, i);
-        const Column<T> to_queries(rows_of(slice.queries), 0), to_written(rows_of(slice.written), 0);
-        const Column<T> from_queries(block_of(q.rows, b), i), from_keys(block_of(k.rows, b), i);
-        const Column<T> to_erased(rows_of(slice.erased), 0), from_erase(block_of(Corrects ? erase.rows : q.rows, b), i);
+        const auto copy = [&](F* to, const Matrix<T>& from) {
+            const Column<T> target(rows_of(to), 0), source(block_of(from, b), i);
 #pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
-            product *= gates[t];
-            to_queries.set(t, from_queries.get(t) * product);
-            if constexpr (Corrects) to_erased.set(t, from_erase.get(t) * product);
-        }
-        product = 1.0f;
-        for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
+            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t));
+        };
+        if constexpr (Corrects) {
+            copy(slice.written, k.scaled);
+            copy(slice.erased, erase.scaled);
+        } else {
+            const Column<T> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
+            float product = 1.0f;
+            for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
 #pragma unroll
-        for (int s = kSteps - 1; s >= 0; --s) {
-            to_written.set(s, from_keys.get(s) * product);
-            product *= gates[s];
+            for (int s = kSteps - 1; s >= 0; --s) {
+                target.set(s, source.get(s) * product);
+                product *= gates[s];
+            }
         }
+        if constexpr (Corrects && Backward) {
+            copy(slice.queries, q.scaled);
+        } else {
+            const Column<T> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
+            float product = 1.0f;
+            for (int before = 0; before < b; ++before) product *= totals(before, i);
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t) * (product *= gates[t]));
+        }
+        float* const decays = slice.decays_of(place.local, place.n) + key;
+        if constexpr (Corrects) decays[b * slice.key_rows] = expf(logs(b, i));
         if (b > 0) return;
+        totals(kBlocks, i) = totals(1, i) * totals(2, i);
+        if constexpr (Corrects) return;
         float log = 0.0f;
         for (int block = 0; block < kBlocks; ++block) log += logs(block, i);
-        float* const decays = slice.decays_of(place.local, place.n) + key;
         decays[0] = expf(log);
         decays[slice.key_rows] = log;
-        totals(kBlocks, i) = totals(1, i) * totals(2, i);
     }
 };
 
@@ -174,7 +185,7 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
             __syncthreads();
             if (own.there()) shared.template write_decayed<Corrects>(own, gates);
             __syncthreads();
-            if (own.there()) shared.template store_decayed<Corrects>(own, gates, slice, at, key + own.column);
+            if (own.there()) shared.template store_decayed<Corrects, Backward>(own, gates, slice, at, key + own.column);
         }
         copies_wait<0>();
         __syncthreads();
@@ -194,7 +205,7 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_tile(scores, square_of(slice.scores));
-            if constexpr (splits_scores<T, Corrects, Decays>) {
+            if constexpr (Pairs<T, Decays>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
                 write_tile(scores, square_of(slice.rest));
             }

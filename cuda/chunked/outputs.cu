@@ -14,17 +14,16 @@ namespace {
 
 template <typename T, bool Corrects, bool Gated, bool Decays>
 struct OutputLayout {
-    Matrix<T> q, k;                   // of a part of the keys and values, as all here
-    Matrix<Factor<T>> state, scores;  // the former transposed
-    Matrix<Factor<T>> rest;           // of the scores
+    Matrix<T> q, k;           // of a part of the keys and values, as all here
+    Matrix<Factor<T>> state;  // transposed
+    Pairs<T, Decays> scores;
     Matrix<Written<T, Corrects>> update;
     ChunkSteps<Gated> steps;
     size_t bytes;
 
     __host__ __device__ OutputLayout(Carver carver, int keys, int values)
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(Decays ? 0 : kSide, keys)),
-          state(carver.matrix<Factor<T>>(values, keys)), scores(carver.matrix<Factor<T>>(kSide, kSide)),
-          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)),
+          state(carver.matrix<Factor<T>>(values, keys)), scores(carver, kSide, kSide),
           update(matrix_of_writes<T, Corrects>(carver, values)), steps(carver) {
         bytes = carver.used;
     }
@@ -46,9 +45,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     shared.steps.find(Sequence{}, p.log_gate, !Corrects && p.complement != 0, batch, head, start, time);
     Tile scores = own_tile(kSide);
     if constexpr (Decays) {
-        const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
-        copy_lower(shared.scores, slice.scores + square);
-        if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+        copy_scores<T, Decays>(shared.scores, slice, slice.index(at.local, at.n));
         if (slice.key_rows <= key_part) copy_rows(shared.q, key_head(queries, 0), kSide, slice.key_rows, start, time);
     }
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
@@ -64,7 +61,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     if (!Decays && has_pairs(scores)) {
         shared.steps.keep_pairs(scores, true);
         if constexpr (Gated && !Corrects) scores.each([&](int, int s, float& x) { x *= shared.steps.strength(s); });
-        write_tile(scores, shared.scores);
+        shared.scores.write(scores);
     }
     for (int value = 0; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
@@ -82,9 +79,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         }
         if (!is_in(out, values)) continue;
         if constexpr (Gated) out.each([&](int t, int, float& x) { x *= shared.steps.from_start(t); });
-        multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.scores, shared.update);
-        if constexpr (splits_scores<T, Corrects, Decays>)
-            multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.rest, shared.update);
+        shared.scores.template multiply<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.update);
         store_tile(out, Head<T>(p.out, batch, head, value, p.sizes.value_dim), start, time);
     }
 }

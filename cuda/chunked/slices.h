@@ -36,6 +36,7 @@ auto with_rule(const RulePass& pass, F f) {
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
 // notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
 constexpr int kSide = kLongestChunk;  // a chunk here
+constexpr int kBlocks = 4;            // of a chunk, with decays of keys
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
@@ -43,11 +44,13 @@ constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 // A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
 // With decays of keys, in the notation of delta_decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
-// F_e0 with its log.
+// F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
+// of each block.
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;                 // padded to multiples of 16
+    int decay_rows;                        // of a chunk
     float *inverse, *steps, *decays;
     F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
 
@@ -61,7 +64,7 @@ struct Slice {
         return all + index(head, n) * columns * kSide;
     }
     __device__ __forceinline__ float* decays_of(int head, int n) const {
-        return decays + index(head, n) * 2 * key_rows;
+        return decays + index(head, n) * decay_rows * key_rows;
     }
     // Rows of keys by step as those of the call's own sequences: of its batch and heads.
     template <typename T>
@@ -77,7 +80,13 @@ inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 template <typename F>
 Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, const RulePass& pass,
                  unsigned char* workspace, size_t& bytes) {
-    Slice<F> slice{first_head, heads, begin, chunks, round_up(sizes.key_dim, 16), round_up(sizes.value_dim, 16)};
+    Slice<F> slice{first_head,
+                   heads,
+                   begin,
+                   chunks,
+                   round_up(sizes.key_dim, 16),
+                   round_up(sizes.value_dim, 16),
+                   pass.corrects ? kBlocks : 2};
     size_t used = 0;
     const auto take = [&](auto*& place, size_t numbers) {
         using Number = std::remove_reference_t<decltype(*place)>;
@@ -90,10 +99,10 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
     if (pass.corrects) take(slice.updates, slice.columns * kSide);
     if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
     if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kSide * kSide);
-    if (pass.decays && !pass.corrects && sizeof(F) == 2) take(slice.rest, kSide * kSide);
+    if (pass.decays && !(pass.corrects && pass.backward) && sizeof(F) == 2) take(slice.rest, kSide * kSide);
     if (pass.corrects && pass.backward) take(slice.d_right, slice.columns * kSide);
     if (pass.decays) {
-        take(slice.decays, 2 * slice.key_rows);
+        take(slice.decays, slice.decay_rows * slice.key_rows);
         take(slice.queries, kSide * slice.key_rows);
         take(slice.written, kSide * slice.key_rows);
         if (pass.corrects) take(slice.erased, kSide * slice.key_rows);

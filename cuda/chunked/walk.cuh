@@ -54,8 +54,8 @@ struct WalkLayout {
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
         steps.distance = kStepNumbers;
-        decays.first = {carver.take<float>(decayed ? stages * key_rows : 0), key_rows};
-        decays.distance = key_rows;
+        decays.first = {carver.take<float>(decayed ? stages * (corrects ? kBlocks : 1) * key_rows : 0), key_rows};
+        decays.distance = (corrects ? kBlocks : 1) * key_rows;
         scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
         exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
         bytes = carver.used;
