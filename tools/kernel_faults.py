@@ -437,6 +437,21 @@ CUDA = (
     Fault("cuda/chunked/blocks.cuh", "x *= totals(before, i);", "x *= 1.0f;"),
     Fault("cuda/chunked/gradients.cu", "value = widen<float>(found[t * kSide + s]);", "value = 0.0f;"),
     Fault("cuda/chunked/gradients.cu", "const Sequence& k = Decays ? written : p.k;", "const Sequence& k = p.k;"),
+    # And of values
+    without("cuda/chunked/walk.cu", "                    state.each([&](int, int j, float& x) { x *= by[j]; });\n"),
+    Fault("cuda/chunked/walk.cu", "w.pass.values ? slice.value_decays_of", "false ? slice.value_decays_of"),
+    Fault("cuda/chunked/local.cu", "launch_local<T>(given.swapped(),", "launch_local<T>(given,"),
+    without("cuda/chunked/slices.h", "        std::swap(s.rest, s.d_rest);\n"),
+    without("cuda/chunked/decays.cuh", "            if (s > 0) sum *= gates[s];\n"),
+    Fault("cuda/chunked/blocks.cuh", "f(from);\n        tile.each", "f(from);\n        if (from > 0) tile.each"),
+    Fault("cuda/chunked/blocks.cuh", "from.get(t, s) : from.get(s, t);", "from.get(t, s) : from.get(t, s);"),
+    without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
+    Fault(
+        "cuda/chunked/gradients.cu",
+        "dq, 0, values, shared.d_out, shared.state",
+        "dq, 0, 16, shared.d_out, shared.state",
+    ),
+    Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
     # The same, chunks after one another
     Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),
     Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),

@@ -79,6 +79,12 @@ struct SplitMatrix {
         }
     }
 
+    __device__ __forceinline__ float get(int row, int column) const {
+        float x = parts[0].get(row, column);
+        if constexpr (kSplit) x += parts[1].get(row, column);
+        return x;
+    }
+
     // tile += a b, a this or its transpose, b as it is stored or its transpose.
     template <int Passes, bool Transpose, bool TransposeRight, typename Right>
     __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, const Matrix<Right>& right) const {

@@ -1,4 +1,4 @@
-// Decays of keys and erase keys with chunks side by side, for those that go through a head's chunks in one chain to hand over to.
+// Decays by dimension and erase keys with chunks side by side, for those that go through a head's chunks in one chain to hand over to.
 // Their passes are `walked_forward` and `walked_backward` (stages.h).
 #pragma once
 
@@ -7,11 +7,7 @@
 namespace fairseq_fastweights {
 
 // As `walked_plan_forward` and `walked_plan_backward`.
-ChunkedPlan walked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool corrects, int limit);
-ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, int limit);
-
-// With decays of values, where chunks follow one another.
-ChunkedPlan chained_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit);
-ChunkedPlan chained_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit);
+ChunkedPlan walked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool of_values, int limit);
+ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool of_values, int limit);
 
 }  // namespace fairseq_fastweights

@@ -303,7 +303,7 @@ struct DeltaDecaysBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_backward(sizes, dtype, true, limit),
+    return faster_plan(walked_plan_decays_backward(sizes, dtype, true, false, limit),
                        describe<DeltaDecaysBackwardPass>(sizes, dtype, limit));
 }
 

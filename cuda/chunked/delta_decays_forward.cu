@@ -138,7 +138,7 @@ struct DeltaDecaysForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_forward(sizes, dtype, true, limit),
+    return faster_plan(walked_plan_decays_forward(sizes, dtype, true, false, limit),
                        describe<DeltaDecaysForwardPass>(sizes, dtype, limit));
 }
 

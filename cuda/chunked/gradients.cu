@@ -23,7 +23,10 @@
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+// Of which dimensions a launch finds gradients: keys and all the rest or, where values decay, keys or values.
+enum class Side { kKeysAlone, kKeys, kValues };
+
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
     Matrix<T> q, k, erase, d_out;
     Matrix<Written<T, Corrects>> update;
@@ -52,14 +55,16 @@ struct GradientLayout {
     }
 };
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+template <typename T, bool Corrects, bool Gated, bool Decays, Side Of>
 __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2)
     gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int key_part,
               const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const GradientLayout<T, Corrects, Gated, Decays> shared(Carver(memory), key_part, value_part);
+    constexpr bool kTurned = Of == Side::kValues;
+    const GradientLayout<T, Corrects, Gated, Decays, Of != Side::kKeysAlone> shared(Carver(memory), key_part,
+                                                                                    value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const GateGradient& gradient = shared.gradient;
     const Place at(slice, p.sizes);
@@ -78,8 +83,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                        kSide);
     };
     const auto copy_state = [&](const Matrix<F>& to, F* all, int key, int keys, int value, int values) {
-        copy_found(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
-                   keys);
+        const F* const from = slice.state_of(all, at.local, at.n);
+        if constexpr (kTurned)
+            copy_found(to, from + key * slice.columns + value, slice.columns, keys, values);
+        else
+            copy_found(to, from + value * slice.key_rows + key, slice.key_rows, values, keys);
     };
     const Sequence& from_erase = Decays && p.erase.data != nullptr ? p.erase : p.k;
     const auto copy_keys = [&](int key, int keys) {
@@ -104,7 +112,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     };
 
     Tile products = own_tile(kSide), scores = products;
-    if constexpr (Decays && !Corrects) copy_scores<T, Decays>(shared.pairs, slice, slice.index(at.local, at.n));
+    if constexpr (Of != Side::kKeysAlone)
+        copy_pairs<T, Decays>(shared.d_scores, slice.d_scores, slice.d_rest, slice.index(at.local, at.n));
+    else if constexpr (Decays && !Corrects)
+        copy_pairs<T, Decays>(shared.pairs, slice.scores, slice.rest, slice.index(at.local, at.n));
     if (Decays && all_keys) copy_keys(0, slice.key_rows);
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
@@ -116,7 +127,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         if constexpr (Gated || !Corrects) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
     }
     Tile d_scores = own_tile(kSide), d_system = d_scores;
-    for (int value = 0; value < slice.columns; value += value_part) {
+    if constexpr (Of != Side::kKeysAlone) {
+        if (all_values) copy_values(0, slice.columns);
+        arrive();
+        shared.decays.keep_weights(shared.d_scores);
+    }
+    for (int value = Of == Side::kKeysAlone ? 0 : slice.columns; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
         if (value > 0) __syncthreads();
         copy_values(value, values);
@@ -138,7 +154,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                 [&](int t, float sum) { add_to(shared.d_beta, errors, t, sum); });
         }
     }
-    if (has_pairs(d_scores)) {
+    if (Of == Side::kKeysAlone && has_pairs(d_scores)) {
         if constexpr (Corrects) {
             if constexpr (Decays) {
                 const F* const found = slice.products + slice.index(at.local, at.n) * kSide * kSide;
@@ -197,13 +213,17 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                 for (Walk i(keys); i.row < values; i.next())
                     passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
             if (Decays && own.there())
-                for (int j = own.block; j < values; j += kBlocks)
-                    whole += shared.state.get(j, own.column) * shared.d_state.get(j, own.column);
+                for (int j = own.block; j < values; j += kBlocks) {
+                    const int row = kTurned ? own.column : j, column = kTurned ? j : own.column;
+                    const float product = shared.state.get(row, column) * shared.d_state.get(row, column);
+                    whole +=
+                        Of == Side::kKeysAlone ? product : product * slice.value_decays_of(at.local, at.n)[value + j];
+                }
             if (!is_in(dq, keys)) continue;
-            multiply_stored<kPasses, false, false>(dq, 0, values, shared.d_out, shared.state);
+            multiply_stored<kPasses, false, kTurned>(dq, 0, values, shared.d_out, shared.state);
             if constexpr (Corrects)
                 multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
-            multiply_stored<kPasses, Corrects, false>(dk, 0, values, shared.update, shared.d_state);
+            multiply_stored<kPasses, Corrects, kTurned>(dk, 0, values, shared.update, shared.d_state);
         }
         if constexpr (Decays) {
             const DecayGradient<T>& decays = shared.decays;
@@ -282,7 +302,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         }
         store_tile(dk, key_head(p.dk, key), start, time);
     }
-    if constexpr (!Corrects) {
+    if constexpr (!Corrects && Of == Side::kKeysAlone) {
         const bool there = all_keys && all_values && !Decays;  // in shared memory
         const Sequence& k = Decays ? written : p.k;
         for (int value = 0; value < slice.columns; value += value_part) {
@@ -313,6 +333,24 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement, false);
 }
 
+// The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
+template <typename T>
+RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
+    p.d_out = slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes);
+    p.v = slice.template sequence_of<T>(slice.values, slice.columns, p.sizes);
+    return p;
+}
+RuleBackward swapped(RuleBackward p) {
+    std::swap(p.sizes.key_dim, p.sizes.value_dim);
+    std::swap(p.q, p.d_out);
+    std::swap(p.k, p.v);
+    p.log_key_decay = p.log_value_decay;
+    p.dq = {};  // outputs, that are there
+    p.dk = p.dv;
+    p.d_log_key_decay = p.d_log_value_decay;
+    return p;
+}
+
 template <typename T>
 cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
     using F = Factor<T>;
@@ -336,8 +374,8 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         w.pass.backward = true;
         const Sequence written = w.keys;
         (plan.pass.corrects ? w.queries : w.keys) =
-            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, p.sizes) : p.q;
-        w.values = p.d_out;
+            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
+        w.values = plan.pass.values ? slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes) : p.d_out;
         w.d_values = p.dv;
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
         float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
@@ -346,10 +384,24 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays) {
-            return launch(gradients<T, corrects, gated, decays>,
-                          dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads), plan.last_shared,
-                          stream, p, written, slice, plan.key_part, plan.value_part);
+        const auto launch_last = [&](auto kernel, const RuleBackward& of, const Slice<F>& from, int key_part,
+                                     int value_part) {
+            return launch(kernel, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
+                          plan.last_shared, stream, of, written, from, key_part, value_part);
+        };
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            if constexpr (values) {
+                // Values as keys are: with d_out in the place of q, v in that of k, and P in that of dP.
+                const Slice<F> turned = slice.swapped();
+                error = launch_last(gradients<T, corrects, gated, decays, Side::kKeys>, side_of<T>(p, slice), slice,
+                                    plan.key_part, plan.value_part);
+                if (error != cudaSuccess) return error;
+                return launch_last(gradients<T, corrects, gated, decays, Side::kValues>, side_of<T>(swapped(p), turned),
+                                   turned, plan.value_part, plan.key_part);
+            } else {
+                return launch_last(gradients<T, corrects, gated, decays, Side::kKeysAlone>, p, slice, plan.key_part,
+                                   plan.value_part);
+            }
         });
     });
 }
@@ -357,10 +409,10 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
 }  // namespace
 
 ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, gated, false, true}, limit);
+    return walked_plan<GradientLayout>(sizes, dtype, {corrects, gated, false, true, false}, limit);
 }
-ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, false, true, true}, limit);
+ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool of_values, int limit) {
+    return walked_plan<GradientLayout>(sizes, dtype, {corrects, false, true, true, of_values}, limit);
 }
 
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {

@@ -94,7 +94,7 @@ struct LocalLayout {
         }
         if constexpr (Corrects && Backward) {
             copy(slice.queries, q.scaled);
-        } else {
+        } else if (slice.queries != nullptr) {
             const Column<T> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
             float product = 1.0f;
             for (int before = 0; before < b; ++before) product *= totals(before, i);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
         }
         copies_wait<0>();
         __syncthreads();
-        if (!has_pairs(products)) continue;
+        if (!has_pairs(products) || (Decays && slice.scores == nullptr)) continue;
         if constexpr (Decays) {
             multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
             if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
     steps.find(given.strengths, given.log_gate, false, batch, head, start, time);
     if (has_pairs(products)) {
         const auto square_of = [&](Factor<T>* all) { return Matrix<Factor<T>>{all + index * kSide * kSide, kSide}; };
-        if constexpr (kScores) {
+        if (kScores && slice.scores != nullptr) {
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_tile(scores, square_of(slice.scores));
@@ -264,6 +264,12 @@ cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<F
     };
     const std::true_type yes{};
     const std::false_type no{};
+    if (pass.values) {
+        RulePass of_keys = pass;
+        of_keys.values = false;
+        const cudaError_t error = launch_local<T>(given.swapped(), of_keys, slice.swapped(), stream);
+        return error == cudaSuccess ? launch_local<T>(given, of_keys, slice, stream) : error;
+    }
     if (pass.decays)
         return with_flags(pass.corrects, pass.backward,
                           [&](auto corrects, auto backward) { return launch_of(corrects, no, yes, backward); });

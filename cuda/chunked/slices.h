@@ -3,6 +3,8 @@
 // A slice takes the state from the one before it in time (backwards its gradient from the one behind it).
 #pragma once
 
+#include <utility>
+
 #include "decayed.h"
 #include "plan.h"
 
@@ -12,11 +14,12 @@ namespace fairseq_fastweights {
 struct RulePass {
     bool corrects;  // the delta rule; else what is written does not depend on the state
     bool gated;
-    bool decays;  // of keys, or an erase key; not gated then
+    bool decays;  // by dimension, or an erase key; not gated then
     bool backward;
+    bool values;  // decays of values are among them; nothing corrects then
 };
 
-// f(a, b), each as an integral constant; f(corrects, gated, decays) of a pass.
+// f(a, b), each as an integral constant; f(corrects, gated, decays, values) of a pass.
 template <typename F>
 auto with_flags(bool a, bool b, F f) {
     const std::true_type yes{};
@@ -26,11 +29,11 @@ auto with_flags(bool a, bool b, F f) {
 
 template <typename F>
 auto with_rule(const RulePass& pass, F f) {
+    const std::false_type no{};
+    if (pass.values) return f(no, no, std::true_type(), std::true_type());
     if (pass.decays)
-        return with_flags(pass.corrects, true,
-                          [&](auto corrects, auto decays) { return f(corrects, std::false_type(), decays); });
-    return with_flags(pass.corrects, pass.gated,
-                      [&](auto corrects, auto gated) { return f(corrects, gated, std::false_type()); });
+        return with_flags(pass.corrects, true, [&](auto corrects, auto decays) { return f(corrects, no, decays, no); });
+    return with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) { return f(corrects, gated, no, no); });
 }
 
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
@@ -53,6 +56,10 @@ struct Slice {
     int decay_rows;                        // of a chunk
     float *inverse, *steps, *decays;
     F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
+    // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
+    // what P is.
+    float* value_decays;
+    F *values, *d_outs, *d_scores, *d_rest;
 
     __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
         return static_cast<int64_t>(head) * chunks + (n - begin);
@@ -66,11 +73,25 @@ struct Slice {
     __device__ __forceinline__ float* decays_of(int head, int n) const {
         return decays + index(head, n) * decay_rows * key_rows;
     }
-    // Rows of keys by step as those of the call's own sequences: of its batch and heads.
+    __device__ __forceinline__ float* value_decays_of(int head, int n) const {
+        return value_decays + index(head, n) * 2 * columns;
+    }
+    // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
     template <typename T>
-    Sequence sequence_of(F* all, const Sizes& sizes) const {
-        const int64_t chunk = static_cast<int64_t>(kSide) * key_rows, head = chunk * chunks;
-        return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, key_rows, head, 0};
+    Sequence sequence_of(F* all, int width, const Sizes& sizes) const {
+        const int64_t chunk = static_cast<int64_t>(kSide) * width, head = chunk * chunks;
+        return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, width, head, 0};
+    }
+    // Values in the place of keys, and keys in that of values.
+    Slice swapped() const {
+        Slice s = *this;
+        std::swap(s.key_rows, s.columns);
+        std::swap(s.decays, s.value_decays);
+        std::swap(s.scores, s.d_scores);
+        std::swap(s.rest, s.d_rest);
+        std::swap(s.queries, s.d_outs);
+        std::swap(s.written, s.values);
+        return s;
     }
 };
 
@@ -107,6 +128,15 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
         take(slice.written, kSide * slice.key_rows);
         if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
         if (pass.corrects && pass.backward) take(slice.products, kSide * kSide);
+    }
+    if (pass.values) {
+        take(slice.value_decays, 2 * slice.columns);
+        take(slice.values, kSide * slice.columns);
+        if (pass.backward) {
+            take(slice.d_outs, kSide * slice.columns);
+            take(slice.d_scores, kSide * kSide);
+            if (sizeof(F) == 2) take(slice.d_rest, kSide * kSide);
+        }
     }
     bytes = used;
     return slice;

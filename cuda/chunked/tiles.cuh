@@ -98,11 +98,11 @@ struct Place {
 template <typename T, bool Decays>
 using Pairs = SplitMatrix<T, Decays>;
 
-// Starts to copy P from the workspace.
+// Starts to copy those of a chunk from the workspace.
 template <typename T, bool Decays, typename F>
-__device__ __forceinline__ void copy_scores(const Pairs<T, Decays>& to, const Slice<F>& slice, int64_t index) {
-    copy_lower(to.parts[0], slice.scores + index * kSide * kSide);
-    if constexpr (Pairs<T, Decays>::kSplit) copy_lower(to.parts[1], slice.rest + index * kSide * kSide);
+__device__ __forceinline__ void copy_pairs(const Pairs<T, Decays>& to, const F* big, const F* rest, int64_t index) {
+    copy_lower(to.parts[0], big + index * kSide * kSide);
+    if constexpr (Pairs<T, Decays>::kSplit) copy_lower(to.parts[1], rest + index * kSide * kSide);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.

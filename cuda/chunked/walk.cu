@@ -18,6 +18,8 @@
 // corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
 // the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps.
 //
+// With decays of values, Z in the notation of decays.cuh, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
+//
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
 // part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
@@ -136,6 +138,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                           time);
             copy_rows(shared.decays[stage], Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows),
                       Corrects ? kBlocks : 1, Keys * parts, 0, kBlocks);
+            if (!Corrects && w.pass.values)
+                copy_rows(shared.value_decays[stage],
+                          Head<float>(slice.value_decays_of(head_index, n) + first, 0, slice.columns - first), 1,
+                          w.strips * kTileRows, 0, 1);
         }
         if constexpr (Corrects)
             copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
@@ -196,6 +202,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             given.load(shared.values[stage], strip * kTileRows);
             if (Decays || !w.pass.gated) {
                 if constexpr (Decays) state.scale(decays.data);
+                if (w.pass.values) {
+                    const float* const by = shared.value_decays[stage].data + strip * kTileRows;
+                    state.each([&](int, int j, float& x) { x *= by[j]; });
+                }
                 multiply_kept<kPasses, true, Part::kAll, true>(state, given, k);
             } else {
                 const float whole = steps[kWholeGate];
@@ -274,9 +284,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     }
     if constexpr (!Corrects && Decays) {
         if (w.probe && block == 0)
-            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {  // values do not decay
+            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {
                 float log = 0.0f;
-                for (int n = begin; i < keys && n < end; ++n) log += slice.decays_of(head_index, n)[slice.key_rows + i];
+                for (int n = begin; n < end; ++n)
+                    log += i < keys        ? slice.decays_of(head_index, n)[slice.key_rows + i]
+                           : w.pass.values ? slice.value_decays_of(head_index, n)[slice.columns + i - keys]
+                                           : 0.0f;
                 w.passed[(static_cast<int64_t>(number) * slice.heads + head_index) * (keys + columns) + i] = expf(log);
             }
     } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0) {

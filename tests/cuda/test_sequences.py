@@ -18,8 +18,7 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 CORRECTING = [rule for rule in RULES if rule.corrects]
 BY_DIMENSION = [*DECAYS, *CORRECTING[2:]]  # decays of each key or value, or erase keys
 CHUNKED = [*BY_HEAD, *BY_DIMENSION]  # of decays of neither there is a sum
-WALKED = [*BY_HEAD, DECAYS[1], *CORRECTING[2:]]  # whose chunks may be side by side; not where values decay
-BY_CHUNKS = [("chunked", rule) for rule in CHUNKED] + [("walked", rule) for rule in WALKED]
+BY_CHUNKS = [*product(("chunked", "walked"), CHUNKED)]
 WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + BY_CHUNKS
 
 F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -123,14 +122,14 @@ def walks(cases, dtypes):
             return 512
         return 256 if dtype != BF16 else 384 if rule in BY_DIMENSION else 512
 
-    return [x for x in product(WALKED, cases, dtypes) if x[1][0][1] <= most_keys(x[0], x[2])]
+    return [x for x in product(CHUNKED, cases, dtypes) if x[1][0][1] <= most_keys(x[0], x[2])]
 
 
 @pytest.mark.parametrize(
     ("rule", "way", "dtype"),
     long(
         [*walks(SIDE_BY_SIDE, EVERY_DTYPE[:3]), *walks(MORE_WALKS, TWO_DTYPES)],
-        short=deal(WALKED, SIDE_BY_SIDE, EVERY_DTYPE[:3]),
+        short=deal(CHUNKED, SIDE_BY_SIDE, EVERY_DTYPE[:3]),
     ),
 )
 def test_every_way_with_chunks_side_by_side_in_any_order_of_threads(emulator, rule, way, dtype, monkeypatch):
@@ -168,8 +167,7 @@ CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
 REGIMES = [
     *product(["recurrent"], RULES, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
-    *product(["chunked"], CHUNKED, CHUNKS[:1], EVERY_DTYPE[:3]),
-    *product(["walked"], WALKED, CHUNKS[:1], EVERY_DTYPE[:3]),
+    *product(["chunked", "walked"], CHUNKED, CHUNKS[:1], EVERY_DTYPE[:3]),
 ]
 
 
@@ -178,8 +176,7 @@ REGIMES = [
     long(
         [
             *REGIMES,
-            *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES),
-            *product(["walked"], WALKED, CHUNKS[1:], TWO_DTYPES),
+            *product(["chunked", "walked"], CHUNKED, CHUNKS[1:], TWO_DTYPES),
         ],
         short=REGIMES,
     ),
@@ -446,6 +443,7 @@ THOUSANDS = [
             *[("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one")],
             *[("decay of keys", "near one"), ("decay of keys", "ordinary or erased"), ("Kimi delta", "near one")],
             *[("Kimi delta", "ordinary or erased"), ("Kimi delta", "repeated keys, one")],
+            *[("decay", "near one"), ("decay", "ordinary or erased")],
         ]
     ),
     *(
@@ -455,6 +453,7 @@ THOUSANDS = [
             *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
             *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5)],
             *[("decay of keys", "near one", 4e-3, 3e-3), ("Kimi delta", "near one", 7e-3, 6e-3)],
+            ("decay", "near one", 4e-3, 3e-3),
             *[("Kimi delta", "repeated keys, one", 7e-3, 6e-3), ("two gates", "ordinary", 5e-3, 3e-3)],
         ]
         for plan in ("", "segments=4")
