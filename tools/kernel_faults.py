@@ -446,11 +446,6 @@ CUDA = (
     Fault("cuda/chunked/blocks.cuh", "f(from);\n        tile.each", "f(from);\n        if (from > 0) tile.each"),
     Fault("cuda/chunked/blocks.cuh", "from.get(t, s) : from.get(s, t);", "from.get(t, s) : from.get(t, s);"),
     without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
-    Fault(
-        "cuda/chunked/gradients.cu",
-        "dq, 0, values, shared.d_out, shared.state",
-        "dq, 0, 16, shared.d_out, shared.state",
-    ),
     Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
     # The same, chunks after one another
     Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),

@@ -453,7 +453,7 @@ THOUSANDS = [
             *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
             *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5)],
             *[("decay of keys", "near one", 4e-3, 3e-3), ("Kimi delta", "near one", 7e-3, 6e-3)],
-            ("decay", "near one", 4e-3, 3e-3),
+            ("decay", "near one", 6e-3, 4e-3),
             *[("Kimi delta", "repeated keys, one", 7e-3, 6e-3), ("two gates", "ordinary", 5e-3, 3e-3)],
         ]
         for plan in ("", "segments=4")
