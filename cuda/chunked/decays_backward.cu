@@ -18,9 +18,9 @@
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays_gradient.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -308,7 +308,7 @@ struct DecaysBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool of_values, int limit) {
-    return faster_plan(walked_plan_decays_backward(sizes, dtype, false, of_values, limit),
+    return faster_plan(walked_plan_backward(sizes, dtype, {false, false, true, of_values}, limit),
                        describe<DecaysBackwardPass>(sizes, dtype, limit));
 }
 

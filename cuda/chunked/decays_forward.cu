@@ -1,9 +1,9 @@
 // The forward pass of decays by dimension, chunk-parallel: the equations are in decays.cuh.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -184,7 +184,7 @@ struct DecaysForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool of_values, int limit) {
-    return faster_plan(walked_plan_decays_forward(sizes, dtype, false, of_values, limit),
+    return faster_plan(walked_plan_forward(sizes, dtype, {false, false, true, of_values}, limit),
                        describe<DecaysForwardPass>(sizes, dtype, limit));
 }
 

@@ -15,10 +15,10 @@
 // in two for products, not rounded.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays_gradient.cuh"
 #include "delta_decays.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -303,7 +303,7 @@ struct DeltaDecaysBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_backward(sizes, dtype, true, false, limit),
+    return faster_plan(walked_plan_backward(sizes, dtype, {true, false, true}, limit),
                        describe<DeltaDecaysBackwardPass>(sizes, dtype, limit));
 }
 

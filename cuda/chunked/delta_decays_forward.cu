@@ -2,9 +2,9 @@
 // delta_decays.cuh.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "delta_decays.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -138,7 +138,7 @@ struct DeltaDecaysForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_forward(sizes, dtype, true, false, limit),
+    return faster_plan(walked_plan_forward(sizes, dtype, {true, false, true}, limit),
                        describe<DeltaDecaysForwardPass>(sizes, dtype, limit));
 }
 

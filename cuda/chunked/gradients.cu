@@ -16,6 +16,8 @@
 //
 // With decays of keys, in the notation of delta_decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
 // blocks of 16 steps, and those of logs are found, as blocks.cuh says; E F_.0 is in the place of K D_.0 where errors are read.
+// Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
+// of dP; what decays of the other side scale, and dP, is from the local stage.
 #include "blocks.cuh"
 #include "stages.cuh"
 #include "stages.h"
@@ -384,23 +386,19 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        const auto launch_last = [&](auto kernel, const RuleBackward& of, const Slice<F>& from, int key_part,
-                                     int value_part) {
+        const auto find = [&](auto kernel, const RuleBackward& of, const Slice<F>& from) {
             return launch(kernel, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
-                          plan.last_shared, stream, of, written, from, key_part, value_part);
+                          plan.last_shared, stream, of, written, from, plan.key_part, plan.value_part);
         };
         return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
             if constexpr (values) {
-                // Values as keys are: with d_out in the place of q, v in that of k, and P in that of dP.
                 const Slice<F> turned = slice.swapped();
-                error = launch_last(gradients<T, corrects, gated, decays, Side::kKeys>, side_of<T>(p, slice), slice,
-                                    plan.key_part, plan.value_part);
+                error = find(gradients<T, corrects, gated, decays, Side::kKeys>, side_of<T>(p, slice), slice);
                 if (error != cudaSuccess) return error;
-                return launch_last(gradients<T, corrects, gated, decays, Side::kValues>, side_of<T>(swapped(p), turned),
-                                   turned, plan.value_part, plan.key_part);
+                return find(gradients<T, corrects, gated, decays, Side::kValues>, side_of<T>(swapped(p), turned),
+                            turned);
             } else {
-                return launch_last(gradients<T, corrects, gated, decays, Side::kKeysAlone>, p, slice, plan.key_part,
-                                   plan.value_part);
+                return find(gradients<T, corrects, gated, decays, Side::kKeysAlone>, p, slice);
             }
         });
     });
@@ -408,11 +406,9 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
 
 }  // namespace
 
-ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, gated, false, true, false}, limit);
-}
-ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool of_values, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, false, true, true, of_values}, limit);
+ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
+    rule.backward = true;
+    return walked_plan<GradientLayout>(sizes, dtype, rule, limit);
 }
 
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {

@@ -127,11 +127,8 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
 
 }  // namespace
 
-ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, {corrects, gated, false, false, false}, limit);
-}
-ChunkedPlan walked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool of_values, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, {corrects, false, true, false, of_values}, limit);
+ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
+    return walked_plan<OutputLayout>(sizes, dtype, rule, limit);
 }
 
 cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {

@@ -5,19 +5,10 @@
 
 #include <utility>
 
-#include "decayed.h"
 #include "plan.h"
+#include "stages.h"
 
 namespace fairseq_fastweights {
-
-// A pass of a rule, as far as what stages hand one another depends on it.
-struct RulePass {
-    bool corrects;  // the delta rule; else what is written does not depend on the state
-    bool gated;
-    bool decays;  // by dimension, or an erase key; not gated then
-    bool backward;
-    bool values;  // decays of values are among them; nothing corrects then
-};
 
 // f(a, b), each as an integral constant; f(corrects, gated, decays, values) of a pass.
 template <typename F>

@@ -23,7 +23,7 @@ constexpr WalkCosts kDeltaCosts[2] = {{3000, 1500, 16, 3500}, {4500, 2600, 34, 1
 constexpr WalkCosts kSumCosts[2] = {{600, 900, 10, 3500}, {600, 900, 10, 9000}};
 // With decays of keys, of which nothing has been measured: as many cycles as the others, and twice those that a local stage and
 // gradients have instructions for beyond them.
-constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 20, 3500}, {12500, 2800, 42, 34000}};
+constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 24, 4500}, {12500, 2800, 48, 38000}};
 constexpr WalkCosts kDecayCosts[2] = {{7000, 950, 11, 3500}, {7000, 950, 11, 23000}};
 constexpr WalkCosts kTwoDecayCosts[2] = {{7000, 950, 11, 7000}, {7000, 950, 11, 45000}};  // of values as well
 constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
@@ -106,7 +106,7 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
 
 // The memory of a slice. `length`: chunks between states that are kept.
 inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
-    const auto [corrects, gated, decays, backward, of_both] = plan.pass;
+    const auto [corrects, gated, decays, of_both, backward] = plan.pass;
     const WalkCosts& costs = costs_of(plan.pass, backward);
     const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
     const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
@@ -311,7 +311,7 @@ template <typename Params>
 RulePass pass_of(const Params& p, bool corrects, bool backward) {
     const bool values = p.log_value_decay.data != nullptr;
     return {corrects, p.log_gate.data != nullptr, values || p.erase.data != nullptr || p.log_key_decay.data != nullptr,
-            backward, values};
+            values, backward};
 }
 template <template <typename, bool, bool, bool, bool> class Layout>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
