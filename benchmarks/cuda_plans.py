@@ -74,7 +74,7 @@ def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
 
 def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     """The ways to do a call, first the one that is taken if nobody asks; other segments for the ordinary plan alone."""
-    kind = {"gated": "gated" in call.rule, "separate_decays": call.rule in ("decay", "kimi_delta")}
+    kind = {"gated": "gated" in call.rule, "separate_decays": {"decay": 2, "kimi_delta": 1}.get(call.rule, 0)}
 
     def found(**environment: str) -> Way:
         with mock.patch.dict(os.environ, environment):

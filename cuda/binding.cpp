@@ -281,7 +281,7 @@ struct Gpu {
 };
 
 std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, ScalarType dtype, bool gated,
-                          bool separate_decays, int64_t capability) {
+                          int64_t separate_decays, int64_t capability) {
     constexpr std::array<const char*, 4> operations{"diagonal_forward", "diagonal_backward", "delta_forward",
                                                     "delta_backward"};  // by Operation
     const auto found = std::find(operations.begin(), operations.end(), operation);
@@ -297,13 +297,16 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, S
         fail("sizes is ", sizes, "; batch and interval must be at least 0, time and heads at least 1, key_dim and ",
              "value_dim from 1 to ", kMostDim, ", and batch * heads and each of them less than 2^31");
     }
+    if (separate_decays < 0 || separate_decays > 2)
+        fail("separate_decays is ", separate_decays,
+             "; it must be 0, 1 (decays of keys, or an erase key) or 2 (decays of values)");
     const auto number = static_cast<int32_t>(found - operations.begin());
-    const auto device = static_cast<int32_t>(capability);
+    const auto device = static_cast<int32_t>(capability), decays = static_cast<int32_t>(separate_decays);
     const auto at = [&](int i) { return static_cast<int32_t>(sizes[i]); };
     const Sizes given{at(0), at(1), at(2), at(3), at(4), at(5)};
     const int32_t type = dtype_of("v", dtype);
-    if (fastweights_choose(number, &given, type, gated, separate_decays, device) == kRecurrent) return {};
-    const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, separate_decays, device);
+    if (fastweights_choose(number, &given, type, gated, decays, device) == kRecurrent) return {};
+    const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, decays, device);
     return {made.chunk,    made.columns, made.blocks, made.stages, made.threads,
             made.segments, made.at_once, made.shared, made.walk};
 }

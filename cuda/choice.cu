@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "chunked/decayed.h"
 #include "chunked/plan.h"
 
 namespace fairseq_fastweights {
@@ -78,13 +77,11 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
     const bool of_values = separate_decays > 1;  // decays of values are told apart as 2
     switch (operation) {
         case kDiagonalForward:
-            return of_values         ? chained_plan_decays_forward(*sizes, dtype, limit)
-                   : separate_decays ? chunked_plan_decays_forward(*sizes, dtype, limit)
-                                     : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
+            return separate_decays ? chunked_plan_decays_forward(*sizes, dtype, of_values, limit)
+                                   : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
         case kDiagonalBackward:
-            return of_values         ? chained_plan_decays_backward(*sizes, dtype, limit)
-                   : separate_decays ? chunked_plan_decays_backward(*sizes, dtype, limit)
-                                     : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
+            return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, of_values, limit)
+                                   : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
         case kDeltaForward:
             return separate_decays ? chunked_plan_delta_decays_forward(*sizes, dtype, limit)
                                    : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);

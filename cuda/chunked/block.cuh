@@ -61,21 +61,35 @@ struct Stages {
 };
 
 // A float32 matrix for products to read where rounding it would not do: as factors, or where these are rounded as the
-// sum of two, big + small, which leaves out 2^-17 of it.
-template <typename T>
+// sum of two, big + small, which leaves out 2^-17 of it. Not if it does not `Split`.
+template <typename T, bool Split = true>
 struct SplitMatrix {
+    static constexpr bool kSplit = Split && kRounded<T>;
     Stages<Factor<T>> parts;
 
     SplitMatrix() = default;
     __host__ __device__ SplitMatrix(Carver& carver, int rows, int columns)
-        : parts(carver, kRounded<T> ? 2 : 1, rows, columns) {}
+        : parts(carver, kSplit ? 2 : 1, rows, columns) {}
 
     __device__ __forceinline__ void write(Tile tile) const {
         write_tile(tile, parts[0]);
-        if constexpr (kRounded<T>) {
+        if constexpr (kSplit) {
             tile.each([](int, int, float& value) { value -= widen<float>(narrow<Factor<T>>(value)); });
             write_tile(tile, parts[1]);
         }
+    }
+
+    __device__ __forceinline__ float get(int row, int column) const {
+        float x = parts[0].get(row, column);
+        if constexpr (kSplit) x += parts[1].get(row, column);
+        return x;
+    }
+
+    // tile += a b, a this or its transpose, b as it is stored or its transpose.
+    template <int Passes, bool Transpose, bool TransposeRight, typename Right>
+    __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, const Matrix<Right>& right) const {
+        multiply_stored<Passes, Transpose, TransposeRight>(tile, begin, end, parts[0], right);
+        if constexpr (kSplit) multiply_stored<Passes, Transpose, TransposeRight>(tile, begin, end, parts[1], right);
     }
 };
 

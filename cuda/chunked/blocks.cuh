@@ -15,7 +15,7 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kBlocks = kSide / kSteps;
+static_assert(kBlocks * kSteps == kSide, "blocks are the chunks of decays.cuh");
 
 // The rows of a block of a chunk.
 template <typename T>
@@ -92,6 +92,60 @@ __device__ __forceinline__ void multiply_decayed(Tile& tile, int keys, const Dec
     }
 }
 
+// tile, which has what is read of the chunk's start, += pairs written, with decays of its columns: of what is read at the start of
+// its block. f(block) before the decays of each block before it.
+template <int Passes, typename T, typename F>
+__device__ __forceinline__ void pass_blocks(Tile& tile, const SplitMatrix<T>& pairs, const Matrix<T>& written,
+                                            const Matrix<float>& totals, F f) {
+#pragma unroll 1
+    for (int from = 0; from < tile.row / kSteps; ++from) {
+        f(from);
+        tile.each([&](int, int i, float& x) { x *= totals(from, i); });
+        pairs.template multiply<Passes, false, false>(tile, from * kSteps, (from + 1) * kSteps, written);
+    }
+}
+
+// A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, and outputs.
+template <typename T>
+struct BlockValues {
+    Matrix<T> written;
+    Matrix<float> totals, reads;
+
+    BlockValues() = default;
+    __host__ __device__ BlockValues(Carver& carver, int values)
+        : written(carver.matrix<T>(kSide, values)), totals(carver.matrix<float>(kBlocks, values, 0)),
+          reads(carver.matrix<float>(kSide, values)) {}
+
+    // `reads` = out, which was read of the chunk's start, and P V, with their decays; load(logs, block, column). Ends with a
+    // barrier.
+    template <int Passes, typename Load>
+    __device__ __forceinline__ void add_writes(Tile& out, int values, const Matrix<T>& v, const SplitMatrix<T>& scores,
+                                               Load load) const {
+        const BlockColumn own(values);
+        const int first = own.block * kSteps;
+        float gates[kSteps], early[kSteps];
+        if (own.there()) {
+            load(gates, own.block, own.column);
+            exponentiate(gates);
+            load_column(early, block_of(v, own.block), own.column);
+            write_written(block_of(written, own.block), early, gates, own.column);
+            totals(own.block, own.column) = product_of(gates);
+        }
+        __syncthreads();
+        if (is_in(out, values)) {
+            pass_blocks<Passes>(out, scores, written, totals, [](int) {});
+            write_tile(out, reads);
+        }
+        __syncthreads();
+        if (own.there())
+            write_outputs(block_of(reads, own.block), early, gates, own.column, [&](float (&to)[4], int t, int s) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[i] = scores.get(first + t, first + s + i);
+            });
+        __syncthreads();
+    }
+};
+
 // Gradients of queries, keys, erase keys and logs in a part of the keys, from what products with states make of them.
 template <typename T>
 struct DecayGradient {
@@ -127,6 +181,13 @@ struct DecayGradient {
             if (s <= t && s / kSteps == t / kSteps) to(t, s % kSteps) = to(s, t % kSteps) = value;
         });
     }
+    // Those of a square in shared memory.
+    __device__ __forceinline__ void keep_weights(const SplitMatrix<T>& from) const {
+        for (int i = threadIdx.x; i < kSide * kSteps; i += kTileThreads) {
+            const int t = i / kSteps, s = t / kSteps * kSteps + i % kSteps;
+            weights(t, s % kSteps) = s <= t ? from.get(t, s) : from.get(s, t);
+        }
+    }
 
     // Factors of a block's key dimension, and its part `whole` of the sum of S_0 * dS. A barrier before and after.
     template <bool Corrects>
@@ -154,34 +215,31 @@ struct DecayGradient {
     }
 
     // A tile of the gradients of `late` * F_.0, from the chunk's start to their block's. `adds`: to the masses of others.
-    template <int Passes, typename F>
-    __device__ __forceinline__ void pass_to_readers(Tile& tile, const Matrix<F>& pairs, const Matrix<T>& late,
+    template <int Passes>
+    __device__ __forceinline__ void pass_to_readers(Tile& tile, const SplitMatrix<T>& pairs, const Matrix<T>& late,
                                                     bool adds) const {
         const int block = tile.row / kSteps;
-#pragma unroll 1
-        for (int from = 0; from < block; ++from) {
+        pass_blocks<Passes>(tile, pairs, written, totals, [&](int from) {
             tile.sum_columns([&](int t, int i, float x) { return x * late.get(t, i); },
                              [&](int i, float sum) {
                                  float& to = masses(block * (block - 1) / 2 + from, i);
                                  to = adds ? to + sum : sum;
                              });
-            tile.each([&](int, int i, float& x) { x *= totals(from, i); });
-            multiply_stored<Passes, false, false>(tile, from * kSteps, (from + 1) * kSteps, pairs, written);
-        }
+        });
     }
     // A tile of the gradients of keys * F_e., from the chunk's end to their block's.
-    template <int Passes, bool Corrects, typename F>
-    __device__ __forceinline__ void pass_to_writers(Tile& tile, const Matrix<F>& d_scores,
-                                                    const Matrix<F>& d_system) const {
+    template <int Passes, bool Corrects>
+    __device__ __forceinline__ void pass_to_writers(Tile& tile, const SplitMatrix<T>& d_scores,
+                                                    const SplitMatrix<T>& d_system) const {
         const int block = tile.row / kSteps;
         tile.sum_columns([&](int s, int i, float x) { return x * written.get(s, i); },
                          [&](int i, float sum) { masses(kToState + block, i) = sum; });
 #pragma unroll 1
         for (int to = kBlocks - 1; to > block; --to) {
             tile.each([&](int, int i, float& x) { x *= totals(to, i); });
-            multiply_stored<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, d_scores, reading);
+            d_scores.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading);
             if constexpr (Corrects)
-                multiply_stored<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, d_system, reading_erase);
+                d_system.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading_erase);
         }
     }
 

@@ -244,6 +244,26 @@ __device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matr
     write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
 }
 
+// A value dimension's outputs, in `reads`, where what is read of the chunk's start is: P_ts of 4 steps s from load(to, t, s).
+template <typename Load>
+__device__ __forceinline__ void write_outputs(const Matrix<float>& reads, const float (&early)[kSteps],
+                                              const float (&gates)[kSteps], int column, Load load) {
+    const Column<float> to(reads, column);
+    float product = 1.0f;
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+        product *= gates[t];
+        float sum = 0.0f, weights[4];
+#pragma unroll
+        for (int s = 0; s <= t; ++s) {
+            if (s % 4 == 0) load(weights, t, s);
+            if (s > 0) sum *= gates[s];
+            sum += weights[s % 4] * early[s];
+        }
+        to.set(t, product * to.get(t) + sum);
+    }
+}
+
 // ---- Products -------------------------------------------------------------------------------------------------------
 
 // Deals work out to the block's warps in turn, what comes next to those that have had less.

@@ -18,9 +18,9 @@
 // and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays_gradient.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -307,18 +307,15 @@ struct DecaysBackwardPass {
 
 }  // namespace
 
-ChunkedPlan chained_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return describe<DecaysBackwardPass>(sizes, dtype, limit);
-}
-ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_backward(sizes, dtype, false, limit),
-                       chained_plan_decays_backward(sizes, dtype, limit));
+ChunkedPlan chunked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool of_values, int limit) {
+    return faster_plan(walked_plan_backward(sizes, dtype, {false, false, true, of_values}, limit),
+                       describe<DecaysBackwardPass>(sizes, dtype, limit));
 }
 
 // True if a call's chunks are worked on side by side (gradients.cu).
 static bool walks(const RuleBackward& p) {
-    return p.log_value_decay.data == nullptr &&
-           chunked_plan_decays_backward(p.sizes, p.v.dtype, shared_memory_limit()).walk != 0;
+    const bool of_values = p.log_value_decay.data != nullptr;
+    return chunked_plan_decays_backward(p.sizes, p.v.dtype, of_values, shared_memory_limit()).walk != 0;
 }
 
 cudaError_t chunked_decays_backward(const RuleBackward& p, cudaStream_t stream) {

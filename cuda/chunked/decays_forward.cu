@@ -1,9 +1,9 @@
 // The forward pass of decays by dimension, chunk-parallel: the equations are in decays.cuh.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -135,20 +135,8 @@ __global__ void __launch_bounds__(kDecayThreads, forward_blocks(Places))
             float early[kSteps];
             load_column(early, v, thread);
             load_column(gates, shared.value_gates, thread);
-            const Column<float> reads(shared.reads, thread);
-            float product = 1.0f;
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t) {
-                product *= gates[t];
-                float sum = 0.0f, weights[4];
-#pragma unroll
-                for (int s = 0; s <= t; ++s) {
-                    if (s % 4 == 0) load_row(weights, &shared.weights(t, s));
-                    if (s > 0) sum *= gates[s];
-                    sum += weights[s % 4] * early[s];
-                }
-                reads.set(t, product * reads.get(t) + sum);
-            }
+            write_outputs(shared.reads, early, gates, thread,
+                          [&](float (&to)[4], int t, int s) { load_row(to, &shared.weights(t, s)); });
         }
         if (n + 1 < end) fetch(n + 1);
         pass_chunk<kPasses>(state, shared.key_total, shared.value_total, shared.written_keys, shared.written_values,
@@ -195,18 +183,15 @@ struct DecaysForwardPass {
 
 }  // namespace
 
-ChunkedPlan chained_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return describe<DecaysForwardPass>(sizes, dtype, limit);
-}
-ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, int limit) {
-    return faster_plan(walked_plan_decays_forward(sizes, dtype, false, limit),
-                       chained_plan_decays_forward(sizes, dtype, limit));
+ChunkedPlan chunked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool of_values, int limit) {
+    return faster_plan(walked_plan_forward(sizes, dtype, {false, false, true, of_values}, limit),
+                       describe<DecaysForwardPass>(sizes, dtype, limit));
 }
 
 // True if a call's chunks are worked on side by side (outputs.cu).
 static bool walks(const RuleForward& p) {
-    return p.log_value_decay.data == nullptr &&
-           chunked_plan_decays_forward(p.sizes, p.v.dtype, shared_memory_limit()).walk != 0;
+    const bool of_values = p.log_value_decay.data != nullptr;
+    return chunked_plan_decays_forward(p.sizes, p.v.dtype, of_values, shared_memory_limit()).walk != 0;
 }
 
 cudaError_t chunked_decays_forward(const RuleForward& p, cudaStream_t stream) {

@@ -135,6 +135,14 @@ private:
         for (int i = 0; i < 4; ++i) f(step + 2 * (lane % 4) + i % 2, column + lane / 4 + i / 2 * 8, values[i]);
     }
 
+    // A block's right sides, from(step, column).
+    template <typename From>
+    __device__ __forceinline__ static void load_block(float (&sums)[2][4], int step, int column, int lane, From from) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            each_of(sums[n], step + 8 * n, column, lane, [&](int t, int j, float& value) { value = from(t, j); });
+    }
+
     // Hands `to` (step, column, value) of U, where `from` gives -E, from the first block to the last. What is known of the
     // 16 columns stays in registers. Places are found anew in each block: kept, they would hold some 30 more.
     template <int Passes, int Steps, typename From, typename To>
@@ -144,10 +152,7 @@ private:
         for (int block = 0; block < Steps / 8; block += 2) {
             const int lane = opaque_thread() % kWarp, group = lane / 4, member = lane % 4;
             float sums[2][4];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-                each_of(sums[n], 8 * (block + n), column, lane,
-                        [&](int t, int j, float& value) { value = from(t, j); });
+            load_block(sums, 8 * block, column, lane, from);
 #pragma unroll
             for (int e = 0; e < block; ++e) {
                 const KeptFactor<Passes> factor(known[e]);
@@ -182,10 +187,7 @@ private:
         for (int block = Steps / 8 - 2; block >= 0; block -= 2) {
             const int lane = opaque_thread() % kWarp, group = lane / 4, member = lane % 4;
             float sums[2][4];
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-                each_of(sums[n], 8 * (block + n), column, lane,
-                        [&](int t, int j, float& value) { value = from(t, j); });
+            load_block(sums, 8 * block, column, lane, from);
 #pragma unroll
             for (int e = block + 2; e < Steps / 8; ++e) {
                 const int s = 8 * e + 2 * member;

@@ -290,7 +290,7 @@ struct DeltaBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return faster_plan(walked_plan_backward(sizes, dtype, true, gated, limit),
+    return faster_plan(walked_plan_backward(sizes, dtype, {true, gated}, limit),
                        gated ? describe<DeltaBackwardPass<true>>(sizes, dtype, limit)
                              : describe<DeltaBackwardPass<false>>(sizes, dtype, limit));
 }

@@ -15,10 +15,10 @@
 // in two for products, not rounded.
 #include "../choice.h"
 #include "by_dimension.h"
-#include "decayed.h"
 #include "decays_gradient.cuh"
 #include "delta_decays.cuh"
 #include "launch.cuh"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -303,10 +303,8 @@ struct DeltaDecaysBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_decays_backward(const Sizes& sizes, int32_t dtype, int limit) {
-    const ChunkedPlan chain = describe<DeltaDecaysBackwardPass>(sizes, dtype, limit);
-    const ChunkedPlan walk = walked_plan_decays_backward(sizes, dtype, true, limit);
-    // In 16 bits chunks of 64 steps round more of gates near 1, and only who asks for a walk, which then costs nothing, has it.
-    return dtype != kFloat32 && walk.cycles > 0 ? chain : faster_plan(walk, chain);
+    return faster_plan(walked_plan_backward(sizes, dtype, {true, false, true}, limit),
+                       describe<DeltaDecaysBackwardPass>(sizes, dtype, limit));
 }
 
 // True if a call's chunks are worked on side by side (gradients.cu).

@@ -148,7 +148,7 @@ struct DeltaForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_delta_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return faster_plan(walked_plan_forward(sizes, dtype, true, gated, limit),
+    return faster_plan(walked_plan_forward(sizes, dtype, {true, gated}, limit),
                        gated ? describe<DeltaForwardPass<true>>(sizes, dtype, limit)
                              : describe<DeltaForwardPass<false>>(sizes, dtype, limit));
 }

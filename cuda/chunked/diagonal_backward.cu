@@ -241,7 +241,7 @@ struct DiagonalBackwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_backward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return faster_plan(walked_plan_backward(sizes, dtype, false, gated, limit),
+    return faster_plan(walked_plan_backward(sizes, dtype, {false, gated}, limit),
                        gated ? describe<DiagonalBackwardPass<true>>(sizes, dtype, limit)
                              : describe<DiagonalBackwardPass<false>>(sizes, dtype, limit));
 }

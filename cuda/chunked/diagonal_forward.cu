@@ -160,7 +160,7 @@ struct DiagonalForwardPass {
 }  // namespace
 
 ChunkedPlan chunked_plan_diagonal_forward(const Sizes& sizes, int32_t dtype, bool gated, int limit) {
-    return faster_plan(walked_plan_forward(sizes, dtype, false, gated, limit),
+    return faster_plan(walked_plan_forward(sizes, dtype, {false, gated}, limit),
                        gated ? describe<DiagonalForwardPass<true>>(sizes, dtype, limit)
                              : describe<DiagonalForwardPass<false>>(sizes, dtype, limit));
 }

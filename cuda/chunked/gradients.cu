@@ -16,6 +16,8 @@
 //
 // With decays of keys, in the notation of delta_decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
 // blocks of 16 steps, and those of logs are found, as blocks.cuh says; E F_.0 is in the place of K D_.0 where errors are read.
+// Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
+// of dP; what decays of the other side scale, and dP, is from the local stage.
 #include "blocks.cuh"
 #include "stages.cuh"
 #include "stages.h"
@@ -23,13 +25,15 @@
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+// Of which dimensions a launch finds gradients: keys and all the rest or, where values decay, keys or values.
+enum class Side { kKeysAlone, kKeys, kValues };
+
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
     Matrix<T> q, k, erase, d_out;
     Matrix<Written<T, Corrects>> update;
     Matrix<Factor<T>> d_right, state, d_state;  // transposed
-    Matrix<Factor<T>> d_scores, pairs;          // the gradient of the system or, where nothing corrects, the scores
-    Matrix<Factor<T>> rest;                     // of the latter
+    Pairs<T, Decays> d_scores, pairs;           // the gradient of the system or, where nothing corrects, the scores
     ChunkSteps<Gated> steps;
     GateGradient gradient;
     float* d_beta;  // by step, for each tile across
@@ -40,9 +44,8 @@ struct GradientLayout {
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
           erase(carver.matrix<T>(Corrects && Decays ? kSide : 0, keys)), d_out(carver.matrix<T>(kSide, values)),
           update(matrix_of_writes<T, Corrects>(carver, values)),
-          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)),
-          d_scores(carver.matrix<Factor<T>>(kSide, kSide)), pairs(carver.matrix<Factor<T>>(kSide, kSide)),
-          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)), steps(carver),
+          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)), d_scores(carver, kSide, kSide),
+          pairs(carver, kSide, kSide), steps(carver),
           gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
         d_beta = carver.take<float>(2 * kSide);
         if (Decays) decays.keep(carver, Corrects, keys);
@@ -54,14 +57,16 @@ struct GradientLayout {
     }
 };
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+template <typename T, bool Corrects, bool Gated, bool Decays, Side Of>
 __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2)
     gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int key_part,
               const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const GradientLayout<T, Corrects, Gated, Decays> shared(Carver(memory), key_part, value_part);
+    constexpr bool kTurned = Of == Side::kValues;
+    const GradientLayout<T, Corrects, Gated, Decays, Of != Side::kKeysAlone> shared(Carver(memory), key_part,
+                                                                                    value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const GateGradient& gradient = shared.gradient;
     const Place at(slice, p.sizes);
@@ -71,7 +76,6 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         return Head<T>(x, batch, head, value, p.sizes.value_dim);
     };
     const bool complement = !Corrects && p.complement != 0;
-    const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
         copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
@@ -81,8 +85,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                        kSide);
     };
     const auto copy_state = [&](const Matrix<F>& to, F* all, int key, int keys, int value, int values) {
-        copy_found(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
-                   keys);
+        const F* const from = slice.state_of(all, at.local, at.n);
+        if constexpr (kTurned)
+            copy_found(to, from + key * slice.columns + value, slice.columns, keys, values);
+        else
+            copy_found(to, from + value * slice.key_rows + key, slice.key_rows, values, keys);
     };
     const Sequence& from_erase = Decays && p.erase.data != nullptr ? p.erase : p.k;
     const auto copy_keys = [&](int key, int keys) {
@@ -107,8 +114,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     };
 
     Tile products = own_tile(kSide), scores = products;
-    if constexpr (Decays && !Corrects) copy_lower(shared.pairs, slice.scores + square);
-    if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+    if constexpr (Of != Side::kKeysAlone)
+        copy_pairs<T, Decays>(shared.d_scores, slice.d_scores, slice.d_rest, slice.index(at.local, at.n));
+    else if constexpr (Decays && !Corrects)
+        copy_pairs<T, Decays>(shared.pairs, slice.scores, slice.rest, slice.index(at.local, at.n));
     if (Decays && all_keys) copy_keys(0, slice.key_rows);
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
@@ -120,7 +129,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         if constexpr (Gated || !Corrects) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
     }
     Tile d_scores = own_tile(kSide), d_system = d_scores;
-    for (int value = 0; value < slice.columns; value += value_part) {
+    if constexpr (Of != Side::kKeysAlone) {
+        if (all_values) copy_values(0, slice.columns);
+        arrive();
+        shared.decays.keep_weights(shared.d_scores);
+    }
+    for (int value = Of == Side::kKeysAlone ? 0 : slice.columns; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
         if (value > 0) __syncthreads();
         copy_values(value, values);
@@ -142,10 +156,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                 [&](int t, float sum) { add_to(shared.d_beta, errors, t, sum); });
         }
     }
-    if (has_pairs(d_scores)) {
+    if (Of == Side::kKeysAlone && has_pairs(d_scores)) {
         if constexpr (Corrects) {
             if constexpr (Decays) {
-                const F* const found = slice.products + square;
+                const F* const found = slice.products + slice.index(at.local, at.n) * kSide * kSide;
                 products.each([&](int t, int s, float& value) { value = widen<float>(found[t * kSide + s]); });
             }
             steps.keep_pairs(products, false);
@@ -159,7 +173,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         if constexpr (Gated || !Corrects) steps.keep_pairs(scores, true);
         if constexpr (!Corrects && !Decays) {
             if constexpr (Gated) scores.each([&](int, int s, float& value) { value *= steps.strength(s); });
-            write_tile(scores, shared.pairs);
+            shared.pairs.write(scores);
         }
         if constexpr (Gated) {
             scores.each_with(d_scores, [](int, int, float& value, float& other) { value *= other; });
@@ -170,11 +184,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             scores.each([&](int t, int s, float& value) { gradient.inside(t, s) = value; });
         }
         steps.keep_pairs(d_scores, true);
-        write_tile(d_scores, shared.d_scores);
+        shared.d_scores.write(d_scores);
         if constexpr (Decays) shared.decays.keep_weights(d_scores, shared.decays.weights);
         if constexpr (Corrects) {
             steps.keep_pairs(d_system, false);
-            write_tile(d_system, shared.pairs);
+            shared.pairs.write(d_system);
             if constexpr (Decays) shared.decays.keep_weights(d_system, shared.decays.erase_weights);
         }
     }
@@ -201,13 +215,17 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                 for (Walk i(keys); i.row < values; i.next())
                     passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
             if (Decays && own.there())
-                for (int j = own.block; j < values; j += kBlocks)
-                    whole += shared.state.get(j, own.column) * shared.d_state.get(j, own.column);
+                for (int j = own.block; j < values; j += kBlocks) {
+                    const int row = kTurned ? own.column : j, column = kTurned ? j : own.column;
+                    const float product = shared.state.get(row, column) * shared.d_state.get(row, column);
+                    whole +=
+                        Of == Side::kKeysAlone ? product : product * slice.value_decays_of(at.local, at.n)[value + j];
+                }
             if (!is_in(dq, keys)) continue;
-            multiply_stored<kPasses, false, false>(dq, 0, values, shared.d_out, shared.state);
+            multiply_stored<kPasses, false, kTurned>(dq, 0, values, shared.d_out, shared.state);
             if constexpr (Corrects)
                 multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
-            multiply_stored<kPasses, Corrects, false>(dk, 0, values, shared.update, shared.d_state);
+            multiply_stored<kPasses, Corrects, kTurned>(dk, 0, values, shared.update, shared.d_state);
         }
         if constexpr (Decays) {
             const DecayGradient<T>& decays = shared.decays;
@@ -270,23 +288,23 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.written(), dk, t, sum * steps.strength(t)); });
         }
         if (Gated && complement)
-            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k,
+            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores.parts[0], shared.k,
                                                    steps.gates.write());
         else
-            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores, shared.k);
+            shared.d_scores.template multiply<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.k);
         store_tile(dq, key_head(p.dq, key), start, time);
         if constexpr (Corrects) dk.each_with(read, [](int, int, float& value, float& other) { value += other; });
-        multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.d_scores, shared.q);
+        shared.d_scores.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.q);
         if constexpr (Corrects) {
-            multiply_stored<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.pairs, shared.k);
-            multiply_stored<kPasses, true, false>(dk, dk.row, kSide, shared.pairs, shared.k);
+            shared.pairs.template multiply<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.k);
+            shared.pairs.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.k);
         } else if constexpr (Gated) {
             dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.write_strength(), dk, t, sum); });
             dk.each([&](int t, int, float& value) { value *= steps.strength(t); });
         }
         store_tile(dk, key_head(p.dk, key), start, time);
     }
-    if constexpr (!Corrects) {
+    if constexpr (!Corrects && Of == Side::kKeysAlone) {
         const bool there = all_keys && all_values && !Decays;  // in shared memory
         const Sequence& k = Decays ? written : p.k;
         for (int value = 0; value < slice.columns; value += value_part) {
@@ -306,9 +324,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             }
             if (!is_in(dv, values)) continue;
             if constexpr (Gated) dv.each([&](int s, int, float& x) { x *= steps.to_end(s) * steps.strength(s); });
-            multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.pairs, shared.d_out);
-            if constexpr (splits_scores<T, Corrects, Decays>)
-                multiply_stored<kPasses, true, false>(dv, dv.row, kSide, shared.rest, shared.d_out);
+            shared.pairs.template multiply<kPasses, true, false>(dv, dv.row, kSide, shared.d_out);
             store_tile(dv, value_head(p.dv, value), start, time);
         }
     }
@@ -317,6 +333,24 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     if (Corrects && p.d_beta.data != nullptr && thread < kSide && start + thread < time)
         store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread], false);
     if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement, false);
+}
+
+// The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
+template <typename T>
+RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
+    p.d_out = slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes);
+    p.v = slice.template sequence_of<T>(slice.values, slice.columns, p.sizes);
+    return p;
+}
+RuleBackward swapped(RuleBackward p) {
+    std::swap(p.sizes.key_dim, p.sizes.value_dim);
+    std::swap(p.q, p.d_out);
+    std::swap(p.k, p.v);
+    p.log_key_decay = p.log_value_decay;
+    p.dq = {};  // outputs, that are there
+    p.dk = p.dv;
+    p.d_log_key_decay = p.d_log_value_decay;
+    return p;
 }
 
 template <typename T>
@@ -342,8 +376,8 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         w.pass.backward = true;
         const Sequence written = w.keys;
         (plan.pass.corrects ? w.queries : w.keys) =
-            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, p.sizes) : p.q;
-        w.values = p.d_out;
+            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
+        w.values = plan.pass.values ? slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes) : p.d_out;
         w.d_values = p.dv;
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
         float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
@@ -352,21 +386,29 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays) {
-            return launch(gradients<T, corrects, gated, decays>,
-                          dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads), plan.last_shared,
-                          stream, p, written, slice, plan.key_part, plan.value_part);
+        const auto find = [&](auto kernel, const RuleBackward& of, const Slice<F>& from) {
+            return launch(kernel, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
+                          plan.last_shared, stream, of, written, from, plan.key_part, plan.value_part);
+        };
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            if constexpr (values) {
+                const Slice<F> turned = slice.swapped();
+                error = find(gradients<T, corrects, gated, decays, Side::kKeys>, side_of<T>(p, slice), slice);
+                if (error != cudaSuccess) return error;
+                return find(gradients<T, corrects, gated, decays, Side::kValues>, side_of<T>(swapped(p), turned),
+                            turned);
+            } else {
+                return find(gradients<T, corrects, gated, decays, Side::kKeysAlone>, p, slice);
+            }
         });
     });
 }
 
 }  // namespace
 
-ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, gated, false, true}, limit);
-}
-ChunkedPlan walked_plan_decays_backward(const Sizes& sizes, int32_t dtype, bool corrects, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, {corrects, false, true, true}, limit);
+ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
+    rule.backward = true;
+    return walked_plan<GradientLayout>(sizes, dtype, rule, limit);
 }
 
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {

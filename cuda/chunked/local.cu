@@ -67,38 +67,49 @@ struct LocalLayout {
         totals(b, i) = product_of(gates);
         logs(b, i) = log;
     }
-    // After that and a barrier: what is scaled from the chunk's start or to its end, for the key dimension `key` of a slice.
-    template <bool Corrects, typename F>
+    // After that and a barrier: what the slice has of decays, for its key dimension `key`.
+    template <bool Corrects, bool Backward, typename F>
     __device__ __forceinline__ void store_decayed(const BlockColumn& at, const float (&gates)[kSteps],
                                                   const Slice<F>& slice, const Place& place, int key) const {
         const int b = at.block, i = at.column;
         const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
         const auto rows_of = [&](F* all) { return Matrix<T>{reinterpret_cast<T*>(all) + first, slice.key_rows}; };
-        float product = 1.0f;
-        for (int before = 0; before < b; ++before) product *= totals(before, i);
-        const Column<T> to_queries(rows_of(slice.queries), 0), to_written(rows_of(slice.written), 0);
-        const Column<T> from_queries(block_of(q.rows, b), i), from_keys(block_of(k.rows, b), i);
-        const Column<T> to_erased(rows_of(slice.erased), 0), from_erase(block_of(Corrects ? erase.rows : q.rows, b), i);
+        const auto copy = [&](F* to, const Matrix<T>& from) {
+            const Column<T> target(rows_of(to), 0), source(block_of(from, b), i);
 #pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
-            product *= gates[t];
-            to_queries.set(t, from_queries.get(t) * product);
-            if constexpr (Corrects) to_erased.set(t, from_erase.get(t) * product);
-        }
-        product = 1.0f;
-        for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
+            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t));
+        };
+        if constexpr (Corrects) {
+            copy(slice.written, k.scaled);
+            copy(slice.erased, erase.scaled);
+        } else {
+            const Column<T> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
+            float product = 1.0f;
+            for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
 #pragma unroll
-        for (int s = kSteps - 1; s >= 0; --s) {
-            to_written.set(s, from_keys.get(s) * product);
-            product *= gates[s];
+            for (int s = kSteps - 1; s >= 0; --s) {
+                target.set(s, source.get(s) * product);
+                product *= gates[s];
+            }
         }
+        if constexpr (Corrects && Backward) {
+            copy(slice.queries, q.scaled);
+        } else if (slice.queries != nullptr) {
+            const Column<T> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
+            float product = 1.0f;
+            for (int before = 0; before < b; ++before) product *= totals(before, i);
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t) * (product *= gates[t]));
+        }
+        float* const decays = slice.decays_of(place.local, place.n) + key;
+        if constexpr (Corrects) decays[b * slice.key_rows] = expf(logs(b, i));
         if (b > 0) return;
+        totals(kBlocks, i) = totals(1, i) * totals(2, i);
+        if constexpr (Corrects) return;
         float log = 0.0f;
         for (int block = 0; block < kBlocks; ++block) log += logs(block, i);
-        float* const decays = slice.decays_of(place.local, place.n) + key;
         decays[0] = expf(log);
         decays[slice.key_rows] = log;
-        totals(kBlocks, i) = totals(1, i) * totals(2, i);
     }
 };
 
@@ -174,11 +185,11 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
             __syncthreads();
             if (own.there()) shared.template write_decayed<Corrects>(own, gates);
             __syncthreads();
-            if (own.there()) shared.template store_decayed<Corrects>(own, gates, slice, at, key + own.column);
+            if (own.there()) shared.template store_decayed<Corrects, Backward>(own, gates, slice, at, key + own.column);
         }
         copies_wait<0>();
         __syncthreads();
-        if (!has_pairs(products)) continue;
+        if (!has_pairs(products) || (Decays && slice.scores == nullptr)) continue;
         if constexpr (Decays) {
             multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
             if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
@@ -190,11 +201,11 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
     steps.find(given.strengths, given.log_gate, false, batch, head, start, time);
     if (has_pairs(products)) {
         const auto square_of = [&](Factor<T>* all) { return Matrix<Factor<T>>{all + index * kSide * kSide, kSide}; };
-        if constexpr (kScores) {
+        if (kScores && slice.scores != nullptr) {
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_tile(scores, square_of(slice.scores));
-            if constexpr (splits_scores<T, Corrects, Decays>) {
+            if constexpr (Pairs<T, Decays>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
                 write_tile(scores, square_of(slice.rest));
             }
@@ -253,6 +264,12 @@ cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<F
     };
     const std::true_type yes{};
     const std::false_type no{};
+    if (pass.values) {
+        RulePass of_keys = pass;
+        of_keys.values = false;
+        const cudaError_t error = launch_local<T>(given.swapped(), of_keys, slice.swapped(), stream);
+        return error == cudaSuccess ? launch_local<T>(given, of_keys, slice, stream) : error;
+    }
     if (pass.decays)
         return with_flags(pass.corrects, pass.backward,
                           [&](auto corrects, auto backward) { return launch_of(corrects, no, yes, backward); });

@@ -5,39 +5,42 @@
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
 // With decays of keys Q * F_.0 and the pairs, in the notation of delta_decays.cuh, are from the local stage. Where nothing
-// corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is.
+// corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
+// what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
+#include "blocks.cuh"
 #include "stages.cuh"
 #include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct OutputLayout {
-    Matrix<T> q, k;                   // of a part of the keys and values, as all here
-    Matrix<Factor<T>> state, scores;  // the former transposed
-    Matrix<Factor<T>> rest;           // of the scores
+    Matrix<T> q, k;           // of a part of the keys and values, as all here
+    Matrix<Factor<T>> state;  // transposed
+    Pairs<T, Decays> scores;
     Matrix<Written<T, Corrects>> update;
     ChunkSteps<Gated> steps;
+    BlockValues<T> values;
     size_t bytes;
 
-    __host__ __device__ OutputLayout(Carver carver, int keys, int values)
+    __host__ __device__ OutputLayout(Carver carver, int keys, int value_columns)
         : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(Decays ? 0 : kSide, keys)),
-          state(carver.matrix<Factor<T>>(values, keys)), scores(carver.matrix<Factor<T>>(kSide, kSide)),
-          rest(carver.matrix<Factor<T>>(splits_scores<T, Corrects, Decays> ? kSide : 0, kSide)),
-          update(matrix_of_writes<T, Corrects>(carver, values)), steps(carver) {
+          state(carver.matrix<Factor<T>>(value_columns, keys)), scores(carver, kSide, kSide),
+          update(matrix_of_writes<T, Corrects>(carver, value_columns)), steps(carver) {
+        if (Values) values = BlockValues<T>(carver, value_columns);
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated, bool Decays>
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 __global__ void __launch_bounds__(kTileThreads, 2)
     outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int key_part,
             const int value_part) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputLayout<T, Corrects, Gated, Decays> shared(Carver(memory), key_part, value_part);
+    const OutputLayout<T, Corrects, Gated, Decays, Values> shared(Carver(memory), key_part, value_part);
     const Place at(slice, p.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
@@ -46,9 +49,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     shared.steps.find(Sequence{}, p.log_gate, !Corrects && p.complement != 0, batch, head, start, time);
     Tile scores = own_tile(kSide);
     if constexpr (Decays) {
-        const int64_t square = slice.index(at.local, at.n) * kSide * kSide;
-        copy_lower(shared.scores, slice.scores + square);
-        if constexpr (splits_scores<T, Corrects, Decays>) copy_lower(shared.rest, slice.rest + square);
+        copy_pairs<T, Decays>(shared.scores, slice.scores, slice.rest, slice.index(at.local, at.n));
         if (slice.key_rows <= key_part) copy_rows(shared.q, key_head(queries, 0), kSide, slice.key_rows, start, time);
     }
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     if (!Decays && has_pairs(scores)) {
         shared.steps.keep_pairs(scores, true);
         if constexpr (Gated && !Corrects) scores.each([&](int, int s, float& x) { x *= shared.steps.strength(s); });
-        write_tile(scores, shared.scores);
+        shared.scores.write(scores);
     }
     for (int value = 0; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
@@ -80,11 +81,19 @@ __global__ void __launch_bounds__(kTileThreads, 2)
             __syncthreads();
             if (is_in(out, values)) multiply_stored<kPasses, false, true>(out, 0, keys, shared.q, shared.state);
         }
+        if constexpr (Values) {
+            shared.values.template add_writes<kPasses>(out, values, shared.update, shared.scores,
+                                                       [&](auto& to, int b, int j) {
+                                                           load_logs<T>(to, p.log_value_decay, batch, head, value + j,
+                                                                        p.sizes.value_dim, start + b * kSteps, time);
+                                                       });
+            store_rows(Head<T>(p.out, batch, head, value, p.sizes.value_dim), shared.values.reads, kSide, values, start,
+                       time, false);
+            continue;
+        }
         if (!is_in(out, values)) continue;
         if constexpr (Gated) out.each([&](int t, int, float& x) { x *= shared.steps.from_start(t); });
-        multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.scores, shared.update);
-        if constexpr (splits_scores<T, Corrects, Decays>)
-            multiply_stored<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.rest, shared.update);
+        shared.scores.template multiply<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.update);
         store_tile(out, Head<T>(p.out, batch, head, value, p.sizes.value_dim), start, time);
     }
 }
@@ -106,22 +115,20 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
         float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
         error = launch_walk<T>(plan, w, first, workspace + bytes, stream);
         if (error != cudaSuccess) return error;
-        const Sequence queries = plan.pass.decays ? slice.template sequence_of<T>(slice.queries, p.sizes) : p.q;
-        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays) {
-            return launch(outputs<T, corrects, gated, decays>, dim3(static_cast<unsigned>(slice.heads) * slice.chunks),
-                          dim3(kTileThreads), plan.last_shared, stream, p, queries, slice, plan.key_part,
-                          plan.value_part);
+        const Sequence queries =
+            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            return launch(outputs<T, corrects, gated, decays, values>,
+                          dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads), plan.last_shared,
+                          stream, p, queries, slice, plan.key_part, plan.value_part);
         });
     });
 }
 
 }  // namespace
 
-ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, {corrects, gated, false, false}, limit);
-}
-ChunkedPlan walked_plan_decays_forward(const Sizes& sizes, int32_t dtype, bool corrects, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, {corrects, false, true, false}, limit);
+ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
+    return walked_plan<OutputLayout>(sizes, dtype, rule, limit);
 }
 
 cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {

@@ -3,20 +3,14 @@
 // A slice takes the state from the one before it in time (backwards its gradient from the one behind it).
 #pragma once
 
-#include "decayed.h"
+#include <utility>
+
 #include "plan.h"
+#include "stages.h"
 
 namespace fairseq_fastweights {
 
-// A pass of a rule, as far as what stages hand one another depends on it.
-struct RulePass {
-    bool corrects;  // the delta rule; else what is written does not depend on the state
-    bool gated;
-    bool decays;  // of keys, or an erase key; not gated then
-    bool backward;
-};
-
-// f(a, b), each as an integral constant; f(corrects, gated, decays) of a pass.
+// f(a, b), each as an integral constant; f(corrects, gated, decays, values) of a pass.
 template <typename F>
 auto with_flags(bool a, bool b, F f) {
     const std::true_type yes{};
@@ -26,16 +20,17 @@ auto with_flags(bool a, bool b, F f) {
 
 template <typename F>
 auto with_rule(const RulePass& pass, F f) {
+    const std::false_type no{};
+    if (pass.values) return f(no, no, std::true_type(), std::true_type());
     if (pass.decays)
-        return with_flags(pass.corrects, true,
-                          [&](auto corrects, auto decays) { return f(corrects, std::false_type(), decays); });
-    return with_flags(pass.corrects, pass.gated,
-                      [&](auto corrects, auto gated) { return f(corrects, gated, std::false_type()); });
+        return with_flags(pass.corrects, true, [&](auto corrects, auto decays) { return f(corrects, no, decays, no); });
+    return with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) { return f(corrects, gated, no, no); });
 }
 
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
 // notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
 constexpr int kSide = kLongestChunk;  // a chunk here
+constexpr int kBlocks = 4;            // of a chunk, with decays of keys
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
@@ -43,13 +38,19 @@ constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
 // A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
 // With decays of keys, in the notation of delta_decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
-// F_e0 with its log.
+// F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
+// of each block.
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;                 // padded to multiples of 16
+    int decay_rows;                        // of a chunk
     float *inverse, *steps, *decays;
     F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
+    // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
+    // what P is.
+    float* value_decays;
+    F *values, *d_outs, *d_scores, *d_rest;
 
     __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
         return static_cast<int64_t>(head) * chunks + (n - begin);
@@ -61,13 +62,27 @@ struct Slice {
         return all + index(head, n) * columns * kSide;
     }
     __device__ __forceinline__ float* decays_of(int head, int n) const {
-        return decays + index(head, n) * 2 * key_rows;
+        return decays + index(head, n) * decay_rows * key_rows;
     }
-    // Rows of keys by step as those of the call's own sequences: of its batch and heads.
+    __device__ __forceinline__ float* value_decays_of(int head, int n) const {
+        return value_decays + index(head, n) * 2 * columns;
+    }
+    // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
     template <typename T>
-    Sequence sequence_of(F* all, const Sizes& sizes) const {
-        const int64_t chunk = static_cast<int64_t>(kSide) * key_rows, head = chunk * chunks;
-        return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, key_rows, head, 0};
+    Sequence sequence_of(F* all, int width, const Sizes& sizes) const {
+        const int64_t chunk = static_cast<int64_t>(kSide) * width, head = chunk * chunks;
+        return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, width, head, 0};
+    }
+    // Values in the place of keys, and keys in that of values.
+    Slice swapped() const {
+        Slice s = *this;
+        std::swap(s.key_rows, s.columns);
+        std::swap(s.decays, s.value_decays);
+        std::swap(s.scores, s.d_scores);
+        std::swap(s.rest, s.d_rest);
+        std::swap(s.queries, s.d_outs);
+        std::swap(s.written, s.values);
+        return s;
     }
 };
 
@@ -77,7 +92,13 @@ inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 template <typename F>
 Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, const RulePass& pass,
                  unsigned char* workspace, size_t& bytes) {
-    Slice<F> slice{first_head, heads, begin, chunks, round_up(sizes.key_dim, 16), round_up(sizes.value_dim, 16)};
+    Slice<F> slice{first_head,
+                   heads,
+                   begin,
+                   chunks,
+                   round_up(sizes.key_dim, 16),
+                   round_up(sizes.value_dim, 16),
+                   pass.corrects ? kBlocks : 2};
     size_t used = 0;
     const auto take = [&](auto*& place, size_t numbers) {
         using Number = std::remove_reference_t<decltype(*place)>;
@@ -90,14 +111,23 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
     if (pass.corrects) take(slice.updates, slice.columns * kSide);
     if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
     if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kSide * kSide);
-    if (pass.decays && !pass.corrects && sizeof(F) == 2) take(slice.rest, kSide * kSide);
+    if (pass.decays && !(pass.corrects && pass.backward) && sizeof(F) == 2) take(slice.rest, kSide * kSide);
     if (pass.corrects && pass.backward) take(slice.d_right, slice.columns * kSide);
     if (pass.decays) {
-        take(slice.decays, 2 * slice.key_rows);
+        take(slice.decays, slice.decay_rows * slice.key_rows);
         take(slice.queries, kSide * slice.key_rows);
         take(slice.written, kSide * slice.key_rows);
         if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
         if (pass.corrects && pass.backward) take(slice.products, kSide * kSide);
+    }
+    if (pass.values) {
+        take(slice.value_decays, 2 * slice.columns);
+        take(slice.values, kSide * slice.columns);
+        if (pass.backward) {
+            take(slice.d_outs, kSide * slice.columns);
+            take(slice.d_scores, kSide * kSide);
+            if (sizeof(F) == 2) take(slice.d_rest, kSide * kSide);
+        }
     }
     bytes = used;
     return slice;

@@ -23,9 +23,11 @@ constexpr WalkCosts kDeltaCosts[2] = {{3000, 1500, 16, 3500}, {4500, 2600, 34, 1
 constexpr WalkCosts kSumCosts[2] = {{600, 900, 10, 3500}, {600, 900, 10, 9000}};
 // With decays of keys, of which nothing has been measured: as many cycles as the others, and twice those that a local stage and
 // gradients have instructions for beyond them.
-constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 20, 3500}, {12500, 2800, 42, 34000}};
+constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 24, 4500}, {12500, 2800, 48, 38000}};
 constexpr WalkCosts kDecayCosts[2] = {{7000, 950, 11, 3500}, {7000, 950, 11, 23000}};
+constexpr WalkCosts kTwoDecayCosts[2] = {{7000, 950, 11, 7000}, {7000, 950, 11, 45000}};  // of values as well
 constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
+    if (pass.values) return kTwoDecayCosts[backward];
     if (pass.decays) return pass.corrects ? kDeltaDecayCosts[backward] : kDecayCosts[backward];
     return pass.corrects ? kDeltaCosts[backward] : kSumCosts[backward];
 }
@@ -88,7 +90,8 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
-    const double numbers = 2.0 * (sizes.key_dim + sizes.value_dim) + (plan.pass.decays ? sizes.key_dim : 0);
+    const double numbers = 2.0 * (sizes.key_dim + sizes.value_dim) + (plan.pass.decays ? sizes.key_dim : 0) +
+                           (plan.pass.values ? sizes.value_dim : 0);
     const double passed = numbers * heads * sizes.time * sizeof(T);
     const double room = passed * (backward ? 2 * kPartBackwards : kPartForwards) / of_chunk;  // chunks of all heads
     const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
@@ -103,7 +106,7 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
 
 // The memory of a slice. `length`: chunks between states that are kept.
 inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
-    const auto [corrects, gated, decays, backward] = plan.pass;
+    const auto [corrects, gated, decays, of_both, backward] = plan.pass;
     const WalkCosts& costs = costs_of(plan.pass, backward);
     const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
     const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
@@ -122,12 +125,16 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = (sizes.key_dim + 63) / 64, values = (sizes.value_dim + 63) / 64;
     if (corrects || gated || decays)
-        cycles += kLaunch + chunks * costs.local * (decays ? keys : corrects ? (2 + keys) / 3 : 1);
+        cycles += kLaunch + chunks * costs.local *
+                                (of_both    ? keys + values
+                                 : decays   ? keys
+                                 : corrects ? (2 + keys) / 3
+                                            : 1);
     return cycles + kLaunch + chunks * costs.tile * keys * values;
 }
 
 // The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
-template <typename T, template <typename, bool, bool, bool> class Layout>
+template <typename T, template <typename, bool, bool, bool, bool> class Layout>
 WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
     plan.pass = pass;
@@ -142,8 +149,9 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
-        const size_t bytes = with_rule(pass, [&](auto corrects, auto gated, auto decays) {
-            return Layout<T, corrects, gated, decays>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
+        if (pass.values) plan.key_part = plan.value_part = std::max(plan.key_part, plan.value_part);
+        const size_t bytes = with_rule(pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            return Layout<T, corrects, gated, decays, values>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
         });
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
@@ -200,13 +208,25 @@ inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int l
 // The local stage, local.cu, and what it is given.
 struct Local {
     Sizes sizes;
-    Sequence q, k, erase, strengths, log_gate, log_key_decay;
+    Sequence q, k, erase, strengths, log_gate, log_key_decay, v, d_out, log_value_decay;
     bool complement;
 
     template <typename Params>
     explicit Local(const Params& p)
         : sizes(p.sizes), q(p.q), k(p.k), erase(p.erase.data ? p.erase : p.k), strengths(p.beta), log_gate(p.log_gate),
-          log_key_decay(p.log_key_decay), complement(p.complement != 0) {}
+          log_key_decay(p.log_key_decay), v(p.v), d_out(p.v), log_value_decay(p.log_value_decay),
+          complement(p.complement != 0) {
+        if constexpr (std::is_same<Params, RuleBackward>::value) d_out = p.d_out;
+    }
+    // Values in the place of keys.
+    Local swapped() const {
+        Local of_values = *this;
+        of_values.sizes.key_dim = sizes.value_dim;
+        of_values.q = d_out;
+        of_values.k = of_values.erase = v;
+        of_values.log_key_decay = log_value_decay;
+        return of_values;
+    }
 };
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
@@ -217,9 +237,10 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
     Walks<F> w{};
     w.slice = slice;
     w.sizes = p.sizes;
-    w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.written, p.sizes) : p.k;
-    if (plan.pass.decays && plan.pass.corrects) w.erase = slice.template sequence_of<T>(slice.erased, p.sizes);
-    w.values = p.v;
+    w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.written, slice.key_rows, p.sizes) : p.k;
+    if (plan.pass.decays && plan.pass.corrects)
+        w.erase = slice.template sequence_of<T>(slice.erased, slice.key_rows, p.sizes);
+    w.values = plan.pass.values ? slice.template sequence_of<T>(slice.values, slice.columns, p.sizes) : p.v;
     w.keys_of_warp = plan.keys;
     w.parts = plan.parts;
     w.strips = plan.strips;
@@ -288,21 +309,23 @@ cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, void* works
 // A pass whose last stage has blocks of `Layout`: what is asked about it.
 template <typename Params>
 RulePass pass_of(const Params& p, bool corrects, bool backward) {
-    return {corrects, p.log_gate.data != nullptr, p.erase.data != nullptr || p.log_key_decay.data != nullptr, backward};
+    const bool values = p.log_value_decay.data != nullptr;
+    return {corrects, p.log_gate.data != nullptr, values || p.erase.data != nullptr || p.log_key_decay.data != nullptr,
+            values, backward};
 }
-template <template <typename, bool, bool, bool> class Layout>
+template <template <typename, bool, bool, bool, bool> class Layout>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
         return describe_walk(find_walk<decltype(zero), Layout>(sizes, Device(limit), pass), sizes, limit);
     });
 }
-template <template <typename, bool, bool, bool> class Layout, typename Params>
+template <template <typename, bool, bool, bool, bool> class Layout, typename Params>
 size_t walked_workspace(const Params& p, const RulePass& pass) {
     return with_type(p.v.dtype, size_t{0},
                      [&](auto zero) { return find_walk<decltype(zero), Layout>(p.sizes, Device(), pass).bytes; });
 }
 // run(plan, zero of the inputs' type).
-template <template <typename, bool, bool, bool> class Layout, typename Params, typename Run>
+template <template <typename, bool, bool, bool, bool> class Layout, typename Params, typename Run>
 cudaError_t run_walked(const Params& p, const RulePass& pass, Run run) {
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         const WalkPlan plan = find_walk<decltype(zero), Layout>(p.sizes, Device(), pass);

@@ -1,5 +1,4 @@
-// Passes with chunks side by side, of the delta rule and of the sum rule, gated or not, for those that go through a head's
-// chunks in one chain to hand over to.
+// Passes with chunks side by side, for those that go through a head's chunks in one chain to hand over to.
 #pragma once
 
 #include "../kernels.h"
@@ -11,10 +10,18 @@ inline ChunkedPlan faster_plan(const ChunkedPlan& walk, const ChunkedPlan& chain
     return walk.chunk != 0 && (chain.chunk == 0 || walk.cycles < chain.cycles) ? walk : chain;
 }
 
-// The plan with blocks of `limit` bytes of shared memory; `chunk` is 0 where nothing would. `corrects`: the delta
-// rule.
-ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit);
-ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, bool corrects, bool gated, int limit);
+// A pass of a rule, as far as what stages hand one another depends on it.
+struct RulePass {
+    bool corrects;  // the delta rule; else what is written does not depend on the state
+    bool gated;
+    bool decays;  // by dimension, or an erase key; not gated then
+    bool values;  // decays of values are among them; nothing corrects then
+    bool backward;
+};
+
+// The plan of a rule's pass with blocks of `limit` bytes of shared memory; `chunk` is 0 where nothing would.
+ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit);
+ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit);
 cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream);
 cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream);
 size_t walked_forward_workspace(const RuleForward& p, bool corrects);

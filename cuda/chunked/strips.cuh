@@ -18,6 +18,12 @@ struct Strip {
         each([](int, int, float& x) { x = 0.0f; });
     }
 
+    // Of 8 M places from 8 `first` on.
+    template <int M>
+    __device__ __forceinline__ Strip<M>& part(int first) {
+        return reinterpret_cast<Strip<M>&>(value[first]);
+    }
+
     // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
     template <typename F>
     __device__ __forceinline__ void each(F f) {

@@ -408,12 +408,6 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
-    // The same memory, rows starting where they did, for elements that are no larger.
-    template <typename U>
-    __host__ __device__ Matrix<U> as() const {
-        static_assert(sizeof(U) <= sizeof(T), "elements must have room");
-        return {reinterpret_cast<U*>(data), stride * static_cast<int>(sizeof(T) / sizeof(U))};
-    }
     // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
     // it is shared memory.
     __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {

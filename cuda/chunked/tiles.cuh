@@ -93,9 +93,17 @@ struct Place {
           start(n * kSide) {}
 };
 
-// True if P, where it is stored, is so as two bfloat16: U of a rule that corrects is rounded as well.
-template <typename T, bool Corrects, bool Decays>
-constexpr bool splits_scores = Decays && !Corrects && kRounded<T>;
+// P, dP or dA. With decays of keys they are not rounded: chunks of 64 steps have more of them than those of 16 that follow one
+// another, and all that is rounded adds up in the gradients of decays.
+template <typename T, bool Decays>
+using Pairs = SplitMatrix<T, Decays>;
+
+// Starts to copy those of a chunk from the workspace.
+template <typename T, bool Decays, typename F>
+__device__ __forceinline__ void copy_pairs(const Pairs<T, Decays>& to, const F* big, const F* rest, int64_t index) {
+    copy_lower(to.parts[0], big + index * kSide * kSide);
+    if constexpr (Pairs<T, Decays>::kSplit) copy_lower(to.parts[1], rest + index * kSide * kSide);
+}
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>

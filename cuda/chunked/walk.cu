@@ -14,7 +14,11 @@
 // which are one and the same, from either end.
 //
 // With decays of keys, in the notation of delta_decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
-// queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage.
+// queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
+// corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
+// the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps.
+//
+// With decays of values, Z in the notation of decays.cuh, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
 //
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
@@ -46,6 +50,33 @@ __device__ __forceinline__ void store_state(Strip<N>& state, float* to, int firs
         const int key = first_key + place;
         if (key < keys && column + j < columns) to[static_cast<int64_t>(key) * columns + column + j] = x;
     });
+}
+
+// f(block, its rows of keys, its decays) for a chunk's blocks in the order of the walk.
+template <bool Reverse, typename F>
+__device__ __forceinline__ void each_block(const Matrix<float>& decays, F f) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+        const int block = Reverse ? kBlocks - 1 - i : i;
+        f(block, &decays(block, 0));
+    }
+}
+
+// read += state' keys' where keys are decayed within blocks: the state passes the blocks before each, 16 keys at a time.
+template <int Passes, bool Reverse, int N, typename T>
+__device__ __forceinline__ void read_blocks(Strip<kSide / 8>& read, Strip<N>& state, const Matrix<T>& keys,
+                                            const Matrix<float>& decays) {
+#pragma unroll
+    for (int e = 0; e < N; e += 2) {
+        Strip<2> left = state.template part<2>(e);
+        each_block<Reverse>(decays, [&](int block, const float* by) {
+            const Matrix<T> rows{&keys(kTileRows * block, 8 * e), keys.stride};
+            Strip<2>& sums = read.template part<2>(2 * block);
+            multiply_kept<Passes, false>(sums, left, rows);
+            if constexpr (Reverse && kRounded<T>) multiply_kept<Passes, false>(sums, left.template rest<T>(), rows);
+            left.scale(by + 8 * e);
+        });
+    }
 }
 
 // The sum of the parts that the warps of a strip have, in the same order in all of them.
@@ -105,13 +136,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if constexpr (Corrects)
                 copy_rows(shared.erase[stage], Head<T>(w.erase, batch, head, 0, keys), kSide, Keys * parts, start,
                           time);
-            for (int i = 4 * threadIdx.x; i < Keys * parts; i += 4 * blockDim.x) {
-                float* const to = shared.decays[stage].data + i;
-                if (i < slice.key_rows)
-                    copy_async<16>(to, slice.decays_of(head_index, n) + i);
-                else
-                    *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
+            copy_rows(shared.decays[stage], Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows),
+                      Corrects ? kBlocks : 1, Keys * parts, 0, kBlocks);
+            if (!Corrects && w.pass.values)
+                copy_rows(shared.value_decays[stage],
+                          Head<float>(slice.value_decays_of(head_index, n) + first, 0, slice.columns - first), 1,
+                          w.strips * kTileRows, 0, 1);
         }
         if constexpr (Corrects)
             copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
@@ -152,6 +182,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const Matrix<T> all_erase = Corrects && Decays ? shared.erase[stage] : all_keys,
                         erase{all_erase.data + first_key, all_erase.stride};
         const float* const steps = shared.steps[stage].data;
+        const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
         const bool records = w.record && column < slice.columns;
         if (records) {
             F* const to =
@@ -170,7 +201,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             Strip<kSteps> given;
             given.load(shared.values[stage], strip * kTileRows);
             if (Decays || !w.pass.gated) {
-                if constexpr (Decays) state.scale(shared.decays[stage].data + first_key);
+                if constexpr (Decays) state.scale(decays.data);
+                if (w.pass.values) {
+                    const float* const by = shared.value_decays[stage].data + strip * kTileRows;
+                    state.each([&](int, int j, float& x) { x *= by[j]; });
+                }
                 multiply_kept<kPasses, true, Part::kAll, true>(state, given, k);
             } else {
                 const float whole = steps[kWholeGate];
@@ -183,8 +218,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         } else {
             Strip<kSteps> read;
             read.clear();
-            multiply_kept<kPasses, false>(read, state, Backward ? k : erase);
-            if constexpr (Backward && kRounded<T>) multiply_kept<kPasses, false>(read, state.template rest<T>(), k);
+            const Matrix<T>& read_keys = Backward ? k : erase;
+            if constexpr (Decays) {
+                read_blocks<kPasses, Backward>(read, state, read_keys, decays);
+            } else {
+                multiply_kept<kPasses, false>(read, state, read_keys);
+                if constexpr (Backward && kRounded<T>)
+                    multiply_kept<kPasses, false>(read, state.template rest<T>(), read_keys);
+            }
             if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
             Strip<kSteps> given, found;
             given.load(shared.values[stage], strip * kTileRows);
@@ -205,22 +246,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (records && part == 0)
                 found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
                             kSide, kSide);
-            if constexpr (Decays) {
-                state.scale(shared.decays[stage].data + first_key);
-            } else {
+            if constexpr (!Decays) {
                 const float whole = steps[kWholeGate];
                 state.each([&](int, int, float& x) { x *= whole; });
             }
+            const Matrix<T> all_queries = shared.queries[stage], q{all_queries.data + first_key, all_queries.stride};
             if constexpr (Backward) {
                 if (records && part == 0) {
                     Strip<kSteps> d_values = found;
                     d_values.scale(steps + kBeta);
                     d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
                 }
-                const Matrix<T> all_queries = shared.queries[stage],
-                                q{all_queries.data + first_key, all_queries.stride};
                 given.scale(steps + kFromStart);
-                multiply_kept<kPasses, true>(state, given, q);
+                if constexpr (!Decays) multiply_kept<kPasses, true>(state, given, q);
                 if constexpr (kRounded<T>)
                     if (w.pass.gated) multiply_kept<kPasses, true>(state, given.template rest<T>(), q);
                 found.scale(steps + kReadBeta);
@@ -228,14 +266,30 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             } else {
                 found.scale(steps + kToEnd);
             }
-            multiply_kept<kPasses, true>(state, found, Backward ? erase : k);
+            const Matrix<T>& write_keys = Backward ? erase : k;
+            if constexpr (!Decays) {
+                multiply_kept<kPasses, true>(state, found, write_keys);
+                continue;
+            }
+            each_block<Backward>(decays, [&](int block, const float* by) {
+                const auto add = [&](Strip<kSteps>& left, const Matrix<T>& right) {
+                    multiply_kept<kPasses, true>(state, left.template part<2>(2 * block),
+                                                 Matrix<T>{&right(kTileRows * block, 0), right.stride});
+                };
+                state.scale(by);
+                if constexpr (Backward) add(given, q);
+                add(found, write_keys);
+            });
         }
     }
     if constexpr (!Corrects && Decays) {
         if (w.probe && block == 0)
-            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {  // values do not decay
+            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {
                 float log = 0.0f;
-                for (int n = begin; i < keys && n < end; ++n) log += slice.decays_of(head_index, n)[slice.key_rows + i];
+                for (int n = begin; n < end; ++n)
+                    log += i < keys        ? slice.decays_of(head_index, n)[slice.key_rows + i]
+                           : w.pass.values ? slice.value_decays_of(head_index, n)[slice.columns + i - keys]
+                                           : 0.0f;
                 w.passed[(static_cast<int64_t>(number) * slice.heads + head_index) * (keys + columns) + i] = expf(log);
             }
     } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0) {

@@ -40,7 +40,7 @@ struct Walks {
 template <typename T>
 struct WalkLayout {
     Stages<T> keys, queries, values, erase;
-    Stages<float> inverse, steps, decays;
+    Stages<float> inverse, steps, decays, value_decays;
     Stages<Factor<T>> scores;
     float4* exchange;
     size_t bytes;
@@ -54,8 +54,11 @@ struct WalkLayout {
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
         steps.distance = kStepNumbers;
-        decays.first = {carver.take<float>(decayed ? stages * key_rows : 0), key_rows};
-        decays.distance = key_rows;
+        decays.first = {carver.take<float>(decayed ? stages * (corrects ? kBlocks : 1) * key_rows : 0), key_rows};
+        decays.distance = (corrects ? kBlocks : 1) * key_rows;
+        value_decays.first = {carver.take<float>(decayed && !corrects ? stages * strips * kTileRows : 0),
+                              strips * kTileRows};
+        value_decays.distance = strips * kTileRows;
         scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
         exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
         bytes = carver.used;

@@ -93,7 +93,7 @@ def cuda_plan(
     capability: tuple[int, int],
     *,
     gated: bool = False,
-    separate_decays: bool = False,
+    separate_decays: int = 0,
 ) -> dict[str, int] | None:
     """How the CUDA kernels would divide the work of a call; None where they go step by step.
 
@@ -106,8 +106,7 @@ def cuda_plan(
         dtype: of q, k and v.
         capability: the GPU's compute capability, major and minor.
         gated: whether there is a log gate.
-        separate_decays: whether there are decays of keys, or an erase key. With decays of values, too, calls run as
-            "walk=-1" in ``FASTWEIGHTS_CUDA_PLAN`` shows them: one chunk after another.
+        separate_decays: 1 with decays of keys or an erase key, 2 with decays of values, 0 with neither.
 
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
@@ -118,14 +117,13 @@ def cuda_plan(
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
-        RuntimeError: if there is no such operation, or sizes are out of range.
+        RuntimeError: if there is no such operation, or numbers are out of range.
     """
     if (reason := libraries.load("cuda")) is not None:
         raise BackendUnavailable(reason)
     major, minor = capability
-    numbers = torch.ops.fairseq_fastweights.cuda_plan(
-        operation, sizes, dtype, gated, separate_decays, 10 * major + minor
-    )
+    given = (operation, sizes, dtype, gated, separate_decays)
+    numbers = torch.ops.fairseq_fastweights.cuda_plan(*given, 10 * major + minor)
     names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared", "walk")
     return dict(zip(names, numbers, strict=True)) if numbers else None
 

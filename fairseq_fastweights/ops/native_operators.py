@@ -50,8 +50,7 @@ _SCHEMAS = (
     f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
     " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
     "cpu_instruction_set() -> str",
-    "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, bool separate_decays, int capability)"
-    " -> int[]",
+    "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, int separate_decays, int capability) -> int[]",
 )
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))

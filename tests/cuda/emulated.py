@@ -92,16 +92,16 @@ class Emulator:
         finally:
             self.library.emulation_device(90, 227 * 1024)
 
-    def supports(self, operation, sizes, dtype, capability=90, separate_decays=False) -> bool:
+    def supports(self, operation, sizes, dtype, capability=90, separate_decays=0) -> bool:
         """True if the chunked kernels take the sizes."""
         return bool(self._ask("chunked_supports", operation, sizes, dtype, separate_decays, capability))
 
-    def plan(self, operation, sizes, dtype, gated=False, separate_decays=False, capability=90) -> ctypes.Structure:
+    def plan(self, operation, sizes, dtype, gated=False, separate_decays=0, capability=90) -> ctypes.Structure:
         """How a chunked launch would divide the work: a ChunkedPlan."""
         self.library.fastweights_chunked_plan.restype = ChunkedPlan
         return self._ask("chunked_plan", operation, sizes, dtype, gated, separate_decays, capability)
 
-    def choose(self, operation, sizes, dtype, capability=90, separate_decays=False, gated=False) -> str:
+    def choose(self, operation, sizes, dtype, capability=90, separate_decays=0, gated=False) -> str:
         """The algorithm that the binding would run."""
         chosen = self._ask("choose", operation, sizes, dtype, gated, separate_decays, capability)
         return ("recurrent", "chunked")[chosen]

@@ -32,7 +32,7 @@ def sizes_and_gates(row):
     shape = SHAPES[row["shape"]]
     operation = f"{'delta' if 'delta' in row['rule'] else 'diagonal'}_{row['pass']}"
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, int(row["interval"]))
-    gates = {"gated": "gated" in row["rule"], "separate_decays": row["rule"] in ("decay", "kimi_delta")}
+    gates = {"gated": "gated" in row["rule"], "separate_decays": {"decay": 2, "kimi_delta": 1}.get(row["rule"], 0)}
     return (operation, sizes, getattr(torch, row["dtype"])), gates
 
 

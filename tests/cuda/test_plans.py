@@ -33,7 +33,7 @@ def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, monkeypatch):
         assert emulator.choose(operation, sizes, torch.bfloat16) == "recurrent"
 
 
-@pytest.mark.parametrize("decays", [0, 1])
+@pytest.mark.parametrize("decays", [0, 1, 2])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, decays, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
@@ -50,14 +50,8 @@ def test_a_walk_is_what_was_asked_for_or_none(emulator, operation, decays, monke
     plan = emulator.plan(operation, sizes, torch.bfloat16, separate_decays=decays)
     assert plan.cycles == 0, "what is asked for is the cheapest"
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "")
-    rounded, exact = (
-        emulator.plan(operation, sizes, x, separate_decays=decays) for x in (torch.bfloat16, torch.float32)
-    )
-    if decays and operation.startswith("delta"):
-        assert (rounded.walk, exact.walk) == (0, 1), "only in float32, if nobody asks"
-    elif decays:
-        assert rounded.walk == 1
-        assert emulator.plan(operation, sizes, torch.bfloat16, separate_decays=2).walk == 0, "values do not decay"
+    if decays:
+        assert emulator.plan(operation, sizes, torch.bfloat16, separate_decays=decays).walk == 1
 
 
 @pytest.mark.parametrize("segments", [1, 2, 5, 100])

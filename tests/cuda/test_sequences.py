@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.cuda.emulated import GATES, TOLERANCE, EmulationError, check, expected, long, weights_for
+from tests.cuda.emulated import GATES, TOLERANCE, WALKS, EmulationError, check, expected, long, weights_for
 from tests.cuda.test_plans import PLANS
 from tests.ops.agreement import assert_close, assert_same, parts, relative_error
 from tests.ops.results import definition
@@ -18,8 +18,7 @@ DECAYS = [RULE[name] for name in ("decay", "decay of keys", "decay of values")]
 CORRECTING = [rule for rule in RULES if rule.corrects]
 BY_DIMENSION = [*DECAYS, *CORRECTING[2:]]  # decays of each key or value, or erase keys
 CHUNKED = [*BY_HEAD, *BY_DIMENSION]  # of decays of neither there is a sum
-WALKED = [*BY_HEAD, DECAYS[1], *CORRECTING[2:]]  # whose chunks may be side by side; not where values decay
-BY_CHUNKS = [("chunked", rule) for rule in CHUNKED] + [("walked", rule) for rule in WALKED]
+BY_CHUNKS = [*product(("chunked", "walked"), CHUNKED)]
 WAYS = [("recurrent", rule) for rule in [*PRINCIPAL, *CORRECTING[1:]]] + BY_CHUNKS
 
 F32, F16, BF16, F64 = EVERY_DTYPE = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -103,7 +102,7 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
 
 # Of chunks side by side: parts of keys and values in the last stage, keys that several warps share, several blocks of a
 # head, one buffer and two, slices of time, segments of slices.
-WALKS = [
+SIDE_BY_SIDE = [
     *[((1, 1, 1, 64), ""), ((70, 20, 72, 64), "columns=32"), ((130, 16, 9, 128), "slice=1")],
     *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=32 stages=1"), ((65, 130, 20, 64), "stages=1")],
     *[((300, 5, 6, 64), "slice=3 segments=2"), ((129, 68, 8, 64), "segments=3")],
@@ -123,12 +122,15 @@ def walks(cases, dtypes):
             return 512
         return 256 if dtype != BF16 else 384 if rule in BY_DIMENSION else 512
 
-    return [x for x in product(WALKED, cases, dtypes) if x[1][0][1] <= most_keys(x[0], x[2])]
+    return [x for x in product(CHUNKED, cases, dtypes) if x[1][0][1] <= most_keys(x[0], x[2])]
 
 
 @pytest.mark.parametrize(
     ("rule", "way", "dtype"),
-    long([*walks(WALKS, EVERY_DTYPE[:3]), *walks(MORE_WALKS, TWO_DTYPES)], short=deal(WALKED, WALKS, EVERY_DTYPE[:3])),
+    long(
+        [*walks(SIDE_BY_SIDE, EVERY_DTYPE[:3]), *walks(MORE_WALKS, TWO_DTYPES)],
+        short=deal(CHUNKED, SIDE_BY_SIDE, EVERY_DTYPE[:3]),
+    ),
 )
 def test_every_way_with_chunks_side_by_side_in_any_order_of_threads(emulator, rule, way, dtype, monkeypatch):
     (T, K, V, interval), plan = way
@@ -165,8 +167,7 @@ CHUNKS = [(67, 6, 7, 64), (100, 20, 9, 64), (540, 12, 10, 128)]
 REGIMES = [
     *product(["recurrent"], RULES, STEPS[:1], [F32]),
     *product(["recurrent"], DECAYS, STEPS[1:], [F32]),
-    *product(["chunked"], CHUNKED, CHUNKS[:1], EVERY_DTYPE[:3]),
-    *product(["walked"], WALKED, CHUNKS[:1], EVERY_DTYPE[:3]),
+    *product(["chunked", "walked"], CHUNKED, CHUNKS[:1], EVERY_DTYPE[:3]),
 ]
 
 
@@ -175,8 +176,7 @@ REGIMES = [
     long(
         [
             *REGIMES,
-            *product(["chunked"], CHUNKED, CHUNKS[1:], TWO_DTYPES),
-            *product(["walked"], WALKED, CHUNKS[1:], TWO_DTYPES),
+            *product(["chunked", "walked"], CHUNKED, CHUNKS[1:], TWO_DTYPES),
         ],
         short=REGIMES,
     ),
@@ -390,7 +390,7 @@ def test_a_nan_is_passed_on_in_its_column_alone(emulator, algorithm, rule, dtype
         short=[(way, (40, 64, 64)) for way in BY_CHUNKS],
     ),
 )
-def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, way, shape):
+def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, way, shape, monkeypatch):
     """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
     are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
     so do those of decays by dimension, which scale what is written."""
@@ -399,6 +399,7 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, way, sh
     actual, wanted = emulator.run(inputs, interval=64, algorithm=algorithm), expected(rule, inputs)
     operation = f"{'delta' if rule.corrects else 'diagonal'}_backward"
     gates = {"gated": rule.name.startswith("gated"), "separate_decays": rule in BY_DIMENSION}
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", WALKS["chunked"])
     plan = emulator.plan(operation, (1, T, 1, K, V, 64), torch.bfloat16, **gates)
     blocks = plan.blocks if algorithm == "chunked" else 1  # that add to one another's rounded gradients
     of_states = 3e-3 if rule in BY_DIMENSION else 2e-3 if rule.corrects else 4e-6
@@ -442,6 +443,7 @@ THOUSANDS = [
             *[("sum", "ordinary"), ("gated", "tiny"), ("gated", "near one")],
             *[("decay of keys", "near one"), ("decay of keys", "ordinary or erased"), ("Kimi delta", "near one")],
             *[("Kimi delta", "ordinary or erased"), ("Kimi delta", "repeated keys, one")],
+            *[("decay", "near one"), ("decay", "ordinary or erased")],
         ]
     ),
     *(
@@ -450,8 +452,9 @@ THOUSANDS = [
             *[("delta", "near one", 8e-3, 8e-3), ("delta", "repeated keys", 8e-3, 4e-3)],
             *[("delta", "repeated keys, one", 1e-2, 8e-3), ("gated delta", "near one", 8e-3, 8e-3)],
             *[("sum", "ordinary", 4e-3, 1e-5), ("gated", "near one", 4e-3, 3e-5)],
-            *[("decay of keys", "near one", 4e-3, 3e-3), ("Kimi delta", "near one", 1e-2, 8e-3)],
-            *[("two gates", "ordinary", 5e-3, 3e-3)],
+            *[("decay of keys", "near one", 4e-3, 3e-3), ("Kimi delta", "near one", 7e-3, 6e-3)],
+            ("decay", "near one", 6e-3, 4e-3),
+            *[("Kimi delta", "repeated keys, one", 7e-3, 6e-3), ("two gates", "ordinary", 5e-3, 3e-3)],
         ]
         for plan in ("", "segments=4")
     ),

@@ -59,8 +59,8 @@ def test_a_plan_is_asked_for_as_the_kernels_take_it(monkeypatch: pytest.MonkeyPa
     numbers = native.cuda_plan("delta_forward", sizes, torch.bfloat16, (9, 3))
     names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared", "walk")
     assert numbers == dict(zip(names, (32, 64, 1, 2, 128, 4, 3, 1000, 1), strict=True))
-    assert native.cuda_plan("diagonal_forward", sizes, torch.float32, (8, 0), gated=True, separate_decays=True) is None
+    assert native.cuda_plan("diagonal_forward", sizes, torch.float32, (8, 0), gated=True, separate_decays=2) is None
     assert asked == [
-        ("delta_forward", sizes, torch.bfloat16, False, False, 93),
-        ("diagonal_forward", sizes, torch.float32, True, True, 80),
+        ("delta_forward", sizes, torch.bfloat16, False, 0, 93),
+        ("diagonal_forward", sizes, torch.float32, True, 2, 80),
     ]

@@ -184,6 +184,8 @@ def test_the_cuda_kernels_tell_how_they_divide_the_work():
         native.cuda_plan("delta", *asked[1:])
     with pytest.raises(RuntimeError, match="key_dim and value_dim from 1 to 512"):
         native.cuda_plan(asked[0], (8, 1024, 8, 1000, 64, 128), *asked[2:])
+    with pytest.raises(RuntimeError, match="separate_decays is 3; it must be 0, 1"):
+        native.cuda_plan(*asked, separate_decays=3)
 
 
 LOAD_BOTH = """
