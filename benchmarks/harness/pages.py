@@ -241,12 +241,21 @@ def _training(record: Record) -> Iterator[str]:
     yield _cut(record)
 
 
+_LAYERS = {
+    "plain": "",
+    "compile": "compiled",
+    "compile and replay": "compiled, CUDA graphs",
+    "cuda-graphs": "CUDA graphs",
+}
+"""How the table calls the ways of benchmarks/updates.py."""
+
+
 def _updates(record: Record) -> Iterator[str]:
     """Operators by model, precision and part of an update, and waits."""
     columns: Columns = {
         "model": lambda row: row["model"],
         "precision": lambda row: row["precision"],
-        "layers": lambda row: {"plain": "", "cuda-graphs": "CUDA graphs"}.get(row["way"], "compiled"),
+        "layers": lambda row: _LAYERS[row["way"]],
         "operators": lambda row: f"{row['operators']:,}",
         "compiled": lambda row: f"{row['compiled']:,}",
         "forward": lambda row: f"{row['parts']['forward']:,}",
