@@ -242,31 +242,35 @@ def test_a_backward_pass_follows_its_forward_pass(fairseq, text, graphs):
 
 
 TRAININGS = {
-    "fp16, moving average": "--fp16 --fp16-init-scale 4 --store-ema --ema-fp32 --ema-start-update 6",
-    "bf16, carried states": "--bf16 --update-freq 2 --carry-over-state --no-token-positional-embeddings",
-    "documents": "--no-token-positional-embeddings --separate-documents",
+    "fp16, moving average": ("--compile", "--fp16 --fp16-init-scale 4 --store-ema --ema-fp32 --ema-start-update 6"),
+    "bf16, carried states": (
+        "--cuda-graphs",
+        "--bf16 --update-freq 2 --carry-over-state --no-token-positional-embeddings",
+    ),
+    "documents": ("--cuda-graphs", "--no-token-positional-embeddings --separate-documents"),
 }
 
 
 @pytest.mark.parametrize("case", TRAININGS)
-def test_a_training(case, graphs, our_fairseq, corpus: Path, tmp_path: Path):
-    flags = ["--dropout", "0.1", "--max-update", "8", *TRAININGS[case].split()]
-    logs = [train(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], ["--cuda-graphs"])]
+def test_a_training(case, graphs, our_fairseq, corpus: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(mixer_layers, "_compiled", lambda: mixer_layers._run_with_states)
+    way, more = TRAININGS[case]
+    flags = ["--dropout", "0.1", "--max-update", "8", *more.split()]
+    logs = [train(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], [way])]
     assert graphs
     assert losses(logs[0]) == losses(logs[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["legacy_ddp", "pytorch_ddp"])
-def test_a_training_in_two_processes(backend, our_fairseq, corpus: Path, tmp_path: Path):
+@pytest.mark.parametrize(("backend", "way"), [("legacy_ddp", "--cuda-graphs"), ("pytorch_ddp", "--compile")])
+def test_a_training_in_two_processes(backend, way, our_fairseq, corpus: Path, tmp_path: Path, monkeypatch):
     def prepare():
         stand_in_graphs().__enter__()
 
+    monkeypatch.setattr(mixer_layers, "_compiled", lambda: mixer_layers._run_with_states)
+
     flags = f"--max-update 8 --dropout 0.1 --disable-validation --ddp-backend {backend} --lr 0.01".split()
-    logs = [
-        train_in_two(corpus, tmp_path / f"{len(extra)}", *flags, *extra, prepare=prepare)
-        for extra in ([], ["--cuda-graphs"])
-    ]
+    logs = [train_in_two(corpus, tmp_path / f"{len(extra)}", *flags, *extra, prepare=prepare) for extra in ([], [way])]
     assert "CUDA graphs were recorded" in logs[1]
     assert losses(logs[0]) == losses(logs[1])
 
