@@ -24,7 +24,13 @@ DELTA, SOFTMAX = "--update-rule delta", "--softmax-attention-layers all"
 
 
 @pytest.mark.parametrize(
-    ("model", "most"), [(f"{DELTA} --bf16", 920), (f"{DELTA} --fp16 --fp16-init-scale 4", 920), (SOFTMAX, 860)]
+    ("model", "most"),
+    [
+        (f"{DELTA} --bf16", 920),
+        (f"{DELTA} --fp16 --fp16-init-scale 4", 920),
+        (SOFTMAX, 860),
+        (f"{SOFTMAX} --optimizer nag --momentum 0.99", 860),
+    ],
 )
 def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, tmp_path: Path) -> None:
     with watched(after=3) as update:
