@@ -230,6 +230,7 @@ def _training(record: Record) -> Iterator[str]:
             "GPU busy": lambda row: "–" if row["busy"] is None else share(row["busy"]),
             "operators": lambda row: f"{row['operators']:,}",
             "on the GPU": lambda row: "–" if row["kernels"] is None else f"{row['kernels']:,}",
+            "waits": lambda row: "–" if row["waits"] is None else str(len(row["waits"])),
         }
         sizes = f"batches of {settings['batch']} x {settings['length']:,} words, {settings['types']:,} types"
         yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n"
