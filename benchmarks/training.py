@@ -1,10 +1,10 @@
 """Whole trainings against what users would take instead: words per second, memory, how busy the GPU is, operators.
 
-`fairseq-train` with this plugin, as it is, with --compile, with --cuda-graphs too, and as fairseq was before ("stock":
-Adam goes parameter by parameter; what else was changed in fairseq has no switch); the same sizes as a compiled
-Transformer in plain PyTorch (`harness/plain_training.py` says what the loops share), and as DeltaNet by
-flash-linear-attention in the same loop, if that is installed. Each training is a process of its own. All get ready side
-by side, compilation included, and then they take turns.
+`fairseq-train` with this plugin, as it is, compiled (--compile --no-cuda-graphs), compiled and replayed (as --compile
+does by itself), and as fairseq was before ("stock": Adam goes parameter by parameter; what else was changed in fairseq
+has no switch); the same sizes as a compiled Transformer in plain PyTorch (`harness/plain_training.py` says what the
+loops share), and as DeltaNet by flash-linear-attention in the same loop, if that is installed. Each training is a
+process of its own. All get ready side by side, compilation included, and then they take turns.
 
     python benchmarks/training.py --device cuda --precision bf16 [--parts lm-small] [--budget 340] [--out results.json]
 """

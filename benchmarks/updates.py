@@ -27,7 +27,12 @@ import fairseq_fastweights.tasks.fast_weight_language_modeling
 import fairseq_fastweights.tasks.long_runs  # noqa: F401
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-WAYS = {"plain": "", "compile": "--compile", "cuda-graphs": "--cuda-graphs"}
+WAYS = {
+    "plain": "",
+    "compile": "--compile --no-cuda-graphs",
+    "compile and replay": "--compile",
+    "cuda-graphs": "--cuda-graphs",
+}
 """Options of the layers."""
 SIZES = """--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32
     --adaptive-input-cutoff 10,30,200 --adaptive-softmax-cutoff 10,30,200 --log-interval 100 --fp16-init-scale 4"""

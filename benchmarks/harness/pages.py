@@ -230,6 +230,7 @@ def _training(record: Record) -> Iterator[str]:
             "GPU busy": lambda row: "–" if row["busy"] is None else share(row["busy"]),
             "operators": lambda row: f"{row['operators']:,}",
             "on the GPU": lambda row: "–" if row["kernels"] is None else f"{row['kernels']:,}",
+            "waits": lambda row: "–" if row["waits"] is None else str(len(row["waits"])),
         }
         sizes = f"batches of {settings['batch']} x {settings['length']:,} words, {settings['types']:,} types"
         yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n"
@@ -241,12 +242,21 @@ def _training(record: Record) -> Iterator[str]:
     yield _cut(record)
 
 
+_LAYERS = {
+    "plain": "",
+    "compile": "compiled",
+    "compile and replay": "compiled, CUDA graphs",
+    "cuda-graphs": "CUDA graphs",
+}
+"""How the table calls the ways of benchmarks/updates.py."""
+
+
 def _updates(record: Record) -> Iterator[str]:
     """Operators by model, precision and part of an update, and waits."""
     columns: Columns = {
         "model": lambda row: row["model"],
         "precision": lambda row: row["precision"],
-        "layers": lambda row: {"plain": "", "cuda-graphs": "CUDA graphs"}.get(row["way"], "compiled"),
+        "layers": lambda row: _LAYERS[row["way"]],
         "operators": lambda row: f"{row['operators']:,}",
         "compiled": lambda row: f"{row['compiled']:,}",
         "forward": lambda row: f"{row['parts']['forward']:,}",

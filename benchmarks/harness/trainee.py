@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,8 +76,10 @@ class UpdateBlocks:
         from harness.updates import PARTS, count
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        waits: list[str] = []
         with profile(activities=activities) as found:
-            result = step()
+            with waits_listed(waits) if self._cuda else contextlib.nullcontext():
+                result = step()
             self._synchronize()
         on_cpu = [event for event in found.events() if event.device_type == DeviceType.CPU]
         self._found["operators"] = sum(sum(counter.values()) for counter in count(on_cpu).values())
@@ -88,12 +91,26 @@ class UpdateBlocks:
                 and event.name() not in PARTS
                 and not event.is_user_annotation()
             ]
-            self._found |= {"kernels": len(spans), "kernel seconds": covered(spans) / 1e9}
+            self._found |= {"kernels": len(spans), "kernel seconds": covered(spans) / 1e9, "waits": waits}
         return result
 
     def _synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def waits_listed(found: list[str]) -> Iterator[None]:
+    """Lists the lines that let the CPU wait for the GPU, as torch tells them."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    lines = [each for each in told if "synchronizing CUDA operation" in str(each.message)]
+    found += [f"{each.filename.rpartition('site-packages/')[2]}:{each.lineno}" for each in lines]
 
 
 def covered(spans: list[tuple[int, int]]) -> int:

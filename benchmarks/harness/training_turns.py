@@ -199,7 +199,7 @@ def _row(turns: Sequence[Row], profiled: Row) -> Row:
     row |= {"peak bytes": max(turn["memory"] for turn in turns), "operators": profiled["operators"]}
     on_gpu = profiled.get("kernels")
     busy = min(1.0, profiled["kernel seconds"] / seconds["median"]) if on_gpu else None
-    return row | {"kernels": on_gpu or None, "busy": busy}
+    return row | {"kernels": on_gpu or None, "busy": busy, "waits": profiled.get("waits")}
 
 
 def measure(

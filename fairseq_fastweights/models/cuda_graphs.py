@@ -60,7 +60,10 @@ class CudaGraph:
 
 
 class _Recording:
-    """The forward and the backward pass of a function, for inputs of one form, of which the first has a gradient."""
+    """The forward and the backward pass of a function, for inputs of one form.
+
+    Gradients are those of the first input, if it has one, and of the parameters.
+    """
 
     def __init__(
         self,
@@ -69,8 +72,9 @@ class _Recording:
         parameters: list[nn.Parameter],
     ) -> None:
         first, *others = (x.detach().clone() for x in inputs)
-        self._inputs = [first.requires_grad_(), *others]
-        leaves = [first, *parameters]
+        self._inputs = [first.requires_grad_(inputs[0].requires_grad), *others]
+        leaves = [x for x in (first, *parameters) if x.requires_grad]
+        without = [None] * (not first.requires_grad)
         self.calls = 0
         self._forward, self._backward = CudaGraph(), CudaGraph()
 
@@ -81,7 +85,7 @@ class _Recording:
 
         def backward(out: Tensor | None) -> Sequence[Tensor | None]:
             assert out is not None
-            return torch.autograd.grad(out, leaves, self._gradient, allow_unused=True)
+            return [*without, *torch.autograd.grad(out, leaves, self._gradient, allow_unused=True)]
 
         def both() -> None:
             out = forward()[0]
@@ -136,43 +140,55 @@ class GraphedFunction:
 
     Args:
         function: returns a tensor that has gradients, and nested containers of tensors that have none. Its first
-            argument is such a tensor, its others are nested containers of tensors and None.
+            argument is a tensor that may have some, its others are nested containers of tensors and None.
         module: holds the parameters that the function reads. While its modules have hooks, nothing is replayed.
+        options: those of the model. With cuda_graphs it is an error if nothing can be recorded; with compile alone it
+            is logged, once.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, Any]], module: nn.Module) -> None:
-        self._function, self._module = function, module
+    def __init__(self, function: Callable[..., tuple[Tensor, Any]], module: nn.Module, options: Any) -> None:
+        self._function, self._module, self._options = function, module, options
         self._recording: _Recording | None = None
         self._recorded: Any = None
         self._seen: Counter[Any] = Counter()  # since the last replay
-        self._is_checked = False
+        self._is_possible: bool | None = None  # not known yet
+
+    def is_possible(self, x: Tensor) -> bool:
+        """True if calls can be recorded, of which the first that is to be made has x as its first argument.
+
+        Raises:
+            ValueError: if not, and cuda_graphs asks for it.
+        """
+        if self._is_possible is None:
+            found = _obstacle(self._options) or _obstacle_of_place(x, self._module)
+            if found is not None and self._options.cuda_graphs:
+                raise _refusal(*found)
+            self._is_possible = found is None
+            if found is not None:
+                log_compiled_alone(": ".join(found))
+        return self._is_possible
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Any]:
         """The outputs of the function for these arguments.
 
         Raises:
-            ValueError: if the model is where, or in a form in which, nothing can be recorded.
-            RuntimeError: in a backward pass that comes too late: after the next forward pass.
+            RuntimeError: in a backward pass that comes too late: after the next forward pass; if nothing can be
+                recorded, as memory does not suffice, and cuda_graphs asks for it.
         """
-        modules = list(self._module.modules())
-        if not self._is_checked:
-            _check_place(arguments[0], modules)
-            self._is_checked = True
-        if not arguments[0].requires_grad or any(map(_is_watched, modules)):
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if not (torch.is_grad_enabled() and parameters) or any(map(_is_watched, self._module.modules())):
             return self._function(*arguments)
         leaves, structure = tree_flatten(arguments)
         inputs = [x for x in leaves if isinstance(x, Tensor)]
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
         form = (
             structure,
-            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves),
+            tuple((x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else None for x in leaves),
             tuple(p.data_ptr() for p in parameters),
         )
         if form != self._recorded:
             self._seen[form] += 1
-            if self._seen[form] <= REPEATED:
+            if self._seen[form] <= REPEATED or not self._record(form, inputs, parameters):
                 return self._function(*arguments)
-            self._record(form, inputs, parameters)
         self._seen.clear()
         assert self._recording is not None
         found = _Replay.apply(self._recording, inputs[1:], inputs[0], *parameters)  # type: ignore[no-untyped-call]
@@ -181,9 +197,10 @@ class GraphedFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as of a moving average of the model, has recorded nothing."""
-        return GraphedFunction, (self._function, self._module)
+        return GraphedFunction, (self._function, self._module, self._options)
 
-    def _record(self, form: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
+    def _record(self, form: Any, inputs: list[Tensor], parameters: list[nn.Parameter]) -> bool:
+        """Records calls of a form; returns whether that is done."""
         structure, shapes, _ = form
 
         def work(*tensors: Tensor) -> list[Any]:
@@ -193,9 +210,27 @@ class GraphedFunction:
             return found
 
         self._recording = self._recorded = None  # its memory is free for the next
-        self._recording = _Recording(work, inputs, parameters)
+        try:
+            self._recording = _Recording(work, inputs, parameters)
+        except RuntimeError as error:  # of torch and of the GPU, whose memory may not suffice
+            if self._options.cuda_graphs:
+                raise
+            self._is_possible = False
+            log_compiled_alone(str(error).partition("\n")[0])
+            return False
         self._recorded = form
         logger.info("CUDA graphs were recorded for inputs of shape %s", tuple(inputs[0].shape))
+        return True
+
+
+def are_wanted(options: Any) -> bool:
+    """True if graphs are to be recorded where that is possible: with cuda_graphs, and with compile by itself."""
+    return bool(options.cuda_graphs or (options.compile and not options.no_cuda_graphs))
+
+
+def log_compiled_alone(reason: str) -> None:
+    """Logs that layers are compiled without being recorded, and why."""
+    logger.info("compile: the layers are compiled, and not replayed as CUDA graphs: %s", reason)
 
 
 def check_options(options: Any) -> None:
@@ -204,13 +239,8 @@ def check_options(options: Any) -> None:
     Raises:
         ValueError: names an option that cannot be recorded, and says why.
     """
-    if not getattr(options, "cuda_graphs", False):
-        return
-    for option, (is_refused, why) in _REFUSED.items():
-        value = getattr(options, option, None)
-        if value is not None and is_refused(value):
-            given = "set" if value is True else getattr(value, "value", value)
-            raise InvalidInput(f"cuda_graphs is set, and {option} is {given}; one of them must go: {why}")
+    if getattr(options, "cuda_graphs", False) and (found := _obstacle(options)):
+        raise _refusal(*found)
 
 
 def check_gpu(options: Any) -> None:
@@ -220,6 +250,7 @@ def check_gpu(options: Any) -> None:
 
 
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "no_cuda_graphs": (bool, "it asks for none"),
     "cpu": (bool, "a GPU replays them"),
     "amp": (bool, "it keeps copies of weights in 16 bits from call to call; bf16 and fp16 can be"),
     "ddp_backend": (
@@ -236,17 +267,29 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_place(x: Tensor, modules: list[nn.Module]) -> None:
+def _obstacle(options: Any) -> tuple[str, str] | None:
+    """An option that cannot be recorded, with its value, and why; None if there is none."""
+    for option, (is_refused, why) in _REFUSED.items():
+        value = getattr(options, option, None)
+        if value is not None and is_refused(value):
+            return f"{option} is {'set' if value is True else getattr(value, 'value', value)}", why
+    return None
+
+
+def _obstacle_of_place(x: Tensor, module: nn.Module) -> tuple[str, str] | None:
     """The same, of a model in training: fairseq-hydra-train shows a model its own options alone."""
     kind = CudaGraph.device_type
     if x.device.type != kind:
-        raise InvalidInput(f"cuda_graphs is set, and the model is on {x.device}; it must be on a device of type {kind}")
+        return f"the model is on {x.device}", "a GPU replays them"
     if torch.is_autocast_enabled(kind):
-        raise InvalidInput(f"cuda_graphs is set, and amp is set; one of them must go: {_REFUSED['amp'][1]}")
-    if any(type(module).__name__.startswith("FSDP") for module in modules):  # to import its class takes long
-        raise InvalidInput(
-            f"cuda_graphs is set, and ddp_backend is fully_sharded; one of them must go: {_REFUSED['ddp_backend'][1]}"
-        )
+        return "amp is set", _REFUSED["amp"][1]
+    if any(type(part).__name__.startswith("FSDP") for part in module.modules()):  # to import its class takes long
+        return "ddp_backend is fully_sharded", _REFUSED["ddp_backend"][1]
+    return None
+
+
+def _refusal(given: str, why: str) -> InvalidInput:
+    return InvalidInput(f"cuda_graphs is set, and {given}; one of them must go: {why}")
 
 
 def _is_watched(module: nn.Module) -> bool:

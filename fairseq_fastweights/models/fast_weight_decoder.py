@@ -90,9 +90,12 @@ class FastWeightDecoder(TransformerDecoder):
                 "no_token_positional_embeddings is set, but there is no information about positions in %s", layers
             )
 
-    def record_layers(self) -> None:
-        """Lets all layers together be replayed as CUDA graphs in training, where shapes do not change."""
-        self._graphed = GraphedFunction(self._graph_of_layers, self.layers)
+    def record_layers(self, options: Any) -> None:
+        """Lets all layers together be replayed as CUDA graphs in training, where shapes do not change.
+
+        `options`, those of the model, say whether it is an error if that is not possible.
+        """
+        self._graphed = GraphedFunction(self._graph_of_layers, self.layers, options)
 
     @property
     def mixers(self) -> list[Mixer]:
@@ -238,7 +241,8 @@ class FastWeightDecoder(TransformerDecoder):
         x = self.dropout_module(x).transpose(0, 1)
 
         padding_mask = tokens.eq(self.padding_idx) if contains(tokens, self.padding_idx) else None
-        run = self._replay_layers if self._graphed is not None and self.training else self._run_layers
+        replayed = self.training and self._graphed is not None and self._graphed.is_possible(x)
+        run = self._replay_layers if replayed else self._run_layers
         inner_states = run(x, incremental_state, padding_mask, starts)
         x = inner_states[-1]
         if last_positions is not None:

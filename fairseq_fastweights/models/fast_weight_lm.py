@@ -27,8 +27,7 @@ from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.registry import have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
-from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.cuda_graphs import check_options as check_cuda_graphs
+from fairseq_fastweights.models import checkpoint_settings, cuda_graphs
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import (
     FastWeightOptions,
@@ -172,7 +171,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         metadata={
             "help": "in training on a GPU, record what the layers do as CUDA graphs, and replay these for all batches "
             "of the same shape; other batches are computed as without. Not for all options: the error names those "
-            "that cannot be recorded"
+            "that cannot be recorded. --compile does it by itself where it can"
         },
     )
     mask_special_symbols: bool = field(
@@ -205,7 +204,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             ValueError: for options that contradict each other, before anything is built.
         """
         check_ranges(args)
-        check_cuda_graphs(args)
+        cuda_graphs.check_options(args)
         say_again()  # which backend runs
         names = layer_mixers(args)
         if args.decoder_layers_to_keep:
@@ -252,8 +251,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         change_bands(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
         if args.compile:
             compile_layers(decoder)
-        if args.cuda_graphs:
-            decoder.record_layers()
+        if cuda_graphs.are_wanted(args):
+            decoder.record_layers(args)
         return cls(decoder)
 
     @classmethod

@@ -128,8 +128,12 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         default=False,
         metadata={
             "help": "in training, let torch.compile make one graph of all layers of a kind; the first updates take as "
-            "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are"
+            "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are. Where "
+            "they can be recorded, a GPU replays a language model's layers as CUDA graphs too; if not, the log says why"
         },
+    )
+    no_cuda_graphs: bool = field(
+        default=False, metadata={"help": "let --compile do without CUDA graphs, which keep memory for themselves"}
     )
 
 

@@ -131,6 +131,7 @@ class FastWeightTransformerModel(TransformerModel):
         model: FastWeightTransformerModel = super().build_model(args, task)
         if args.compile:
             compile_layers(model)
+            model.decoder.tells_of_graphs = not args.no_cuda_graphs
         return model
 
     @classmethod

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.cuda_graphs import log_compiled_alone
 from fairseq_fastweights.models.mixer_layers import MixerBuilder, MixerDecoderLayer, project, wrap_layer
 
 
@@ -24,9 +25,13 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         cross: the same for the mixer that reads the source, in all layers.
 
     The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
+
+    Attributes:
+        tells_of_graphs: whether the next batch of training logs that compiled layers are not replayed as CUDA graphs.
     """
 
     settings_version: Tensor
+    tells_of_graphs = False
 
     def __init__(
         self,
@@ -73,6 +78,9 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
             raise InvalidInput(
                 "full_context_alignment must be False: a mixer holds what was read before, not what follows"
             )
+        if self.training and self.tells_of_graphs:
+            log_compiled_alone("batches of translations have many shapes")
+            self.tells_of_graphs = False
         features, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, *arguments, **options
         )

@@ -1,5 +1,6 @@
 """The training that training.py measures is fairseq-train's, beside one in plain PyTorch of the same model."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,14 +77,25 @@ def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch
     found.profiler.kineto_results.events.return_value = events
     monkeypatch.setattr(trainee, "profile", lambda activities: found)
     asking = Asking(("time", 2), ("profile", 1), ("end", 0))
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     blocks, made = UpdateBlocks(asking, "cuda"), []
-    with pytest.raises(trainee.Finished):
+
+    def step(number: int) -> None:
+        made.append(number)
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+
+    with pytest.raises(trainee.Finished), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for number in range(9):
-            blocks.update(lambda number=number: made.append(number), 100)
+            blocks.update(lambda number=number: step(number), 100)
     assert made == [0, 1, 2, 3, 4]  # one more than was asked for, twice
     assert asking.answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
     told = {"operators": 1, "kernels": 3, "kernel seconds": 20e-9}
+    [wait] = asking.answers[2].pop("waits")
     assert asking.answers[2] == {"seconds": 1.0, "words": 100, "memory": 7, **told}
+    assert wait.startswith(f"{__file__}:") and modes == ["warn", "default"]
 
 
 @pytest.mark.parametrize("part", ["lm-small", "baevski"])

@@ -92,13 +92,14 @@ def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
 def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
     """And the GPU's time in an update is over that of one without a profiler."""
     turn, profile = {"seconds": 1.0, "words": 100, "memory": 5}, {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
+    profile["waits"] = ["here"]
     slow = [{"words": 0}, None, None, None, {"seconds": 0.5}, turn, profile]
     happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), rounds=1, device="cuda", memory=60)
     # Half of the memory is for two of 12 GiB.
     at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
     assert max(at_a_time) == 2 and at_a_time[-1] == 0
     assert next(groups([(named("a"), 12)] * 30, 24, 99)) == [(named("a"), 12)] * 12
-    assert row["seconds"]["median"] == 0.1 and row["busy"] == 0.5 and row["kernels"] == 3
+    assert row["seconds"]["median"] == 0.1 and (row["busy"], row["kernels"], row["waits"]) == (0.5, 3, ["here"])
 
 
 def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from harness import pages
 from harness.graphs_on_a_cpu import stand_in_graphs
 from harness.updates import Update, watched
 
+from fairseq_fastweights.models import mixer_layers
 from tests.conftest import train
 from tests.tasks.conftest import pairs, train_translation  # noqa: F401
 
@@ -23,7 +24,13 @@ DELTA, SOFTMAX = "--update-rule delta", "--softmax-attention-layers all"
 
 
 @pytest.mark.parametrize(
-    ("model", "most"), [(f"{DELTA} --bf16", 920), (f"{DELTA} --fp16 --fp16-init-scale 4", 920), (SOFTMAX, 860)]
+    ("model", "most"),
+    [
+        (f"{DELTA} --bf16", 920),
+        (f"{DELTA} --fp16 --fp16-init-scale 4", 920),
+        (SOFTMAX, 860),
+        (f"{SOFTMAX} --optimizer nag --momentum 0.99", 860),
+    ],
 )
 def test_an_update_starts_few_operators(model, most, our_fairseq, corpus: Path, tmp_path: Path) -> None:
     with watched(after=3) as update:
@@ -39,17 +46,29 @@ def test_compiled_layers_start_fewer_operators(our_fairseq, corpus: Path, tmp_pa
     """190 of the 400 that are no kernels of the compiler are matrix products of the layers, and 32 are the rule."""
     torch.compiler.reset()
     with watched(after=3) as update:
-        train(corpus, tmp_path, *SMALL, "--compile", *DELTA.split(), "--bf16")
-    torch.compiler.reset()
+        train(corpus, tmp_path, *SMALL, "--compile", "--no-cuda-graphs", *DELTA.split(), "--bf16")
     assert update.compiled and update.total - update.compiled <= 360, update.operators
     assert update.total <= 550, update.operators
     assert len(update.waits) == 1, update.waits
+    assert_replayed(corpus, tmp_path, "--compile", *DELTA.split(), "--bf16")
+    torch.compiler.reset()
 
 
+@pytest.mark.parametrize("way", ["--cuda-graphs", "--compile"])
 @pytest.mark.parametrize("model", [f"{DELTA} --bf16", SOFTMAX])
-def test_layers_that_are_replayed_are_two_operators(model, our_fairseq, corpus: Path, tmp_path: Path) -> None:
+def test_layers_that_are_replayed_are_two_operators(
+    model, way, our_fairseq, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile(mixer_layers._run_with_states, backend="aot_eager")  # the compiler takes a minute
+    monkeypatch.setattr(mixer_layers, "_compiled", lambda: compiled)
+    assert_replayed(corpus, tmp_path, way, *model.split())
+    torch.compiler.reset()
+
+
+def assert_replayed(corpus: Path, folder: Path, *flags: str) -> None:
+    """An update starts two operators for all layers, and 120 in all."""
     with stand_in_graphs(), watched(after=5) as update:
-        train(corpus, tmp_path, *SMALL, "--cuda-graphs", *model.split(), "--max-update", "8")
+        train(corpus, folder, *SMALL, *flags, "--max-update", "8")
     assert sum(update.operators.values(), Counter())["replay"] == 2
     assert update.total <= 120, update.operators
     assert len(update.waits) == 1, update.waits

@@ -47,7 +47,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 SHORT_FORMS = {"update_rule", "softmax_attention_layers", "fast_weight_heads", "mixers", "output_norm_layers"}
 """Options that say the same in several ways; config.json has one of these."""
-OF_TRAINING = {"compile", "cuda_graphs"}
+OF_TRAINING = {"compile", "cuda_graphs", "no_cuda_graphs"}
 WITHOUT_EFFECT = {
     *("_name", "relu_dropout", "max_target_positions", "tokens_per_sample", "no_decoder_final_norm"),
     *("tie_adaptive_weights", "tie_adaptive_proj", "share_decoder_input_output_embed", "adaptive_input_cutoff"),

@@ -11,8 +11,8 @@ from fairseq.nan_detector import NanDetector
 from torch._dynamo.utils import counters
 
 from fairseq_fastweights.mixers.registry import MIXERS
-from fairseq_fastweights.models import mixer_layers
-from tests.conftest import train
+from fairseq_fastweights.models import cuda_graphs, mixer_layers
+from tests.conftest import DEVICE, train
 from tests.models import translation
 from tests.tasks.conftest import losses, train_in_two
 
@@ -118,12 +118,17 @@ def test_who_looks_for_nan_is_told_the_module(fairseq, text, compiler, caplog):
     assert len(made) == 1 and "NaN detected in output of decoder.layers.1.fc1," in caplog.text
 
 
-def test_translation(compiler):
-    model = translation.build(fast_weight_attention="encoder,decoder,cross", compile=True, dropout=0.0).train()
+@pytest.mark.parametrize("alone", [False, True])
+def test_translation(compiler, caplog, alone):
+    options = {"fast_weight_attention": "encoder,decoder,cross", "compile": True, "no_cuda_graphs": alone}
+    caplog.set_level("INFO", cuda_graphs.__name__)
+    model = translation.build(**options, dropout=0.0).train()
     source, target = torch.randint(4, 20, (2, 7)), torch.randint(4, 20, (2, 5))
     batch = {"src_tokens": source, "src_lengths": torch.tensor([7, 7]), "prev_output_tokens": target}
     made = compiler("eager")
-    found = gradients(model, **batch)
+    for _ in range(2):
+        found = gradients(model, **batch)
+    assert caplog.text.count("not replayed as CUDA graphs: batches of translations have many shapes") == (not alone)
     assert len(made) == 2  # the encoder's, the decoder's
     assert not counters["graph_break"]
     assert_agree(found, gradients(without_compilation(model), **batch))
@@ -160,6 +165,7 @@ def test_a_training(case, quickly, our_fairseq, corpus: Path, tmp_path: Path):
     flags = ["--max-update", "4", *TRAININGS[case].split()]
     logs = [train(corpus, tmp_path / f"{len(extra)}", *flags, *extra) for extra in ([], ["--compile"])]
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
+    assert [log.count("not replayed as CUDA graphs: ") for log in logs] == [0, int(DEVICE == ["--cpu"])]
     assert losses(logs[1]) == pytest.approx(losses(logs[0]), abs=2e-3)
 
 

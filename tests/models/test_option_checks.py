@@ -92,6 +92,7 @@ COMMANDS = [
             ("--quant-noise-scalar 0.1", "quant_noise_scalar is 0.1"),
             ("--base-layers 1", "base_layers is 1"),
             ("--feature-map favor", "feature_map is favor"),
+            ("--compile --no-cuda-graphs", "no_cuda_graphs is set"),
         )
     ),
 ]

@@ -8,6 +8,7 @@ import torch
 from fairseq import utils
 from fairseq.models.ema.ema import EMA
 from fairseq.optim.adam import Adam
+from fairseq.optim.nag import NAG
 from torch import Tensor, nn
 
 many_tensors = pytest.importorskip(
@@ -96,6 +97,25 @@ def test_a_step_that_is_to_be_skipped_changes_nothing():
     optimizer.step()
     assert all(map(torch.equal, before[0], values(optimizer)))
     assert torch.equal(before[1], optimizer.state_dict()["state"][1]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_accelerated_gradients_are_those_of_every_parameter(dtype, monkeypatch):
+    monkeypatch.setattr(many_tensors, "_PORTION", 20)
+    found = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(many_tensors, "nag", lambda params, *others: params)
+        optimizer = NAG([nn.Parameter(x) for x in draw(dtype)], lr=0.1, momentum=0.9, weight_decay=0.1)
+        params = optimizer.param_groups[0]["params"]
+        for number in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            for p, x in zip(params, draw(dtype, number + 1), strict=True):
+                p.grad = None if p.dim() == 0 and number % 2 else x
+            optimizer.step()
+        found.append([y for p in params for y in (p.detach(), optimizer.state[p]["momentum_buffer"])])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

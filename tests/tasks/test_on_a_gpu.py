@@ -27,6 +27,28 @@ def test_language_models_train_and_score_as_on_a_cpu(corpus, tmp_path, mixer):
     assert (pytest.approx(loss, rel=1e-4), tokens) == evaluate(corpus, checkpoint, *SEGMENTS, "--cpu")
 
 
+REPLAYED = "CUDA graphs were recorded"
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_replayed_layers_train_as_those_that_are_not(corpus, tmp_path, mixer):
+    flags = ["--mixers", mixer, "--no-save"]
+    expected = losses(train(corpus, tmp_path, *flags))
+    log = train(corpus, tmp_path, *flags, "--cuda-graphs")
+    assert REPLAYED in log and losses(log) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--mixers softmax", "--bf16", "--fp16", "--update-freq 2", "--carry-over-state"])
+def test_compiled_layers_train_as_those_that_are_not(corpus, tmp_path, flags):
+    common = ["--no-save", "--no-token-positional-embeddings", *flags.split()]
+    expected = losses(train(corpus, tmp_path, *common))
+    for way, is_replayed in (("--compile", True), ("--compile --no-cuda-graphs", False)):
+        log = train(corpus, tmp_path, *common, *way.split())
+        assert (REPLAYED in log) == is_replayed
+        assert losses(log) == pytest.approx(expected, rel=BOUNDS.get(flags, 2e-3))
+
+
 @pytest.mark.parametrize("rule", ["delta", "decay", "gated", "gated-delta", "mamba"])
 def test_states_that_are_carried_over_score_as_on_a_cpu(corpus, tmp_path, rule):
     flags = ["--mixers", rule, "--carry-over-state"]

@@ -157,3 +157,33 @@ def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[st
                 found_inf=skip,
             )
     return others
+
+
+def nag(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[str, Any], change: float) -> list[Any]:
+    """A step of fairseq's accelerated gradient for all parameters that have gradients and go together; returns the
+    others.
+
+    Args:
+        params: some of the group's.
+        state: the optimizer's, by parameter.
+        group: with lr, momentum and weight_decay.
+        change: the learning rate over that of the step before.
+    """
+    others, found = [], defaultdict(list)
+    for p in params:
+        alike = goes_together(p) and p.dtype != torch.float64  # of which the state is in float32
+        (found[p.device, p.dtype] if alike else others).append(p)
+    momentum, rate = group["momentum"], group["lr"]
+    for some in found.values():
+        for portion, values, grads in in_float32(some):
+            for p, value in zip(portion, values, strict=True):
+                kept = state[p].get("momentum_buffer")
+                state[p]["momentum_buffer"] = torch.zeros_like(value) if kept is None else kept.to(value)
+            buffers = [state[p]["momentum_buffer"] for p in portion]
+            if group["weight_decay"]:
+                torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
+            torch._foreach_add_(values, buffers, alpha=momentum * momentum * change)
+            torch._foreach_add_(values, grads, alpha=-(1 + momentum) * rate)
+            torch._foreach_mul_(buffers, momentum * change)
+            torch._foreach_add_(buffers, grads, alpha=-rate)
+    return others
