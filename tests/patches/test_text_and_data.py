@@ -130,6 +130,10 @@ NO_TEXT = "argument --trainpref: it is missing; dictionaries are made from its t
         ("--trainpref empty --dict-only", "argument --trainpref: empty is empty"),
         ("--testpref text --srcdict no/such", "argument --srcdict: there is no file no/such"),
         ("--testpref text", NO_TEXT),
+        (
+            "--trainpref text --destdir .",
+            "argument --destdir: ./dict.txt exists; it must be another folder, or --srcdict ./dict.txt keeps it",
+        ),
         ("--testpref parallel --source-lang a --target-lang b --srcdict words", NO_TEXT),
         ("--testpref text --srcdict words", None),
         ("--trainpref parallel --source-lang a --target-lang b", "argument --trainpref: there is no file parallel.b"),
@@ -142,7 +146,8 @@ def test_texts_and_dictionaries_that_are_missing_or_empty_are_named_first(tmp_pa
     for name in ("text", "parallel.a"):
         Path(name).write_text("a b\n" * 9)
     Path("empty").touch()
-    Path("words").write_text("a 9\nb 9\n")
+    for name in ("words", "dict.txt"):
+        Path(name).write_text("a 9\nb 9\n")
     words = ["--destdir", "out", *flags.split(), *([] if "--target-lang" in flags else ["--only-source"])]
     if says is None:
         command("preprocess", *words)
