@@ -1,5 +1,6 @@
 """Pages are true: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
+import ast
 import doctest
 import inspect
 import re
@@ -136,6 +137,25 @@ def test_what_pages_tell_to_run_is_there(page: Path) -> None:
         for x in modules
         if not list(ROOT.glob(f"{x.replace('.', '/')}.py")) + list(ROOT.glob(f"{x.replace('.', '/')}/__main__.py"))
     ] == []
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The names of what a file of the package imports from it, anywhere within."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "fairseq_fastweights":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("fairseq_fastweights."):
+            yield str(node.module).split(".")[1]
+
+
+def test_folders_import_from_those_further_down_the_list_alone() -> None:
+    """The list of CONTRIBUTING, which has all folders and files of the package."""
+    rows = re.findall(r"^\| `fairseq_fastweights/(.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    place = {name: row for row, names in enumerate(rows) for name in re.findall(r"(\w+)(?:/|\.py)(?=`)", names)}
+    for path in sorted((ROOT / "fairseq_fastweights").rglob("*.py")):
+        name = path.relative_to(ROOT / "fairseq_fastweights").parts[0].removesuffix(".py")
+        for other in set(imported(path)) if name != "__init__" else ():
+            assert place[name] <= place[other], f"{path}: {other}"
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
