@@ -240,6 +240,17 @@ def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> No
     assert "\n| --- |" in text and text == site_pages.with_tables(text)
 
 
+def test_a_mixer_of_the_registry_gets_its_place_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api" / "mixers.md").read_text(encoding="utf-8")
+    lacking = "".join(line for line in text.splitlines(keepends=True) if "Mamba" not in line)
+    made = site_pages.with_tables(lacking)
+    assert (
+        "Mamba" not in lacking
+        and made.count("| [`Mamba`](") == made.count("\n::: fairseq_fastweights.mixers.mamba.Mamba\n") == 1
+    )
+    assert sorted(made.splitlines()) == sorted(text.splitlines())
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_shows_the_code(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
