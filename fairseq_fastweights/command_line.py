@@ -76,10 +76,15 @@ def _end(
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # of several processes that fail alike the first speaks: torchrun ends the others meanwhile
-    code = fail(os.path.basename(sys.argv[0]), error, textwrap.shorten(text, 600, placeholder=" ..."))
+    code = fail(os.path.basename(sys.argv[0]), error, in_one_line(text))
     if threading.active_count() > 1:
         _leave(code)
     raise SystemExit(code)
+
+
+def in_one_line(text: str) -> str:
+    """A message without the breaks of its lines, which semicolons part, and not longer than a terminal shows."""
+    return textwrap.shorten(re.sub(r"(?<![:;,])\s*\n\s*", "; ", text), 600, placeholder=" ...")
 
 
 def _leave(code: int) -> NoReturn:

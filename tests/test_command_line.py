@@ -91,6 +91,13 @@ def test_what_can_be_mended_is_told(call, arguments, text, spawned):
     assert told is text is None or told.startswith(text)
 
 
+def test_a_message_of_several_lines_becomes_one():
+    text = "does not fit:\nwhat       name\nleft over  fc1.weight\n" + 99 * "missing    x.weight\n"
+    told = command_line.in_one_line(text)
+    assert told.startswith("does not fit: what name; left over fc1.weight; missing x.weight; missing")
+    assert len(told) <= 600 and told.endswith(" ...")
+
+
 @pytest.mark.parametrize("program", ["fairseq_cli.train", "some.other"])
 def test_the_hook_is_set_by_fairseqs_commands_and_tracebacks_can_be_had(monkeypatch, program):
     before = sys.excepthook

@@ -1,5 +1,6 @@
 """Pages are true: links lead somewhere, commands and paths are there, examples run, the site builds."""
 
+import ast
 import doctest
 import inspect
 import re
@@ -138,6 +139,25 @@ def test_what_pages_tell_to_run_is_there(page: Path) -> None:
     ] == []
 
 
+def imported(path: Path) -> Iterator[str]:
+    """The names of what a file of the package imports from it, anywhere within."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "fairseq_fastweights":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("fairseq_fastweights."):
+            yield str(node.module).split(".")[1]
+
+
+def test_folders_import_from_those_further_down_the_list_alone() -> None:
+    """The list of CONTRIBUTING, which has all folders and files of the package."""
+    rows = re.findall(r"^\| `fairseq_fastweights/(.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    place = {name: row for row, names in enumerate(rows) for name in re.findall(r"(\w+)(?:/|\.py)(?=`)", names)}
+    for path in sorted((ROOT / "fairseq_fastweights").rglob("*.py")):
+        name = path.relative_to(ROOT / "fairseq_fastweights").parts[0].removesuffix(".py")
+        for other in set(imported(path)) if name != "__init__" else ():
+            assert place[name] <= place[other], f"{path}: {other}"
+
+
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     """The commands of fairseq's that a page shows in full, with its variables in their places."""
     for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL):
@@ -218,6 +238,17 @@ def test_the_tables_of_options_and_names_are_those_of_the_code(page: Path) -> No
     import_plugin()
     text = page.read_text(encoding="utf-8")
     assert "\n| --- |" in text and text == site_pages.with_tables(text)
+
+
+def test_a_mixer_of_the_registry_gets_its_place_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api" / "mixers.md").read_text(encoding="utf-8")
+    lacking = "".join(line for line in text.splitlines(keepends=True) if "Mamba" not in line)
+    made = site_pages.with_tables(lacking)
+    assert (
+        "Mamba" not in lacking
+        and made.count("| [`Mamba`](") == made.count("\n::: fairseq_fastweights.mixers.mamba.Mamba\n") == 1
+    )
+    assert sorted(made.splitlines()) == sorted(text.splitlines())
 
 
 @pytest.mark.slow

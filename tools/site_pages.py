@@ -198,6 +198,18 @@ def public_names(page: str) -> str:
     return table(("name, and its source", "what it is"), rows)
 
 
+def with_mixers(page: str) -> str:
+    """The reference of mixers with the classes of the registry that it lacks; any other page as it is."""
+    from fairseq_fastweights.mixers.registry import MIXERS
+
+    if "::: fairseq_fastweights.mixers.registry." not in page:
+        return page
+    classes = dict.fromkeys(kind._made for kind in MIXERS.values())
+    lines = [f"::: {mixer.__module__}.{mixer.__qualname__}\n" for mixer in classes]
+    end = page.rindex("-->")
+    return page[:end] + "".join(line for line in lines if line not in page) + page[end:]
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "options of language models": lambda page: language_model_options(own=False),
     "options of mixers": lambda page: language_model_options(own=True),
@@ -216,6 +228,7 @@ def with_tables(page: str) -> str:
         name = found["name"]
         return f"<!-- {name} -->\n\n{TABLES[name](page)}\n\n<!-- /{name} -->"
 
+    page = with_mixers(page)
     pattern = r"^<!-- (?P<name>[a-z ]+) -->\n.*?^<!-- /(?P=name) -->$"
     return re.sub(pattern, made, page, flags=re.MULTILINE | re.DOTALL)
 

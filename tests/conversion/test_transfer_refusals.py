@@ -177,7 +177,10 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
             "--mixers mamba --transfer output-projection",
             "transfer is output-projection, of which the model has nothing",
         ),
-        ("--mixers local --no-attention-bias", "transferred; with transfer embeddings,output,feed-forward they would"),
+        *(
+            (f"--mixers {mixer}", "transferred; with transfer embeddings,output,feed-forward they would")
+            for mixer in ("local --no-attention-bias", "delta-net", "gla,delta:2")
+        ),
         (
             "--mixers mamba --mamba-expansion 1",
             "mamba_expansion is 1; in place of .*transfer must be embeddings,output",

@@ -114,6 +114,7 @@ def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: 
             r"cannot be loaded.*a NumPy array of shape \(-1, -2\) with 16 bytes",
         ),
         (b"", "empty"),
+        (b"no checkpoint", "no checkpoint .Unsupported operand 110"),
         *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
         *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
         *[(saved(checkpoint(), zipped=False, keep=keep), "cut short") for keep in (0.1, 0.3, 0.6, 0.9, 0.95, 0.99)],
@@ -124,7 +125,7 @@ def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, co
     witness = tmp_path / "witness"
     with pytest.raises(ValueError, match=rf"file\.pt.* {says}") as error:
         load(content if isinstance(content, bytes) else content(witness))
-    assert "asks for" not in says or "weights_only" not in str(error.value)  # no advice to run it after all
+    assert "weights_only" not in str(error.value)  # no advice to run it after all
     assert not witness.exists()
 
 

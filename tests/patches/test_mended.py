@@ -157,14 +157,22 @@ def test_help_needs_no_model_and_no_task(arguments, capsys) -> None:
     assert "--arch" in printed.out and "--task" in printed.out and not printed.err
 
 
-def test_a_training_without_an_optimizer_ends_before_anything_is_read(tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "missing"),
+    [
+        ("train", ["--arch", "transformer_lm"], "--optimizer"),
+        ("eval_lm", [], "--path"),
+        ("interactive", [], "--path"),
+    ],
+)
+def test_what_a_command_lacks_ends_it_before_anything_is_read(name, arguments, missing, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command("train", str(tmp_path / "none"), "--task", "language_modeling", "--arch", "transformer_lm")
+        command(name, str(tmp_path / "none"), "--task", "language_modeling", *arguments)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "fairseq-train: error: the following arguments are required: --optimizer"
+    assert last == f"fairseq-{name}: error: the following arguments are required: {missing}"
 
 
-def test_so_does_one_of_hydra_and_in_one_line(monkeypatch) -> None:
+def test_a_training_of_hydra_without_an_optimizer_ends_in_one_line(monkeypatch) -> None:
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.invalid_input import InvalidInput
     from fairseq_cli import hydra_train

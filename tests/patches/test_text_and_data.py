@@ -117,6 +117,9 @@ def test_a_preprocessing_that_fails_leaves_what_was_there(tmp_path, workers):
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".log"}
 
 
+NO_TEXT = "argument --trainpref: it is missing; dictionaries are made from its text, unless --srcdict names one"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -126,6 +129,13 @@ def test_a_preprocessing_that_fails_leaves_what_was_there(tmp_path, workers):
         ("--trainpref text --testpref empty", "argument --testpref: empty is empty"),
         ("--trainpref empty --dict-only", "argument --trainpref: empty is empty"),
         ("--testpref text --srcdict no/such", "argument --srcdict: there is no file no/such"),
+        ("--testpref text", NO_TEXT),
+        (
+            "--trainpref text --destdir .",
+            "argument --destdir: ./dict.txt exists; it must be another folder, or --srcdict ./dict.txt keeps it",
+        ),
+        ("--testpref parallel --source-lang a --target-lang b --srcdict words", NO_TEXT),
+        ("--testpref text --srcdict words", None),
         ("--trainpref parallel --source-lang a --target-lang b", "argument --trainpref: there is no file parallel.b"),
         ("--trainpref text --validpref no/such --dict-only", None),  # which is not read then
         ("--trainpref parallel --source-lang a", None),
@@ -136,6 +146,8 @@ def test_texts_and_dictionaries_that_are_missing_or_empty_are_named_first(tmp_pa
     for name in ("text", "parallel.a"):
         Path(name).write_text("a b\n" * 9)
     Path("empty").touch()
+    for name in ("words", "dict.txt"):
+        Path(name).write_text("a 9\nb 9\n")
     words = ["--destdir", "out", *flags.split(), *([] if "--target-lang" in flags else ["--only-source"])]
     if says is None:
         command("preprocess", *words)

@@ -56,6 +56,7 @@ _MEANING: dict[str, tuple[tuple[str, ...], Any]] = {
 
 _NO_GROUP = "none of them"
 _WITHOUT_ATTENTION = "embeddings,output,feed-forward"
+_OF_ATTENTION = tuple(group for group in GROUPS if group not in _WITHOUT_ATTENTION.split(","))
 
 
 @dataclass
@@ -181,7 +182,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         *_other_weights(source, targets, groups, pre_norm, shapes, read, tuple(recurrent)),
     ]
     if misfits:
-        of_attention = all(".self_attn." in name for _, name, *_ in misfits)
+        of_attention = all(".self_attn." in name or name in _OF_ATTENTION for _, name, *_ in misfits)
         advice = f"; with transfer {_WITHOUT_ATTENTION} they would" if of_attention else ""
         raise InvalidInput(
             f"the weights in {source.file} do not fit the model; nothing was transferred{advice}\n"

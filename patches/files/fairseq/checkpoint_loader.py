@@ -183,5 +183,6 @@ def _complaint(error: Exception) -> str:
         if phrase in reason:
             name = reason.split(phrase, 1)[1].split()[0]
             return f"is refused: it asks for {name}, which no checkpoint of fairseq needs"
-    reason = reason.removeprefix("Weights only load failed. ").split(". ")[0].splitlines()[0]
+    # Before this name stands how to switch the safe loader off, after it what the loader met.
+    reason = reason.rpartition("WeightsUnpickler error: ")[2].strip().split(". ")[0].splitlines()[0]
     return f"cannot be loaded; it is cut short, damaged or no checkpoint ({reason})"
