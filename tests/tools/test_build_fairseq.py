@@ -4,7 +4,6 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import build_fairseq
@@ -57,65 +56,56 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
         apply_patches(source)
 
 
-@pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip is
-    asked for there; it downloads the source."""
-    environment = SimpleNamespace(version=None, before=None, after=None, calls=[], patched=Mock())
-    (tmp_path / "fairseq-0.12.2").mkdir()
-
-    def pip(what: str, *arguments: str, doing: str, **options: object) -> None:
-        environment.calls.append(what)
-        if what == "download":
-            with tarfile.open(Path(arguments[arguments.index("--dest") + 1]) / "fairseq-0.12.2.tar.gz", "w:gz") as file:
-                file.add(tmp_path / "fairseq-0.12.2", "fairseq-0.12.2")
-            pins = Path(options["environment"]["PIP_BUILD_CONSTRAINT"]).read_text()
-            assert re.fullmatch(r"setuptools==[\d.]+\ncython==[\d.]+\nnumpy==[\d.]+", pins)
-        elif what == "wheel":
-            environment.patched.assert_called_once_with(Path(arguments[-1]))
-            (Path(arguments[arguments.index("--wheel-dir") + 1]) / "fairseq-0.12.2.whl").touch()
-        else:
-            environment.version = {"install": VERSION, "uninstall": None}[what]
-            environment.before = environment.after
-
-    monkeypatch.setattr(build_fairseq, "pip", pip)
-    monkeypatch.setattr(build_fairseq, "apply_patches", environment.patched)
-    monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
-    monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.before)
-    return environment
-
-
 A, B = "ImportError: a", "ImportError: b"
 
 
 @pytest.mark.parametrize(
     ("version", "before", "after", "arguments", "calls", "left", "says"),
     [
-        (None, None, None, "", "download wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
+        (None, None, None, "", "download install", VERSION, f"fairseq {VERSION} is installed\n"),
         # One that works is left alone.
         (VERSION, None, None, "", "", VERSION, "left as it is"),
         ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
         ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
-        ("0.10.2", None, None, "--force", "download wheel install install", VERSION, ""),
+        ("0.10.2", None, None, "--force", "download install", VERSION, ""),
         # One that does not work is replaced; what is new and does not work is taken out again.
-        (VERSION, A, None, "", "download wheel install install", VERSION, f"({A}); replacing"),
-        ("0.12.2", A, B, "", "download wheel install install uninstall", None, f"error: .*{B}; .* now: None\n"),
+        (VERSION, A, None, "", "download install", VERSION, f"({A}); replacing"),
+        ("0.12.2", A, B, "", "download install uninstall", None, f"error: .*{B}; .* now: None\n"),
         (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
         (None, None, None, "", "", None, "error: git is not installed, and is needed to apply the patches; fairseq"),
     ],
 )
 def test_installs_what_is_needed_and_says_what_is_left(
-    build, version, before, after, arguments, calls, left, says, capsys, monkeypatch
+    version, before, after, arguments, calls, left, says, tmp_path, capsys, monkeypatch
 ) -> None:
-    build.version, build.before, build.after = version, before, after
+    """In an environment whose fairseq has the failure `before`, and the new one `after`."""
+    environment, patched, made = {"version": version, "failure": before}, Mock(), []
+    (tmp_path / "fairseq-0.12.2").mkdir()
+
+    def pip(what: str, *arguments: str, doing: str, **pinned: str) -> None:
+        made.append(what)
+        if what == "download":
+            folder = Path(arguments[arguments.index("--dest") + 1])
+            with tarfile.open(folder / "fairseq-0.12.2.tar.gz", "w:gz") as file:
+                file.add(tmp_path / "fairseq-0.12.2", "fairseq-0.12.2")
+            pins = Path(pinned["PIP_BUILD_CONSTRAINT"]).read_text()
+            assert re.fullmatch(r"setuptools==[\d.]+\ncython==[\d.]+\nnumpy==[\d.]+", pins)
+        elif what == "install":
+            patched.assert_called_once_with(Path(arguments[-1]))
+        environment.update(version=VERSION if what == "install" else None, failure=after)
+
+    monkeypatch.setattr(build_fairseq, "pip", pip)
+    monkeypatch.setattr(build_fairseq, "apply_patches", patched)
+    monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment["version"])
+    monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment["failure"])
     if "git" in says:
         monkeypatch.setenv("PATH", "")
     status = build_fairseq.main(arguments.split())
     printed = capsys.readouterr()
     said = "".join(printed)
-    assert re.search(says.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+"), said), said
+    assert re.search(re.sub(r"[()+]", r"\\\g<0>", says), said), said
     assert status == says.startswith("error") == bool(printed.err)
-    assert build.calls == calls.split() and build.version == left
+    assert made == calls.split() and environment["version"] == left
 
 
 def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:

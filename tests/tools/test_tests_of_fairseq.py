@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 import tests_of_fairseq
 
-PASSES, FAILS = "def test_{}(): pass\n", "def test_{}(): assert False\n"
-CLASS = "class TestTranslation:\n    def test_insertion_transformer(self): "
+CLASS = "class Test{}:\n    def test_{}(self): assert {}\n"
 
 
 @pytest.mark.parametrize(
     ("files", "status", "says"),
     [
-        ({"test_a.py": PASSES.format("a"), "gpu/test_b.py": FAILS.format("b")}, 0, "nothing unexpected"),
-        ({"__init__.py": "", "test_a.py": "import scripts.b", "../scripts/b.py": ""}, 5, "no tests ran"),
-        ({"test_a.py": FAILS.format("a")}, 1, "failed unexpectedly: tests/test_a.py::test_a"),
-        ({"test_a.py": "import nothing_of_this_name"}, 1, "failed unexpectedly: tests/test_a.py"),
-        ({"test_binaries.py": f"{CLASS}assert False"}, 0, "nothing unexpected"),
-        ({"test_binaries.py": f"{CLASS}pass"}, 1, "passed unexpectedly: tests/test_binaries.py::TestTranslation::"),
+        (
+            {
+                **{"__init__.py": "", "test_a.py": "def test_a(): assert False", "gpu/test_b.py": "assert False"},
+                **{"test_c.py": "import nothing_of_this_name", "test_d.py": "import scripts.d", "../scripts/d.py": ""},
+                "test_binaries.py": CLASS.format("Translation", "insertion_transformer", True)
+                + CLASS.format("LanguageModeling", "transformer_xl_bptt_lm", False),
+            },
+            1,
+            "\nfailed unexpectedly: tests/test_a.py::test_a\nfailed unexpectedly: tests/test_c.py\n"
+            "passed unexpectedly: tests/test_binaries.py::TestTranslation::test_insertion_transformer (",
+        ),
+        ({"test_a.py": "def test_a(): pass"}, 0, "\nnothing unexpected\n"),
         ({}, 2, "has no folder tests"),
     ],
 )
@@ -28,8 +33,6 @@ def test_what_is_unexpected_is_named(tmp_path: Path, files: dict[str, str], stat
         path = tmp_path / "tests" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    ended = subprocess.run(
-        [sys.executable, tests_of_fairseq.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == status, ended.stdout + ended.stderr
-    assert says in ended.stdout + ended.stderr
+    command = [sys.executable, tests_of_fairseq.__file__, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == status and says in ended.stdout + ended.stderr, ended.stdout + ended.stderr
