@@ -9,8 +9,8 @@ from harness import records, targets
 from harness.pages import ratio
 from harness.targets import Failure, judge
 
-# Records of a GPU, which the committed page has none of, in round numbers, and what is to be said of them: the targets,
-# and the lines of the sections but for the words of page.md. It can be checked in the head.
+# Records of a GPU, in round numbers, and what is to be said of them: the targets, and the sections of which the
+# committed page has none. It can be checked in the head.
 MADE_UP = Path(__file__).parent / "made_up"
 LEAST, MOST = ("at least", 1.5), ("at most", 2.0)
 
@@ -19,7 +19,7 @@ def test_of_a_gpu_a_page_says_what_was_worked_out_by_hand() -> None:
     results = report.find_records(MADE_UP)
     verdicts = targets.evaluate([record for _, record in results if records.is_current(record)])
     lines = [" | ".join(verdict[2:]) for verdict in verdicts if verdict.where == "GPU"]
-    _, heading, sections = report.render(results, MADE_UP / "page.md").partition("## The rules, GPU")
+    _, heading, sections = report.render(results, MADE_UP / "page.md").partition("## The next token, GPU")
     texts = {text for _, text in report.SECTIONS.values()}
     lines += [line for line in (heading + sections).splitlines() if line and line not in texts]
     assert lines == (MADE_UP / "gpu.txt").read_text().splitlines()
@@ -28,9 +28,8 @@ def test_of_a_gpu_a_page_says_what_was_worked_out_by_hand() -> None:
 def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None:
     page = report.PAGE.with_name("nothing to read.md")
     assert report.render(report.find_records(report.RESULTS), page) == report.PAGE.read_text()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "other.json").write_text('{"tokens": 3}')
-    for folder, message in (("missing", "missing, which is no folder"), ("empty", "empty, which holds no results")):
+    (tmp_path / "other.json").write_text('{"tokens": 3}')
+    for folder, message in (("missing", "missing, which is no folder"), (".", ", which holds no results")):
         assert message in run("report", "--results", tmp_path / folder, "--page", tmp_path / "page.md")
     assert not (tmp_path / "page.md").exists()
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from harness import training_turns
 from harness.timing import Budget
-from harness.training_turns import Lost, groups
+from harness.training_turns import Lost, Trainee, groups
 from harness.trainings import FLA, PLUGIN, Training
+
+LOADED, WARM, TURN = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+GONE = Lost("failed", "gone")
 
 
 def named(name: str) -> Training:
     return Training("part", name, PLUGIN, (), Path(name), "cpu", "fp32")
 
 
-GONE = Lost("failed", "gone")
-
-
-class Fake:
+class Fake(Trainee):
     """A trainee that answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
 
     happened: list[str] = []
@@ -29,13 +29,13 @@ class Fake:
 
     def __init__(self, training: Training, log: Path) -> None:
         self.name = training.model
-        loaded, warm, turn = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
-        usual = [loaded, warm, turn, turn, turn | {"memory": 6}, {"operators": 9}]
+        usual = [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, {"operators": 9}]
         self.answers = self.scripts.get(self.name, usual)[:]
         self.happened.append(f"{self.name} starts")
 
-    def answer(self, seconds: float, last: bool = False) -> Any:
-        answer = self.answers.pop(-1 if last else 0) if len(self.answers) > 1 else self.answers[0]
+    def answer(self, seconds: float) -> Any:
+        profiled = self.happened[-1].startswith(f"{self.name} profile")
+        answer = self.answers.pop(-1 if profiled else 0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Lost):
             raise answer
         if answer and answer.keys() == {"seconds"}:
@@ -44,10 +44,6 @@ class Fake:
 
     def tell(self, what: str, updates: int) -> None:
         self.happened.append(f"{self.name} {what} {updates}")
-
-    def ask(self, what: str, updates: int = 1) -> Any:
-        self.tell(what, updates)
-        return self.answer(9, last=what == "profile")
 
     def end(self) -> None:
         self.happened.append(f"{self.name} ends")
@@ -61,29 +57,27 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def measure(names: str, scripts: dict[str, list[Any]], rounds: int = 3, **how: Any) -> Any:
         monkeypatch.setattr(Fake, "happened", [])
         monkeypatch.setattr(Fake, "scripts", scripts)
-        budget, rows, given = how.get("budget", Budget(None)), [], [(named(name), 12) for name in names]
-        device, memory = how.get("device", "cpu"), how.get("memory", math.inf)
-        training_turns.measure(given, tmp_path, device, rounds, budget, rows.append, memory)
-        return Fake.happened, rows, budget.cut
+        given, rows = [(named(name), 12) for name in names], []
+        how = {"device": "cpu", "budget": Budget(None), "memory": math.inf} | how
+        training_turns.measure(given, tmp_path, rounds=rounds, save=rows.append, **how)
+        return Fake.happened, rows, how["budget"].cut
 
     return measure
 
 
 def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) -> None:
-    happened, [rows], cut = measured("ab", {}, rounds=3)
+    happened, [rows], cut = measured("ab", {})
     # Warm one by one on a CPU. A turn takes about 3 s: of updates of 0.4 s, then 0.25 s.
     starts = ["a starts", "b starts", "a time 5", "a is warm", "b time 5", "b is warm"]
-    turns = ["a time 8", "b time 8", "a time 12", "b time 12", "a time 18", "b time 18"]
+    turns = [f"{name} time {updates}" for updates in (8, 12, 18) for name in "ab"]
     assert happened == [*starts, *turns, "a profile 1", "a ends", "b profile 1", "b ends"]
-    assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0]
-    assert rows[0]["peak bytes"] == 6 and rows[0]["operators"] == 9
-    assert rows[0]["kernels"] is None and rows[0]["busy"] is None and cut == []
+    assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0] and cut == []
+    assert [rows[0][name] for name in ("peak bytes", "operators", "kernels", "busy")] == [6, 9, None, None]
 
 
 def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
-    loaded, warm, turn = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
-    scripts = {"a": [GONE], "b": [loaded, GONE], "c": [loaded, warm, turn, GONE], "d": [loaded, warm, turn, turn, GONE]}
-    happened, [rows], _ = measured("abcde", scripts, rounds=2)
+    before = ([], [LOADED], [LOADED, WARM, TURN], [LOADED, WARM, TURN, TURN])
+    happened, [rows], _ = measured("abcde", {name: [*x, GONE] for name, x in zip("abcd", before, strict=True)}, 2)
     assert [row["status"] for row in rows] == ["failed"] * 4 + ["measured"]
     assert all(row["message"] == "gone" for row in rows[:4])
     assert sorted(line for line in happened if line.endswith("ends")) == [f"{name} ends" for name in "abcde"]
@@ -91,9 +85,9 @@ def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
 
 def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
     """And the GPU's time in an update is over that of one without a profiler."""
-    turn, profile = {"seconds": 1.0, "words": 100, "memory": 5}, {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
-    slow = [{"words": 0}, None, None, None, {"seconds": 0.5}, turn, profile]
-    happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), rounds=1, device="cuda", memory=60)
+    profile = {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
+    slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, profile]
+    happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), 1, device="cuda", memory=60)
     # Half of the memory is for two of 12 GiB.
     at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
     assert max(at_a_time) == 2 and at_a_time[-1] == 0
@@ -105,7 +99,7 @@ def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any
     monkeypatch.setattr(training_turns, "FEWEST_PROCESSES", 2)
     monkeypatch.setattr(training_turns.os, "cpu_count", lambda: 1)
     now = iter([0.0, 1.0, *[99.0] * 99])
-    happened, [rows], cut = measured("abc", {}, rounds=3, budget=Budget(10, lambda: next(now)))
+    happened, [rows], cut = measured("abc", {}, budget=Budget(10, lambda: next(now)))
     assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
     assert cut == [*(f"part, {name}, plugin: 1 rounds of 3" for name in "ab"), "part, c, plugin: not measured"]
 

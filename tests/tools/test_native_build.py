@@ -2,27 +2,22 @@
 
 import ctypes
 import fcntl
-import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-import sysconfig
-import tarfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import native_build
 import native_toolchain
 import pytest
 import torch
 from lock_file import wait_for
+from native_build import LIBRARIES
 from native_toolchain import Nvcc, Torch, Unavailable
 
-from fairseq_fastweights.ops import libraries as real_libraries
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import libraries, native
 
 ROOT = Path(__file__).resolve().parents[2]
 THIS_TORCH = str(torch.__version__)
@@ -47,31 +42,19 @@ has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
 needs_compiler = pytest.mark.skipif(not has_compiler, reason="there is no C++ compiler here")
 
 
-def libraries_of(root: Path) -> ModuleType:
-    """The package's module for loading, in another checkout, with nothing loaded yet."""
-    spec = importlib.util.spec_from_file_location("libraries_of_a_test", root / "fairseq_fastweights/ops/libraries.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with small sources; what is built is built in it."""
-    for name in "BUILD BUILD_ISA NATIVE_CPU".split():
-        monkeypatch.delenv(f"FASTWEIGHTS_{name}", raising=False)
-    for name in "CXX MAX_JOBS TORCH_CUDA_ARCH_LIST".split():
+    for name in "FASTWEIGHTS_BUILD FASTWEIGHTS_BUILD_ISA FASTWEIGHTS_NATIVE_CPU CXX MAX_JOBS".split():
         monkeypatch.delenv(name, raising=False)
     root = tmp_path / "checkout"
-    shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in ("fairseq_fastweights/ops", "cpu", "cuda"):
-        (root / folder).mkdir(parents=True)
-    shutil.copy(ROOT / "fairseq_fastweights/ops/libraries.py", root / "fairseq_fastweights/ops")
-    for name, text in SOURCES.items():
-        (root / "cpu" / name).write_text(text)
+    files = {f"cpu/{name}": text for name, text in SOURCES.items()}
+    for name, text in (files | dict.fromkeys(("cuda/kernel.cu", "tools/native_build.py", RECORD), "")).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     monkeypatch.setattr(native_build, "ROOT", root)
-    monkeypatch.setattr(native_build, "LIBRARIES", libraries_of(root))
+    monkeypatch.setattr(LIBRARIES, "CHECKOUT", root)
+    monkeypatch.setattr(LIBRARIES, "PACKAGE", root / "fairseq_fastweights")
     return root
 
 
@@ -111,9 +94,9 @@ def test_changes_are_built_and_an_interrupted_build_is_not_taken_as_whole(root: 
         with pytest.raises(KeyboardInterrupt):
             native_build.main([])
         assert made.count(".o") == compiled and made.count(".so") == 1
-        assert "did not finish" in libraries_of(root).load("cpu")
+        assert "did not finish" in LIBRARIES._load("cpu")
         interrupted = False
-        assert native_build.main([]) == 0 and libraries_of(root).load("cpu") is None
+        assert native_build.main([]) == 0 and LIBRARIES._load("cpu") is None
 
 
 @needs_compiler
@@ -122,7 +105,7 @@ def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Pat
     binding.write_text("int answer() { return no_such_thing; }\n")
     assert native_build.main([]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("CPU kernels: not built"))
-    for told in (line, libraries_of(root).load("cpu")):
+    for told in (line, LIBRARIES._load("cpu")):
         assert "no_such_thing" in told and str(log) in told and "build again" in told and "\n" not in told
     assert "no_such_thing" in log.read_text() and not list(root.glob(f"{LIBRARY}*"))
     # A build that compiles nothing does not show what an earlier one said.
@@ -134,7 +117,7 @@ def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Pat
     dispatch = root / "cpu/dispatch.cpp"
     dispatch.write_text(SOURCES["dispatch.cpp"].replace('return "baseline"', 'return ""'))
     assert native_build.main([]) == 0
-    reason = libraries_of(root).load("cpu")
+    reason = LIBRARIES._load("cpu")
     assert "which this processor does not have; build them with" in reason and "\n" not in reason
 
 
@@ -172,7 +155,7 @@ def test_kernels_are_for_this_processor_unless_others_are_asked_for(monkeypatch)
     assert native_build.instruction_sets(compiler, "all") == VARIANTS
     assert native_build.instruction_sets(unknowing, "here") == VARIANTS
     assert "FASTWEIGHTS_BUILD_ISA=all .venv/bin/python -m build" in (ROOT / "Makefile").read_text()
-    if native_toolchain.is_x86() and real_libraries.why_not("cpu", THIS_TORCH) is None:
+    if native_toolchain.is_x86() and libraries.why_not("cpu", THIS_TORCH) is None:
         [here] = native_build.instruction_sets(compiler, "here")
         assert here == native.cpu_instruction_set() or os.environ.get("FASTWEIGHTS_CPU_ISA")
     monkeypatch.setenv("FASTWEIGHTS_BUILD_ISA", "baseline")
@@ -192,35 +175,6 @@ def test_a_second_build_says_what_it_waits_for(tmp_path: Path, monkeypatch: pyte
         )
         wait_for(second, "the first")
     assert said == ["waiting for the first to end ..."]
-
-
-@pytest.mark.parametrize(
-    ("gone", "facts", "says"),
-    [
-        ((RECORD, LIBRARY), {}, ["python {root}/tools/native_build.py"]),  # a bare clone
-        ((RECORD, "tools"), {}, ["pip install"]),  # an installed package
-        ((), {"torch": f"{THIS_TORCH}other"}, [f"torch {THIS_TORCH}other ", f"{THIS_TORCH};", "native_build.py"]),
-        ((), {"oldest torch": "2.1000"}, ["for torch 2.1000 and later", f"{THIS_TORCH};", "native_build.py"]),
-        ((), {"oldest torch": "2.9", "torch": "2.9.1"}, ["OSError"]),  # it would be loaded
-        ((), {"sources": "others"}, ["outdated", "native_build.py"]),
-        (("tools", "cpu"), {"sources": "others"}, ["could not be loaded"]),  # they do not matter where there are none
-        ((LIBRARY,), {}, ["_native_cpu.so is gone"]),
-        ((), {"state": 3}, ["were not built"]),
-    ],
-)
-def test_a_library_is_loaded_into_its_torch_or_refused_in_one_line(
-    root: Path, gone: tuple[str, ...], facts: dict[str, object], says: list[str]
-) -> None:
-    (root / LIBRARY).write_bytes(b"no library")
-    entry = {"state": "built", "torch": THIS_TORCH, "sources": real_libraries.source_digest(root, "cpu"), **facts}
-    (root / RECORD).write_text(json.dumps({"cpu": entry}))
-    for name in gone:
-        (shutil.rmtree if (root / name).is_dir() else os.unlink)(root / name)
-    libraries = libraries_of(root)
-    reason = libraries.load("cpu")
-    assert "\n" not in reason and all(text.format(root=root) in reason for text in says)
-    (root / RECORD).unlink(missing_ok=True)
-    assert libraries.load("cpu") == reason
 
 
 @pytest.fixture
@@ -277,50 +231,9 @@ def test_architectures(nvcc: Path, listed: str, gpus: list[int], found: str, mon
             here.architectures(torch_13, listed)
 
 
-def setup(project: Path, *arguments: str, **environment: str) -> None:
-    """Runs setup.py with what it needs besides; the package holds a library that is of another environment."""
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "constraints.txt"):
-        shutil.copy(ROOT / name, project / name)
-    for name in ("__init__.py", "ops/__init__.py", "_native_cuda.so"):
-        (project / "fairseq_fastweights" / name).touch()
-    command = [sys.executable, "setup.py", "-q", *arguments]
-    subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, check=True)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_installing_builds_against_the_torch_that_pip_hides(root: Path, tmp_path: Path) -> None:
-    """As pip does it: a PYTHONPATH with what the build needs, and a start that hides all else."""
-    overlay = tmp_path / "overlay"
-    overlay.mkdir()
-    packages = Path(sysconfig.get_path("purelib"))
-    for name in ("setuptools", "pkg_resources", "_distutils_hack"):
-        if (packages / name).exists():
-            (overlay / name).symlink_to(packages / name)
-    hide = f"import sys\nsys.path = [path for path in sys.path if path != {str(packages)!r}]\n"
-    (overlay / "sitecustomize.py").write_text(hide)
-    isolated = {"PYTHONPATH": str(overlay)}
-    assert subprocess.run([sys.executable, "-c", "import torch"], env=os.environ | isolated).returncode
-    setup(root, "build", "--build-lib", str(tmp_path / "lib"), **isolated)
-    found = {path.name for path in tmp_path.glob("lib/fairseq_fastweights/_native_*")}
-    assert found == {"_native_build.json", "_native_cpu.so"}
-    entry = json.loads((tmp_path / "lib" / RECORD).read_text())["cpu"]
-    assert entry["state"] == "built" and entry["torch"] == THIS_TORCH
-
-
-def test_a_source_distribution_can_be_built_from(root: Path, tmp_path: Path) -> None:
-    """fairseq too: what tools/build_fairseq.py imports and the constraints that it takes are among the sources."""
-    setup(root, "sdist", "-d", str(tmp_path))
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"cpu/{name}" for name in SOURCES} | {"constraints.txt", "fairseq_fastweights/ops/libraries.py"} <= names
-    assert {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} <= names
-    assert not [name for name in names if "_native_" in name or name.endswith(".pyc")]
-
-
 @needs_compiler
 def test_the_kernels_of_this_checkout_are_built() -> None:
     """Else the tests of the native backend would test nothing: `make test` builds them first."""
     if os.environ.get("FASTWEIGHTS_BUILD") == "none":
         pytest.skip("FASTWEIGHTS_BUILD is none")
-    assert real_libraries.why_not("cpu", THIS_TORCH) is None
+    assert libraries.why_not("cpu", THIS_TORCH) is None
