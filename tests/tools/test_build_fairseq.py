@@ -13,30 +13,22 @@ import fairseq_patches
 import pytest
 from fairseq_patches import FILES, SHARED, VERSION, BuildError, apply_patches, git, in_order
 
+INSTALLED = Path(fairseq.__file__).parents[1]
+PATCHES = in_order()[1:]
+"""Without that of setup.py, which is not installed."""
+
 
 @pytest.fixture
-def source(our_fairseq: None, tmp_path: Path) -> Path:
+def source(our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of the release that are patched: those of the fairseq that is installed, with all patches undone."""
+    monkeypatch.setattr(fairseq_patches, "in_order", lambda: PATCHES)
     root = tmp_path / "fairseq-0.12.2"
-    diffs = [part for patch in in_order() for part in re.split("^diff --git ", patch.read_text(), flags=re.M)[1:]]
-    for name in {re.search(r" b/(.*)", diff)[1] for diff in diffs}:
+    for name in {name for patch in PATCHES for name in re.findall(r"^diff --git .* b/(.*)", patch.read_text(), re.M)}:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        if installed(name).is_file():
-            shutil.copy(installed(name), root / name)
-        else:  # setup.py, which is not installed: as much of it as the only patch of it has
-            (diff,) = (diff for diff in diffs if diff.startswith(f"a/{name} "))
-            start, above, hunk = re.search(r"^@@ .* \+(\d+),\d+ @@ (.*)\n((?:[ +-].*\n)*)", diff, re.M).groups()
-            lines = [line[1:] for line in hunk.splitlines(keepends=True) if line[0] != "-"]
-            (root / name).write_text(above + "\n" * (int(start) - 1) + "".join(lines))
-    for patch in reversed(in_order()):
+        shutil.copy(INSTALLED / name, root / name)
+    for patch in reversed(PATCHES):
         git("apply", "--reverse", str(patch), folder=root, doing=f"find {patch.name} in the fairseq that is installed")
     return root
-
-
-def installed(name: str) -> Path:
-    import fairseq
-
-    return Path(fairseq.__file__).parents[1] / name
 
 
 def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: Path, monkeypatch) -> None:
@@ -49,10 +41,10 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     monkeypatch.setenv("GIT_WORK_TREE", str(source.parent))
     apply_patches(source)
     # A wheel has the version in a module.
-    for name in names - {"setup.py", "pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
-        assert (source / name).read_bytes() == installed(name).read_bytes(), name
+    for name in names - {"pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
+        assert (source / name).read_bytes() == (INSTALLED / name).read_bytes(), name
     assert fairseq.__version__ == VERSION
-    with pytest.raises(BuildError, match=r"^cannot apply 0001-requirements\.patch to the source of .*: setup\.py"):
+    with pytest.raises(BuildError, match=rf"^cannot apply {PATCHES[0].name} to the source of .*: fairseq"):
         apply_patches(source)
 
 
@@ -111,8 +103,9 @@ def test_installs_what_is_needed_and_says_what_is_left(
 def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     patches, commits = tmp_path / "patches", tmp_path / "commits"
     patches.mkdir()
-    for patch in in_order()[:3]:
-        shutil.copy(patch, patches)
+    for number, patch in enumerate(PATCHES[:3], start=1):
+        shutil.copy(patch, patches / f"{number:04d}{patch.name[4:]}")
+    monkeypatch.setattr(fairseq_patches, "in_order", in_order)
     monkeypatch.setattr(fairseq_patches, "PATCHES", patches)
     monkeypatch.setattr(edit_patches, "download", lambda folder: source)
     before = {patch.name: patch.read_bytes() for patch in in_order()}
@@ -127,9 +120,8 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
     assert not edit("open", "^$")
     assert not edit("open", r"error: .*/commits exists; FOLDER must be a new one\n", 1)
     assert not edit("save", f"{len(before)} patches are in")
-    (commits / "setup.py").write_text("changed\n")
-    assert not edit("save", "error: .*: 1 changed files are not committed, among them setup.py", 1)
-    words = ["commit", "--all", "--message", "Setup: no more\n\nIts reason."]
-    git(*edit_patches.AUTHOR, *words, folder=commits, doing="commit")
+    (commits / "new.py").write_text("changed\n")
+    assert not edit("save", "error: .*: 1 changed files are not committed, among them new.py", 1)
+    edit_patches._commit(commits, "Setup: no more\n\nIts reason.")
     assert edit("save", "") == {name := f"{len(before) + 1:04d}-setup-no-more.patch"}
     assert (patches / name).read_text().startswith("Setup: no more\n\nIts reason.\n\ndiff")
