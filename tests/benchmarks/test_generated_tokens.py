@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import generation
@@ -71,3 +72,25 @@ def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: i
     # A row for each hypothesis is made of the encoder's output first, and no order is asked for at the first token.
     steps = [calls[:3], *(calls[i : i + 4] for i in range(3, len(calls), 4))]
     assert [len(step) for step in steps] == [3] + [4] * (length + 1) and measured == steps[length]
+
+
+def test_a_converted_model_goes_on_after_a_context() -> None:
+    pytest.importorskip("transformers")
+    converted = import_module("harness.converted")
+    source = converted.llama(converted.TINY | {"num_hidden_layers": 2})
+    hybrid = converted.converted(source, "window-sum", "2")
+    ours, theirs = hybrid.model.layers[0].fc2, source.model.layers[0].mlp.down_proj
+    assert ours.weight.data_ptr() == theirs.weight.data_ptr()  # it is not there twice
+    logits, length = [], 70
+    for step in (source, hybrid, converted.compiled(hybrid, backend="eager")):
+        torch.manual_seed(0)
+        made = converted.Generation(step, batch=2, length=length)
+        logits.append([made.advance() for _ in range(2)][-1])
+        if step is hybrid:
+            attention, memory = (layer.state for layer in made.cache.layers)
+            assert attention["keys"].shape[2] == length + 2
+            assert memory["read"].tolist() == made.cache.read.tolist() == [length + 2] * 2
+            assert memory["state"].any()  # words have left its window
+        elif step is source:
+            assert made.cache.get_seq_length() == length + 2
+    torch.testing.assert_close(logits[2], logits[1])

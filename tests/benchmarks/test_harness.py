@@ -1,8 +1,9 @@
-"""A case's bytes and operations, counted by hand, and the memory of a call."""
+"""A case's bytes and operations, counted by hand; its computation; the memory of a call."""
 
 import pytest
 import torch
-from harness.cases import Shape, draw_inputs
+from harness.cases import RULES, Shape, draw_inputs
+from harness.contestants import all_contestants
 from harness.limits import limit_of
 from harness.memory import held, peak
 
@@ -31,6 +32,22 @@ def test_every_tensor_is_moved_once(time: int, rule: str, kind: str, numbers: in
     for copies, binding, seconds in ((slow, "bandwidth", numbers), (fast, "arithmetic", operations / 1e3)):
         limit = limit_of(shape, rule, "float32", kind, inputs, {"copy": copies, "matmul": {"float32": 1e3}})
         assert limit == {"bytes": 4 * numbers, "operations": operations, "seconds": seconds, "binding": binding}
+
+
+@pytest.mark.parametrize("time", [5, 1])
+@pytest.mark.parametrize("rule", RULES)
+def test_our_backends_get_all_gates_and_the_state(rule: str, time: int) -> None:
+    shape = Shape("tiny", 2, 3, time, 4, 6, 2)
+    inputs = draw_inputs(shape, torch.float32, "cpu")
+    work = all_contestants([rule], "cpu")[0].prepare(shape, inputs)
+    arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
+    expected, _ = RULES[rule](*arguments, initial_state=inputs.state, backend="reference")
+    # Other ways to the same sums, in float32.
+    torch.testing.assert_close(work.as_reference(work.run_forward()), expected, rtol=1e-5, atol=1e-5)
+    assert len(work.inputs) == 3 + len(RULES[rule].gates)
+    if not shape.steps:
+        assert [g.shape for g in work.run_both()] == [x.shape for x in work.inputs]
+        assert all(x.is_contiguous() for x in (*work.inputs, work.d_out))
 
 
 def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:

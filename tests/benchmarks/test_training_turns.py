@@ -14,6 +14,7 @@ from harness.training_turns import Lost, Trainee, groups
 from harness.trainings import FLA, PLUGIN, Training
 
 LOADED, WARM, TURN = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+PROFILE = {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
 GONE = Lost("failed", "gone")
 
 
@@ -21,46 +22,41 @@ def named(name: str) -> Training:
     return Training("part", name, PLUGIN, (), Path(name), "cpu", "fp32")
 
 
-class Fake(Trainee):
-    """A trainee that answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
-
-    happened: list[str] = []
-    scripts: dict[str, list[Any]] = {}
-
-    def __init__(self, training: Training, log: Path) -> None:
-        self.name = training.model
-        usual = [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, {"operators": 9}]
-        self.answers = self.scripts.get(self.name, usual)[:]
-        self.happened.append(f"{self.name} starts")
-
-    def answer(self, seconds: float) -> Any:
-        profiled = self.happened[-1].startswith(f"{self.name} profile")
-        answer = self.answers.pop(-1 if profiled else 0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Lost):
-            raise answer
-        if answer and answer.keys() == {"seconds"}:
-            self.happened.append(f"{self.name} is warm")
-        return answer
-
-    def tell(self, what: str, updates: int) -> None:
-        self.happened.append(f"{self.name} {what} {updates}")
-
-    def end(self) -> None:
-        self.happened.append(f"{self.name} ends")
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Measures trainings of these names with these scripts; returns what happened, the rows and what was cut."""
-    monkeypatch.setattr(training_turns, "Trainee", Fake)
 
     def measure(names: str, scripts: dict[str, list[Any]], rounds: int = 3, **how: Any) -> Any:
-        monkeypatch.setattr(Fake, "happened", [])
-        monkeypatch.setattr(Fake, "scripts", scripts)
+        happened: list[str] = []
+
+        class Fake(Trainee):
+            """Answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
+
+            def __init__(self, training: Training, log: Path) -> None:
+                self.name = training.model
+                self.answers = [*scripts.get(self.name, [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, PROFILE])]
+                self.tell("starts")
+
+            def answer(self, seconds: float) -> Any:
+                profiled = happened[-1] == f"{self.name} profile 1"
+                answer = self.answers.pop(-1 if profiled else 0) if len(self.answers) > 1 else self.answers[0]
+                if isinstance(answer, Lost):
+                    raise answer
+                if answer and answer.keys() == {"seconds"}:
+                    self.tell("is warm")
+                return answer
+
+            def tell(self, *what: object) -> None:
+                happened.append(" ".join(map(str, (self.name, *what))))
+
+            def end(self) -> None:
+                self.tell("ends")
+
+        monkeypatch.setattr(training_turns, "Trainee", Fake)
         given, rows = [(named(name), 12) for name in names], []
         how = {"device": "cpu", "budget": Budget(None), "memory": math.inf} | how
         training_turns.measure(given, tmp_path, rounds=rounds, save=rows.append, **how)
-        return Fake.happened, rows, how["budget"].cut
+        return happened, rows, how["budget"].cut
 
     return measure
 
@@ -72,7 +68,7 @@ def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) ->
     turns = [f"{name} time {updates}" for updates in (8, 12, 18) for name in "ab"]
     assert happened == [*starts, *turns, "a profile 1", "a ends", "b profile 1", "b ends"]
     assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0] and cut == []
-    assert [rows[0][name] for name in ("peak bytes", "operators", "kernels", "busy")] == [6, 9, None, None]
+    assert [rows[0][name] for name in ("peak bytes", "operators", "kernels")] == [6, 9, 3]
 
 
 def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
@@ -85,8 +81,7 @@ def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
 
 def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
     """And the GPU's time in an update is over that of one without a profiler."""
-    profile = {"operators": 9, "kernels": 3, "kernel seconds": 0.05}
-    slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, profile]
+    slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, PROFILE]
     happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), 1, device="cuda", memory=60)
     # Half of the memory is for two of 12 GiB.
     at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
