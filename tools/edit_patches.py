@@ -47,7 +47,7 @@ def open_patches(folder: Path) -> None:
         _commit(source, "fairseq 0.12.2")
         git("tag", "released", folder=source, doing="name the release")
         for patch in fairseq_patches.in_order():
-            fairseq_patches.apply(patch, source)
+            git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
             _commit(source, patch.read_text(encoding="utf-8").partition("\ndiff --git ")[0])
         source.rename(folder)
 

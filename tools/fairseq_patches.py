@@ -1,10 +1,4 @@
-"""Patches an unpacked source of fairseq 0.12.2.
-
-`patches/*.patch` change its files, each with the reason at its head; `patches/files/` are files of its own. git applies
-the patches: it takes none that does not fit exactly.
-"""
-
-from __future__ import annotations
+"""Patches an unpacked source of fairseq 0.12.2, by `patches/*.patch` and the whole files in `patches/files/`."""
 
 import os
 import re
@@ -16,11 +10,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "patches"
 FILES = PATCHES / "files"
 VERSION = (FILES / "fairseq/version.txt").read_text(encoding="utf-8").strip()
-SHARED = (
-    *("bounded_loading.py", "checkpoint_updates.py", "digests.py", "integrity.py", "invalid_input.py"),
-    *("model_sizes.py", "text_files.py"),
-)
-"""Modules of the plugin that fairseq gets copies of: it checks what it reads also where there is no plugin."""
+# Modules of the plugin that fairseq gets copies of. It cannot import them: the plugin works without fairseq, this
+# fairseq without the plugin, and --user-dir refuses a package that something has imported before.
+_NAMES = "bounded_loading checkpoint_updates digests integrity invalid_input model_sizes text_files"
+SHARED = [f"{name}.py" for name in _NAMES.split()]
 
 
 class BuildError(Exception):
@@ -30,7 +23,7 @@ class BuildError(Exception):
 def apply_patches(source: Path) -> None:
     """Patches the source in a folder; raises `BuildError` if it is another one, and leaves that half patched."""
     for patch in in_order():
-        apply(patch, source)
+        git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
     shutil.copytree(FILES, source, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SHARED:
         shutil.copyfile(ROOT / "fairseq_fastweights" / name, source / "fairseq" / name)
@@ -41,20 +34,12 @@ def in_order() -> list[Path]:
     return sorted(PATCHES.glob("*.patch"))
 
 
-def apply(patch: Path, source: Path) -> None:
-    """Applies one patch."""
-    git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
-
-
 def git(*arguments: str, folder: Path, doing: str) -> str:
     """Runs git in a folder, whatever its settings and the repository around it, and returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    try:
-        result = subprocess.run(["git", *arguments], cwd=folder, env=environment, capture_output=True, encoding="utf-8")
-    except FileNotFoundError:
-        raise BuildError(f"git is not installed, and is needed to {doing}") from None
+    result = subprocess.run(["git", *arguments], cwd=folder, env=environment, capture_output=True, encoding="utf-8")
     if result.returncode:
         lines = re.findall("^(?:error|fatal): (.*)", result.stderr, re.MULTILINE)
         raise BuildError(f"cannot {doing}: {lines[0] if lines else result.stderr.strip()}")

@@ -1,18 +1,16 @@
 """Programs that check compiled kernels on a GPU besides the tests: small ones, each for a process of its own.
 
-    python tools/gpu_exercise.py memory|determinism|graph [--device cpu] [--share 1/4]
+    python tools/gpu_exercise.py memory|determinism|graph [--device cpu]
 
 `memory` calls every operator at small, odd sizes, for compute-sanitizer to watch. `determinism` compares the bits of
-two runs. `graph` captures steps in a CUDA graph and replays them. --share 1/4 makes the first of four shares of the
-calls, for processes side by side. The output is a JSON list of the calls that gave other bits; the exit status is 1 if
-there are any.
+two runs. `graph` captures steps in a CUDA graph and replays them. The output is a JSON list of the calls that gave
+other bits; the exit status is 1 if there are any.
 """
 
 import argparse
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,18 +52,6 @@ def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
 
 
-def taken(share: slice, every: Iterator[tuple[str, Any, Any, Any]]) -> Iterator[tuple[str, Any, Any, Any]]:
-    return itertools.islice(every, share.start, None, share.step)
-
-
-def part(text: str) -> slice:
-    """1/4 as every fourth from the first on."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; it must be like 1/4, from 1/4 to 4/4")
-    return slice(int(found[1]) - 1, None, int(found[2]))
-
-
 def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
     """Output, final state and all gradients."""
     leaves = [x.detach().requires_grad_() for x in (*inputs, state)]
@@ -80,9 +66,9 @@ def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
         return rule(*inputs, initial_state=state, backend="native", in_place=True)[0]
 
 
-def memory(device: str, share: slice) -> list[str]:
+def memory(device: str) -> list[str]:
     """Calls every operator, forward, backward and step."""
-    for _, rule, inputs, state in taken(share, calls(DTYPES, SMALL_SHAPES, device)):
+    for _, rule, inputs, state in calls(DTYPES, SMALL_SHAPES, device):
         differentiated(rule, inputs, state)
         with torch.no_grad():
             rule(*inputs, backend="native")
@@ -93,11 +79,11 @@ def memory(device: str, share: slice) -> list[str]:
     return []
 
 
-def determinism(device: str, share: slice) -> list[str]:
+def determinism(device: str) -> list[str]:
     """True if two runs give the same bits, over memory that held other things."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
-    for title, rule, inputs, state in taken(share, calls(DTYPES[:3], shapes, device)):
+    for title, rule, inputs, state in calls(DTYPES[:3], shapes, device):
         first = [x.clone() for x in differentiated(rule, inputs, state)]
         poison = [torch.full_like(x, torch.nan) for x in first]
         del poison
@@ -109,10 +95,10 @@ def determinism(device: str, share: slice) -> list[str]:
     return differing
 
 
-def graph(device: str, share: slice) -> list[str]:
+def graph(device: str) -> list[str]:
     """True if steps captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
     differing = []
-    for title, rule, inputs, state in taken(share, calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device)):
+    for title, rule, inputs, state in calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device):
         expected_state = state.clone()
         step(rule, inputs, state.clone())  # what is only done once is not to be captured
         captured = torch.cuda.CUDAGraph()
@@ -135,9 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Small programs for compiled kernels on a GPU.")
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--share", type=part, default="1/1", help="of the calls, as 1/4 (default: all)")
     options = parser.parse_args(arguments)
-    differing = PROGRAMS[options.program](options.device, options.share)
+    differing = PROGRAMS[options.program](options.device)
     print(json.dumps(differing))
     return int(bool(differing))
 

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             _from(options)
         else:
             _to(options)
-    except (ValueError, OSError) as error:
+    except (InvalidInput, OSError) as error:
         return fail(f"{parser.prog} {options.command}", error)
     return 0
 

@@ -10,13 +10,29 @@ classes for a FOLDER that `to-huggingface` wrote.
 
 from __future__ import annotations
 
+import functools
 import logging
+import pkgutil
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 from fairseq_fastweights.command_line import fail
+from fairseq_fastweights.invalid_input import InvalidInput
 
 PROGRAM = "python -m fairseq_fastweights.lm_eval"
+CHECKS = (
+    "lm_eval.config.evaluate_config.EvaluatorConfig.from_cli",  # options
+    "lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks",  # names of tasks
+    "lm_eval.tasks.TaskManager.load",  # tasks of the user's own, and their data
+    "lm_eval.api.registry.get_model",
+    "lm_eval.models.huggingface.HFLM._get_config",  # a folder of transformers
+    "lm_eval.models.huggingface.HFLM._create_tokenizer",
+)
+"""Functions of lm_eval that refuse what a user gave by Python's own `ValueError`."""
 
 
 def main() -> int:
@@ -32,13 +48,29 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)-8s %(message)s", datefmt="%Y-%m-%d:%H:%M:%S")
     logging.getLogger("fairseq_fastweights").setLevel(logging.INFO)  # which backend runs; lm_eval shows its own alone
     try:
-        cli_evaluate()
-    except (OSError, ValueError) as error:
+        with ExitStack() as stack:
+            for name in CHECKS:
+                stack.enter_context(mock.patch(name, _refusing(pkgutil.resolve_name(name))))
+            cli_evaluate()
+    except (InvalidInput, OSError) as error:
         told = textwrap.shorten(str(error), 500) or type(error).__name__
         if isinstance(error, ConnectionError):  # it names the data set or the model
             told += "; it must be in the cache of HF_HOME, or --include_path name tasks that read files"
         return fail(PROGRAM, error, told)
     return 0
+
+
+def _refusing(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose `ValueError` is an `InvalidInput`."""
+
+    @functools.wraps(check)
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        try:
+            return check(*arguments, **options)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+
+    return refuse
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 from tqdm import tqdm
 
@@ -135,7 +134,10 @@ class FastWeightLM(HFLM):
         for name, value in options.items():
             if name not in known or (name in _NOT_OF_CHECKPOINTS and value):
                 raise InvalidInput(f"{name} is {value}; it cannot be set for a checkpoint of fairseq")
-        self._model.to(self.device, None if dtype == "auto" else get_dtype(dtype))
+        wanted = None if dtype == "auto" else getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+            raise InvalidInput(f"dtype is {dtype}; it must be auto, float32, bfloat16, float16 or float64")
+        self._model.to(self.device, wanted)
 
     @property
     def max_length(self) -> int:

@@ -1,14 +1,8 @@
-"""The programs of benchmarks/ import each other as scripts do: by their folder."""
-
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
 
 @pytest.fixture

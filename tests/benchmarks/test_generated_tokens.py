@@ -1,15 +1,14 @@
 """A generated token is measured as generation makes it, from the state that it would have left."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import generation
 import pytest
 import torch
 import translation
-from fairseq.sequence_generator import SequenceGenerator
 from generation import TRANSFORMER, Generation
 from torch.utils._pytree import tree_map
 
@@ -20,10 +19,6 @@ ROWS = SETTINGS["batch"]
 build = cache(partial(generation.build, settings=SETTINGS, backend="chunkwise", longest=40))
 
 
-def draw_tokens(length: int) -> torch.Tensor:
-    return torch.randint(4, SETTINGS["words"], (ROWS, length))
-
-
 def shapes(state: dict[str, Any]) -> list[tuple[str, str, torch.Size]]:
     return sorted((key, n, x.shape) for key, buffer in state.items() for n, x in buffer.items() if x is not None)
 
@@ -31,12 +26,13 @@ def shapes(state: dict[str, Any]) -> list[tuple[str, str, torch.Size]]:
 @pytest.mark.parametrize("most_read", [3, 20])
 @pytest.mark.parametrize("name", [TRANSFORMER, *generation.RULES])
 def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, most_read: int) -> None:
-    model, tokens = build(name), draw_tokens(20)
-    generated: dict[int, Any] = {0: {}}
+    model, tokens = build(name), torch.randint(4, SETTINGS["words"], (ROWS, 20))
+    state: dict[str, Any] = {}
+    generated = {0: shapes(state)}
     with torch.no_grad():
         for end in range(1, 15):
-            model(tokens[:, :end], incremental_state=generated[0])
-            generated[end] = shapes(generated[0])
+            model(tokens[:, :end], incremental_state=state)
+            generated[end] = shapes(state)
     rolling = Generation(model, tokens).go_on(name, 2)
     assert shapes(rolling.state) == generated[2]
     rolling.go_on(name, 12, most_read)
@@ -44,32 +40,11 @@ def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, 
     for end in (13, 14):  # and it goes on as generation does
         assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
         assert rolling.length == end and shapes(rolling.state) == generated[end]
+    sizes = generation.memory(model, name, tokens, 12, "cpu")
+    assert sizes["state bytes"] == sum(4 * x.numel() for *_, x in generated[12]) < sizes["peak bytes"]
 
 
-def test_sizes_are_those_at_the_length_with_one_layers_cache_twice() -> None:
-    model = generation.build(TRANSFORMER, SETTINGS | {"layers": 5}, "chunkwise", longest=501)
-    sizes = generation.memory(model, TRANSFORMER, draw_tokens(501), 500, "cpu")
-    size = 2 * 5 * ROWS * SETTINGS["width"] * 500 * 4
-    assert sizes["state bytes"] == size
-    # The cache, a copy of one layer's with the new token in it, and the weights of attention and other small tensors.
-    assert 1.2 * size < sizes["peak bytes"] < 1.3 * size
-
-
-def note_calls(generator: SequenceGenerator) -> list[tuple[str, Any]]:
-    """The calls of the models and of the search from now on, with the shapes of what they are given."""
-    calls: list[tuple[str, Any]] = []
-
-    def noting(name: str, call: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-        def shape(x: Any) -> Any:
-            return tuple(x.shape) if isinstance(x, torch.Tensor) else x
-
-        return lambda *given: calls.append((name, tree_map(shape, given[:arguments]))) or call(*given)
-
-    arguments = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
-    for name, number in arguments.items():
-        owner = generator.search if name == "step" else generator.model
-        setattr(owner, name, noting(name, getattr(owner, name), number))
-    return calls
+CALLS = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
 
 
 @pytest.mark.parametrize("beam", translation.BEAMS)
@@ -79,7 +54,16 @@ def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: i
     model, dictionary = translation.build(name, settings=translation.QUICK_SETTINGS, longest=8)
     generator = translation.build_generator(deepcopy(model), dictionary, beam, length=length + 1)
     hypotheses = translation.hypotheses_after(generator, name, source, length, rows)
-    calls = note_calls(generator)
+    calls: list[tuple[str, Any]] = []  # of the models and of the search, with the shapes of their first arguments
+
+    def noting(called: str, call: Any, *given: Any) -> Any:
+        noted = tree_map(lambda x: x.shape if isinstance(x, torch.Tensor) else x, given[: CALLS[called]])
+        calls.append((called, noted))
+        return call(*given)
+
+    for called in CALLS:
+        owner = generator.search if called == "step" else generator.model
+        setattr(owner, called, partial(noting, called, getattr(owner, called)))
     translation.advance(generator, hypotheses)
     measured = list(calls)
     calls.clear()
@@ -88,3 +72,25 @@ def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: i
     # A row for each hypothesis is made of the encoder's output first, and no order is asked for at the first token.
     steps = [calls[:3], *(calls[i : i + 4] for i in range(3, len(calls), 4))]
     assert [len(step) for step in steps] == [3] + [4] * (length + 1) and measured == steps[length]
+
+
+def test_a_converted_model_goes_on_after_a_context() -> None:
+    pytest.importorskip("transformers")
+    converted = import_module("harness.converted")
+    source = converted.llama(converted.TINY | {"num_hidden_layers": 2})
+    hybrid = converted.converted(source, "window-sum", "2")
+    ours, theirs = hybrid.model.layers[0].fc2, source.model.layers[0].mlp.down_proj
+    assert ours.weight.data_ptr() == theirs.weight.data_ptr()  # it is not there twice
+    logits, length = [], 70
+    for step in (source, hybrid, converted.compiled(hybrid, backend="eager")):
+        torch.manual_seed(0)
+        made = converted.Generation(step, batch=2, length=length)
+        logits.append([made.advance() for _ in range(2)][-1])
+        if step is hybrid:
+            attention, memory = (layer.state for layer in made.cache.layers)
+            assert attention["keys"].shape[2] == length + 2
+            assert memory["read"].tolist() == made.cache.read.tolist() == [length + 2] * 2
+            assert memory["state"].any()  # words have left its window
+        elif step is source:
+            assert made.cache.get_seq_length() == length + 2
+    torch.testing.assert_close(logits[2], logits[1])

@@ -2,17 +2,25 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import all_cpu
 import pytest
+import report
 import torch
-from harness.cases import RULES
 
-MEASURING = ("kernels", "generation", "translation", "training")
-BOTH = ("forward", "forward+backward")
-MEMORIES = ("gated-delta", "window-sum", "delta")
+FACTS = ("part", "name", "model", "pass", "implementation", "rule")
+
+
+def contestants(record: dict[str, Any]) -> set[str]:
+    """Who takes part in a record, and in what of it, whatever the sizes."""
+    return {re.sub(r"\d+", "N", " ".join(str(row.get(fact)) for fact in FACTS)) for row in record["rows"]}
+
+
+def committed(name: str) -> set[str]:
+    return contestants(json.loads((report.RESULTS / f"{name}.json").read_text()))
 
 
 @pytest.mark.slow
@@ -31,63 +39,23 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
-
-    def columns(name: str, *keys: str) -> set[tuple[Any, ...]]:
-        return {tuple(row.get(key) for key in keys) for row in found[name]["rows"]}
-
-    ours = itertools.product((*BOTH, "step"), ["chunkwise"], RULES)
-    others = [*itertools.product(["step"], ["reference"], RULES), *itertools.product(BOTH, ["SDPA"], ["softmax"])]
-    measured = columns("kernels_cpu", "dtype", "status", "pass", "implementation", "rule")
-    dtypes = ("float32", "bfloat16", "float16")
-    assert {(dtype, "measured", *who) for who in (*ours, *others) for dtype in dtypes} <= measured
-    assert {status for _, status, *_ in measured} <= {"measured", "unavailable"}  # nothing failed
-    models = ("transformer", "elu", "dpfp-2", "favor-128")
-    tokens = itertools.product(("transformer", "delta", "decay", "sum"), (16, 32))
-    assert columns("next_token", "model", "length") == set(tokens)
-    assert columns("translation", "model", "beam", "source", "length") == {
-        (model, beam, *case) for model in models for beam in (1, 4) for case in ((4, 4), (4, 8), (8, 8))
-    }
+        assert contestants(record) >= committed(name)
+        # Nobody failed; what is compiled need not be there.
+        lacking = {row["implementation"] for row in record["rows"] if row.get("status", "measured") != "measured"}
+        assert lacking <= {"native", "causal_product"}
     for name in ("next_token.png", "training_length.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page.read_text()
 
 
-# By subject each part's passes and contestants.
-IN_TURNS = {
-    "mixers": {
-        "scan": (BOTH, ("native", "chunkwise", "transformers")),
-        "layer": (BOTH, ("Mamba", "transformers")),
-        "attention": (BOTH, ("softmax", "local", "abc")),
-    },
-    "gated_delta": {
-        f"heads of {size}": ((*BOTH, "steps"), ("gated delta", "delta", "Kimi delta", "transformers"))
-        for size in (128, 64)
-    },
-    "models": dict.fromkeys(
-        ("Qwen3-Next", "Kimi-Linear"), (("prefill", "token"), ("installed", "transformers", "no rule"))
-    ),
-    "converted": dict.fromkeys(
-        ("Batch of 1", "Batch of 2"),
-        (
-            ("token",),
-            (
-                *("source", "transformers"),
-                *(f"{mixer} in {x}" for x in ("1 of 5 layers", "all layers") for mixer in MEMORIES),
-            ),
-        ),
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("subject", IN_TURNS)
+@pytest.mark.parametrize("subject", ["mixers", "gated_delta", "models", "converted"])
 def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run) -> None:
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     before = dict(vars(qwen))
     monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     record = json.loads((tmp_path / "out.json").read_text())
-    expected = [x for part, lists in IN_TURNS[subject].items() for x in itertools.product([part], *lists)]
-    assert [(row["part"], row["pass"], row["name"]) for row in record["rows"]] == expected
+    assert contestants(record) >= committed(subject)
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
 
@@ -105,7 +73,7 @@ def test_what_cannot_be_compiled_is_refused(subject: str, message: str, monkeypa
     assert message in run("against_transformers", subject, "--quick", "--compiled", "transformers")
 
 
-ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in (*MEASURING, "sliding_window"))]
+ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in ("kernels", "training", "sliding_window"))]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +83,7 @@ ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in (*MEASURIN
         ([("all_cpu", "--budget")], "0 -1 nan inf long", "argument {}: {} is not a positive number of seconds"),
         ([("kernels", "--rules"), ("kernels", "--shapes")], "tiny", "argument {}: invalid choice: 'tiny'"),
         ([("kernels", "--figure")], "a.png", "--lengths is missing"),
-        ([("kernels", "--device"), ("generation", "--device")], "cuda", "torch sees no GPU"),
+        ([("kernels", "--device")], "cuda", "torch sees no GPU"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, values: str, message: str, monkeypatch, run) -> None:

@@ -28,11 +28,10 @@ def test_turns_are_cut_to_what_is_allowed_but_not_below_three(allowed: float, ro
 class SimulatedGpu:
     """torch.cuda where launches take the host's time, kernels the device's, and these come in the order of launches."""
 
-    LAUNCH, FLUSH, RECORD = 10e-6, 65e-6, 1e-6
-    uint8 = None
+    LAUNCH, FLUSH, RECORD, uint8 = 10e-6, 65e-6, 1e-6, None
 
     def __init__(self) -> None:
-        self.cuda = self
+        self.cuda, self.empty = self, lambda size, dtype, device: self
         self.host = self.device = 0.0  # when each is done with what came before
         self.flushes = 0
 
@@ -43,9 +42,6 @@ class SimulatedGpu:
     def zero_(self) -> None:
         self.flushes += 1
         self.launch(self.FLUSH)
-
-    def empty(self, size: int, dtype: Any, device: str) -> Any:
-        return self
 
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
@@ -68,11 +64,7 @@ def test_a_short_call_on_a_gpu_is_timed_without_its_launches(launches, each, flu
     gpu = SimulatedGpu()
     monkeypatch.setattr(timing, "torch", gpu)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
-
-    def call() -> None:
-        for _ in range(launches):
-            gpu.launch(2e-6)
-
+    call = lambda: [gpu.launch(2e-6) for _ in range(launches)]  # noqa: E731
     warm, host = first_calls(call, gpu.synchronize)[1:]
     assert host == pytest.approx(launches * gpu.LAUNCH)  # without the wait
     clock = CudaClock()

@@ -1,6 +1,10 @@
-"""The training that training.py measures is fairseq-train's, beside one in plain PyTorch of the same model."""
+"""Trainings that take turns: fairseq-train's, beside one in plain PyTorch of the same model, and what is recorded."""
 
+import json
+import math
+import re
 import warnings
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,25 +12,20 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from harness import plain_training, trainee
+from harness import plain_training, trainee, training_turns
+from harness.timing import Budget
 from harness.trainee import UpdateBlocks
-from harness.trainings import PARTS, PLAIN, PLUGIN, STOCK, Training
+from harness.training_turns import Lost, Trainee, groups
+from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
 from torch import nn
 
 from tests.conftest import ROOT, import_plugin
 
 
-class Asking:
-    """A connection at whose other end these blocks are asked for, one after the other."""
-
-    def __init__(self, *asked: tuple[str, int]) -> None:
-        self.asked, self.answers = list(asked), []
-
-    def send(self, answer: dict[str, Any]) -> None:
-        self.answers.append(answer)
-
-    def recv(self) -> tuple[str, int]:
-        return self.asked.pop(0)
+def asking(*asked: tuple[str, int]) -> tuple[Any, list[dict[str, Any]]]:
+    """A connection at whose other end these blocks are asked for, one after the other, and the answers."""
+    answers: list[dict[str, Any]] = []
+    return SimpleNamespace(send=answers.append, recv=Mock(side_effect=[*asked, ("end", 0)])), answers
 
 
 def training_of(part: str, model: str, implementation: str, folder: Path) -> Training:
@@ -38,8 +37,7 @@ def training_of(part: str, model: str, implementation: str, folder: Path) -> Tra
 TRAINED = [
     *((part, model, way) for part, of in PARTS.items() for model, way in of.contestants[:1]),
     *(("lm-small", model, PLUGIN) for model in ("favor", "mamba")),
-    ("baevski", "softmax", PLAIN),
-    ("demo", "delta", STOCK),
+    *(("baevski", "softmax", PLAIN), ("demo", "delta", STOCK)),
 ]
 
 
@@ -47,9 +45,9 @@ TRAINED = [
 def test_every_part_is_trained_in_blocks(part, model, implementation, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)
-    asking = Asking(("time", 2), ("profile", 1), ("end", 0))
-    trainee.train(training_of(part, model, implementation, tmp_path), UpdateBlocks(asking, "cpu"))
-    loaded, timed, profiled = asking.answers
+    connection, answers = asking(("time", 2), ("profile", 1))
+    trainee.train(training_of(part, model, implementation, tmp_path), UpdateBlocks(connection, "cpu"))
+    loaded, timed, profiled = answers
     assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
     if not PARTS[part].translates:  # whose batches are of any size
         assert (timed["words"], profiled["words"]) == (2 * 2 * 16, 2 * 16)
@@ -59,27 +57,27 @@ def test_every_part_is_trained_in_blocks(part, model, implementation, tmp_path: 
 def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
-    now = iter([0.0, 10.0, 13.0, 20.0, 21.0])
-    monkeypatch.setattr(trainee.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(trainee.time, "perf_counter", Mock(side_effect=[0.0, 10.0, 13.0, 20.0, 21.0]))
     on_gpu, on_cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
-    def event(name: str, *times: int, device: Any = on_gpu, note: bool = False) -> Any:
-        facts = {"name": name, "start_ns": times[0], "end_ns": times[1], "device_type": device}
-        return Mock(**{f"{fact}.return_value": value for fact, value in (facts | {"is_user_annotation": note}).items()})
+    def event(
+        name: str, start_ns: int, end_ns: int, device_type: Any = on_gpu, is_user_annotation: bool = False
+    ) -> Any:
+        return SimpleNamespace(**{fact: (lambda value=value: value) for fact, value in locals().items()})
 
     # Time that several kernels cover counts once.
-    events = [event("a", 0, 10), event("b", 5, 20), event("b", 6, 7), event("aten::mm", 0, 99, device=on_cpu)]
-    events += [event("forward", 0, 90), event("step", 0, 90, note=True)]
-    operators = [SimpleNamespace(name="aten::mm", cpu_parent=None, device_type=on_cpu)]
-    operators += [SimpleNamespace(name="void at::native::k", cpu_parent=None, device_type=on_gpu)]
-    found = MagicMock(**{"events.return_value": operators})
+    events = [event("a", 0, 10), event("b", 5, 20), event("b", 6, 7), event("aten::mm", 0, 99, on_cpu)]
+    events += [event("forward", 0, 90), event("step", 0, 90, is_user_annotation=True)]
+    operators = [("aten::mm", on_cpu), ("void at::native::k", on_gpu)]
+    found = MagicMock()
     found.__enter__.return_value = found
+    found.events.return_value = [SimpleNamespace(name=n, cpu_parent=None, device_type=where) for n, where in operators]
     found.profiler.kineto_results.events.return_value = events
     monkeypatch.setattr(trainee, "profile", lambda activities: found)
-    asking = Asking(("time", 2), ("profile", 1), ("end", 0))
+    connection, answers = asking(("time", 2), ("profile", 1))
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    blocks, made = UpdateBlocks(asking, "cuda"), []
+    blocks, made = UpdateBlocks(connection, "cuda"), []
 
     def step(number: int) -> None:
         made.append(number)
@@ -91,11 +89,15 @@ def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch
         for number in range(9):
             blocks.update(lambda number=number: step(number), 100)
     assert made == [0, 1, 2, 3, 4]  # one more than was asked for, twice
-    assert asking.answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
+    assert answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
     told = {"operators": 1, "kernels": 3, "kernel seconds": 20e-9}
-    [wait] = asking.answers[2].pop("waits")
-    assert asking.answers[2] == {"seconds": 1.0, "words": 100, "memory": 7, **told}
+    [wait] = answers[2].pop("waits")
     assert wait.startswith(f"{__file__}:") and modes == ["warn", "default"]
+    assert answers[2] == {"seconds": 1.0, "words": 100, "memory": 7, **told}
+
+
+NAMES = {"mixer.out": "self_attn.out_proj", "norms.0": "self_attn_layer_norm", "norms.1": "final_layer_norm"}
+NAMES |= {"feed_forward.0": "fc1", "feed_forward.3": "fc2"}
 
 
 @pytest.mark.parametrize("part", ["lm-small", "baevski"])
@@ -112,27 +114,115 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
     task.load_dataset("train")
     shape = (args.decoder_embed_dim, args.decoder_attention_heads, args.attention_dropout)
     plain = plain_training.PlainModel(args, task.source_dictionary, lambda: plain_training.SoftmaxAttention(*shape))
-    batch, model = next(plain_training.batches(task, cfg)), task.build_model(cfg.model)
+    batch, model = next(plain_training.batches(task, cfg)), task.build_model(cfg.model).eval()
+    words, theirs = batch["net_input"]["src_tokens"], model.decoder.state_dict()
+    state = {"positions": model.decoder.embed_positions(words)[0]}  # which have other wave lengths
+    for here, there in (("embeddings", "embed_tokens"), ("softmax", "adaptive_softmax")):
+        state |= {here + name.removeprefix(there): x for name, x in theirs.items() if name.startswith(f"{there}.")}
+    for layer in (f"layers.{number}." for number in range(len(plain.layers))):
+        for kind in (".weight", ".bias"):
+            projections = [theirs[f"{layer}self_attn.{name}_proj{kind}"] for name in "qkv"]
+            state[f"{layer}mixer.projections{kind}"] = torch.cat(projections)
+            state |= {layer + here + kind: theirs[layer + there + kind] for here, there in NAMES.items()}
+    plain.load_state_dict(state)
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in model.parameters())
-    decoder = model.decoder
-    plain.embeddings.load_state_dict(decoder.embed_tokens.state_dict())
-    plain.softmax.load_state_dict(decoder.adaptive_softmax.state_dict())
-    for own, other in zip(plain.layers, decoder.layers, strict=True):
-        attention = other.self_attn
-        for kind in ("weight", "bias"):
-            projections = [getattr(getattr(attention, f"{name}_proj"), kind) for name in "qkv"]
-            getattr(own.mixer.projections, kind).data = torch.cat(projections)
-        for here, there in (
-            *((own.mixer.out, attention.out_proj), (own.norms[0], other.self_attn_layer_norm)),
-            *(
-                (own.norms[1], other.final_layer_norm),
-                (own.feed_forward[0], other.fc1),
-                (own.feed_forward[3], other.fc2),
-            ),
-        ):
-            here.load_state_dict(there.state_dict())
-    # fairseq's positions have other wave lengths.
-    words = batch["net_input"]["src_tokens"]
-    plain.positions = decoder.embed_positions(words)[0]
-    expected, _, _ = task.build_criterion(cfg.criterion)(model.eval(), batch)
+    expected, _, _ = task.build_criterion(cfg.criterion)(model, batch)
     torch.testing.assert_close(plain.eval()(words, batch["target"]), expected.squeeze(), rtol=1e-5, atol=1e-5)
+
+
+LOADED, WARM, TURN = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+PROFILE = {"operators": 9, "kernels": 3, "kernel seconds": 0.05, "waits": ["here"]}
+GONE = Lost("failed", "gone")
+
+
+def named(name: str) -> Training:
+    return Training("part", name, PLUGIN, (), Path(name), "cpu", "fp32")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Measures trainings of these names with these scripts; returns what happened, the rows and what was cut."""
+
+    def measure(names: str, scripts: dict[str, list[Any]], rounds: int = 3, **how: Any) -> Any:
+        happened: list[str] = []
+
+        class Fake(Trainee):
+            """Answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
+
+            def __init__(self, training: Training, log: Path) -> None:
+                self.name = training.model
+                self.answers = [*scripts.get(self.name, [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, PROFILE])]
+                self.tell("starts")
+
+            def answer(self, seconds: float) -> Any:
+                profiled = happened[-1] == f"{self.name} profile 1"
+                answer = self.answers.pop(-1 if profiled else 0) if len(self.answers) > 1 else self.answers[0]
+                if isinstance(answer, Lost):
+                    raise answer
+                if answer and answer.keys() == {"seconds"}:
+                    self.tell("is warm")
+                return answer
+
+            def tell(self, *what: object) -> None:
+                happened.append(" ".join(map(str, (self.name, *what))))
+
+            def end(self) -> None:
+                self.tell("ends")
+
+        monkeypatch.setattr(training_turns, "Trainee", Fake)
+        given, rows = [(named(name), 12) for name in names], []
+        how = {"device": "cpu", "budget": Budget(None), "memory": math.inf} | how
+        training_turns.measure(given, tmp_path, rounds=rounds, save=rows.append, **how)
+        return happened, rows, how["budget"].cut
+
+    return measure
+
+
+def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) -> None:
+    happened, [rows], cut = measured("ab", {})
+    # Warm one by one on a CPU. A turn takes about 3 s: of updates of 0.4 s, then 0.25 s.
+    starts = ["a starts", "b starts", "a time 5", "a is warm", "b time 5", "b is warm"]
+    turns = [f"{name} time {updates}" for updates in (8, 12, 18) for name in "ab"]
+    assert happened == [*starts, *turns, "a profile 1", "a ends", "b profile 1", "b ends"]
+    assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0] and cut == []
+    assert [rows[0][name] for name in ("peak bytes", "operators", "kernels")] == [6, 9, 3]
+
+
+def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
+    before = ([], [LOADED], [LOADED, WARM, TURN], [LOADED, WARM, TURN, TURN])
+    happened, [rows], _ = measured("abcde", {name: [*x, GONE] for name, x in zip("abcd", before, strict=True)}, 2)
+    assert [row["status"] for row in rows] == ["failed"] * 4 + ["measured"]
+    assert all(row["message"] == "gone" for row in rows[:4])
+    assert sorted(line for line in happened if line.endswith("ends")) == [f"{name} ends" for name in "abcde"]
+
+
+def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
+    """And the GPU's time in an update is over that of one without a profiler."""
+    slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, PROFILE]
+    happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), 1, device="cuda", memory=60)
+    # Half of the memory is for two of 12 GiB.
+    at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
+    assert max(at_a_time) == 2 and at_a_time[-1] == 0
+    assert next(groups([(named("a"), 12)] * 30, 24, 99)) == [(named("a"), 12)] * 12
+    assert row["seconds"]["median"] == 0.1 and (row["busy"], row["kernels"], row["waits"]) == (0.5, 3, ["here"])
+
+
+def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any, monkeypatch) -> None:
+    monkeypatch.setattr(training_turns, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(training_turns.os, "cpu_count", lambda: 1)
+    now = iter([0.0, 1.0, *[99.0] * 99])
+    happened, [rows], cut = measured("abc", {}, budget=Budget(10, lambda: next(now)))
+    assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
+    assert cut == [*(f"part, {name}, plugin: 1 rounds of 3" for name in "ab"), "part, c, plugin: not measured"]
+
+
+@pytest.mark.slow
+def test_trainings_are_processes_whose_results_are_recorded(tmp_path: Path, monkeypatch, run, capsys) -> None:
+    monkeypatch.setattr(training_turns, "TURN_SECONDS", {"cpu": 0.1})
+    options = ["--parts", "lm-small", "--models", "delta", "--implementations", PLUGIN, FLA, "--rounds", 1]
+    assert run("training", "--quick", *options, "--out", tmp_path / "out.json") == ""
+    own, other = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert own["status"] == "measured" and own["words per second"]["median"] > 0 and own["operators"] > 20
+    assert (other["status"], other["message"]) == ("unavailable", "ModuleNotFoundError: No module named 'fla'")
+    page = capsys.readouterr().out
+    assert re.search(r"^\| delta +\| plugin ", page, re.MULTILINE) and "fla, unavailable: Module" in page

@@ -229,3 +229,15 @@ def test_a_file_that_cannot_be_written_is_one_line(folders, tmp_path, capsys, ba
     (said,) = capsys.readouterr().err.splitlines()
     assert f"{COMMANDS[base]}: error: {target}: TARGET cannot be written: model." in said and "File too large" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("base", "part"), [("neox", "published.read_json"), ("converted", "own_classes.has_source_mixers")]
+)
+def test_a_bug_keeps_its_traceback(folders, tmp_path, monkeypatch, base, part):
+    monkeypatch.setattr(
+        f"fairseq_fastweights.conversion.{COMMANDS[base].replace('-', '_')}.{part}", lambda *_: int("bug")
+    )
+    with pytest.raises(ValueError, match="'bug'"):
+        main([COMMANDS[base], str(folders[base]), str(tmp_path / "target")])
+    assert not list(tmp_path.iterdir())

@@ -161,6 +161,7 @@ BAD = [
     ("Llama", setting(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
     ("Llama", setting(rms_norm_eps="small"), "rms_norm_eps is 'small'; it must be a positive number"),
     ("Llama", rope(rope_type="yarn"), "rope_type is 'yarn'; it must be one of default, linear, llama3"),
+    ("Llama", rope(rope_type=[]), r"rope_type is \[\]; it must be one of default"),
     ("Llama", rope(factor=None), "factor is None; it must be a positive number"),
     ("Llama", rope(low_freq_factor=4), "rope_parameters is 'llama3:8,4,4,32'; .* LOW less than HIGH"),
     ("Llama", setting(eos_token_id=7), "eos_token_id is 7, which in tokenizer.json is no added token"),

@@ -169,6 +169,8 @@ def test_batches_are_of_like_length_and_no_larger_than_allowed(checkpoint, monke
         ({"max_token": 5}, "max_token is 5; it cannot be set for a checkpoint"),
         ({"parallelize": True}, "parallelize is True; it cannot"),
         ({"checkpoint": "none.pt"}, "none.pt"),
+        ({"dtype": "float31"}, "dtype is float31; it must be auto, float32"),
+        ({"dtype": "int8"}, "dtype is int8; it must be"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], told: str, checkpoint) -> None:
@@ -242,20 +244,40 @@ def test_the_command_knows_checkpoints_and_exported_folders(
     assert sum("fast weight rules run by" in message for message in caplog.messages) == 1
 
 
-def test_what_is_wrong_is_said_in_a_line(few_tasks: None, checkpoint, monkeypatch, capsys) -> None:
+def test_what_is_wrong_is_said_in_a_line(few_tasks: None, task: Path, checkpoint, monkeypatch, capsys) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.delitem(sys.modules, "fairseq_fastweights.huggingface", raising=False)
-    model = ["--model", "fairseq-fastweights", "--device", "cpu", "--model_args"]
+    for name, content in (("bad.yaml", "[: "), ("unknown/config.json", '{"model_type": "unknown"}')):
+        (task / name).parent.mkdir(exist_ok=True)
+        (task / name).write_text(content)
+    config = json.loads((task / "tasks" / "words.yaml").read_text())
+    (task / "tasks" / "typed.yaml").write_text(json.dumps(config | {"task": "typed", "output_type": "none"}))
+    ours = ["--model", "fairseq-fastweights", "--device", "cpu", "--model_args"]
+    theirs, own = ["--model", "hf", "--device", "cpu", "--model_args"], ["--include_path", str(task / "tasks")]
     for words, told in (
-        ([*model, f"checkpoint={checkpoint('delta')}", "--tasks", "piqa"], "Couldn't reach 'baber/piqa' on the Hub"),
-        ([*model, "checkpoint=none.pt", "--tasks", "piqa"], "none.pt: there is no such checkpoint"),
-        ([*model, "checkpoint=none.pt", "--tasks", "none"], "Tasks not found: none"),
+        ([*ours, f"checkpoint={checkpoint('delta')}", "--tasks", "piqa"], "Couldn't reach 'baber/piqa' on the Hub"),
+        ([*ours, f"checkpoint={checkpoint('delta')}", *own, "--tasks", "typed"], "invalid output_type 'none'"),
+        ([*ours, "checkpoint=none.pt", "--tasks", "piqa"], "none.pt: there is no such checkpoint"),
+        ([*theirs, f"pretrained={task / 'none'}", "--tasks", "piqa"], str(task / "none")),
+        ([*theirs, f"pretrained={task / 'unknown'}", "--tasks", "piqa"], "does not recognize this architecture"),
+        (["--model", "none", "--tasks", "piqa"], "model 'none'"),
+        (["--config", str(task / "none.yaml"), "--tasks", "piqa"], "Config file not found"),
+        (["--config", str(task / "bad.yaml"), "--tasks", "piqa"], "Invalid YAML in"),
+        (["--model", "hf", "--tasks", "piqa", "--log_samples"], "Specify --output_path"),
+        ([*ours, "checkpoint=none.pt", "--tasks", "none"], "Tasks not found: none"),
     ):
-        assert call(monkeypatch, *words) == 2
+        assert call(monkeypatch, *words) == 2, words
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("python -m fairseq_fastweights.lm_eval: error: ") and told in last
+        assert last.startswith("python -m fairseq_fastweights.lm_eval: error: ") and told in last, last
     monkeypatch.setenv("FASTWEIGHTS_TRACEBACK", "1")
     assert call(monkeypatch, *words) == 2
     assert "Traceback" in capsys.readouterr().err
     assert "fairseq_fastweights.huggingface" in sys.modules  # transformers knows its models
+
+
+def test_a_bug_keeps_its_traceback(few_tasks: None, checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(model, "load", lambda *arguments: int("a bug"))
+    words = ["--model", "fairseq-fastweights", "--model_args", f"checkpoint={checkpoint('delta')}", "--tasks", "piqa"]
+    with pytest.raises(ValueError, match="'a bug'"):
+        call(monkeypatch, *words)

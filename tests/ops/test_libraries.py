@@ -35,15 +35,43 @@ def test_a_gpu_that_does_not_run_what_was_built_is_named(monkeypatch: pytest.Mon
     assert libraries._wrong_gpu(["sm_90"]) == "the CUDA kernels were built, but torch sees no GPU"
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "\x00"])
-def test_a_record_that_is_none_is_no_build(text: str | None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+TORCH = str(torch.__version__)
+BUILT = {"state": "built", "torch": TORCH}
+
+
+@pytest.mark.parametrize(
+    ("gone", "entry", "says"),
+    [
+        *((name, {}, ["were not built"]) for name in ("record", "{", "[]", "\x00")),
+        ("", {"state": 3}, ["were not built"]),
+        ("", {"state": "missing", "reason": "no compiler"}, ["were not built: no compiler"]),
+        ("record", {}, ["python {root}/tools/native_build.py"]),  # a bare clone
+        ("tools record", {}, ["pip install"]),  # an installed package
+        ("", BUILT | {"torch": f"{TORCH}other"}, [f"torch {TORCH}other ", f"{TORCH};", "native_build.py"]),
+        ("", BUILT | {"oldest torch": "2.1000"}, ["for torch 2.1000 and later", f"{TORCH};", "native_build.py"]),
+        ("", BUILT | {"oldest torch": "2.9", "torch": "2.9.1"}, ["OSError"]),  # it would be loaded
+        ("", BUILT | {"sources": "others"}, ["outdated", "native_build.py"]),
+        ("tools cpu", BUILT | {"sources": "others"}, ["could not be loaded"]),  # they do not matter where none are
+        ("library", BUILT, ["_native_cpu.so is gone"]),
+    ],
+)
+def test_a_library_is_loaded_into_its_torch_or_refused_in_one_line(gone, entry, says, tmp_path, monkeypatch) -> None:
+    places = {"tools": "tools/native_build.py", "cpu": "cpu/a.cpp", "library": "_native_cpu.so"}
+    for name in places.values():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("no library")
     monkeypatch.setattr(libraries, "PACKAGE", tmp_path)
-    if text is not None:
-        (tmp_path / libraries.RECORD).write_text(text)
-    assert libraries.record() == {}
-    assert "were not built" in str(libraries.why_not("cpu", str(torch.__version__)))
-    (tmp_path / libraries.RECORD).write_text(json.dumps({"cpu": {"state": "missing", "reason": "no compiler"}}))
-    assert str(libraries.why_not("cpu", str(torch.__version__))).endswith("were not built: no compiler")
+    monkeypatch.setattr(libraries, "CHECKOUT", tmp_path)
+    text = gone if gone in ("{", "[]", "\x00") else ""
+    entry = {"sources": libraries.source_digest(tmp_path, "cpu"), **entry}
+    (tmp_path / libraries.RECORD).write_text(text or json.dumps({"cpu": entry}))
+    for name in gone.split() if not text else ():
+        (tmp_path / places.get(name, libraries.RECORD)).unlink()
+    monkeypatch.setattr(libraries, "_outcomes", {})
+    reason = libraries.load("cpu")
+    assert "\n" not in reason and all(text.format(root=tmp_path) in reason for text in says)
+    (tmp_path / libraries.RECORD).unlink(missing_ok=True)
+    assert libraries.load("cpu") == reason  # from memory
 
 
 def test_a_plan_is_asked_for_as_the_kernels_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

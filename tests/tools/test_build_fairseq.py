@@ -4,7 +4,6 @@ import re
 import shutil
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import build_fairseq
@@ -14,30 +13,22 @@ import fairseq_patches
 import pytest
 from fairseq_patches import FILES, SHARED, VERSION, BuildError, apply_patches, git, in_order
 
+INSTALLED = Path(fairseq.__file__).parents[1]
+PATCHES = in_order()[1:]
+"""Without that of setup.py, which is not installed."""
+
 
 @pytest.fixture
-def source(our_fairseq: None, tmp_path: Path) -> Path:
+def source(our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of the release that are patched: those of the fairseq that is installed, with all patches undone."""
+    monkeypatch.setattr(fairseq_patches, "in_order", lambda: PATCHES)
     root = tmp_path / "fairseq-0.12.2"
-    diffs = [part for patch in in_order() for part in re.split("^diff --git ", patch.read_text(), flags=re.M)[1:]]
-    for name in {re.search(r" b/(.*)", diff)[1] for diff in diffs}:
+    for name in {name for patch in PATCHES for name in re.findall(r"^diff --git .* b/(.*)", patch.read_text(), re.M)}:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        if installed(name).is_file():
-            shutil.copy(installed(name), root / name)
-        else:  # setup.py, which is not installed: as much of it as the only patch of it has
-            (diff,) = (diff for diff in diffs if diff.startswith(f"a/{name} "))
-            start, above, hunk = re.search(r"^@@ .* \+(\d+),\d+ @@ (.*)\n((?:[ +-].*\n)*)", diff, re.M).groups()
-            lines = [line[1:] for line in hunk.splitlines(keepends=True) if line[0] != "-"]
-            (root / name).write_text(above + "\n" * (int(start) - 1) + "".join(lines))
-    for patch in reversed(in_order()):
+        shutil.copy(INSTALLED / name, root / name)
+    for patch in reversed(PATCHES):
         git("apply", "--reverse", str(patch), folder=root, doing=f"find {patch.name} in the fairseq that is installed")
     return root
-
-
-def installed(name: str) -> Path:
-    import fairseq
-
-    return Path(fairseq.__file__).parents[1] / name
 
 
 def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: Path, monkeypatch) -> None:
@@ -50,39 +41,11 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     monkeypatch.setenv("GIT_WORK_TREE", str(source.parent))
     apply_patches(source)
     # A wheel has the version in a module.
-    for name in names - {"setup.py", "pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
-        assert (source / name).read_bytes() == installed(name).read_bytes(), name
+    for name in names - {"pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
+        assert (source / name).read_bytes() == (INSTALLED / name).read_bytes(), name
     assert fairseq.__version__ == VERSION
-    with pytest.raises(BuildError, match=r"^cannot apply 0001-requirements\.patch to the source of .*: setup\.py"):
+    with pytest.raises(BuildError, match=rf"^cannot apply {PATCHES[0].name} to the source of .*: fairseq"):
         apply_patches(source)
-
-
-@pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An environment with a `version` of fairseq that has the failure `before`, as the new one `after`; what pip is
-    asked for there; it downloads the source."""
-    environment = SimpleNamespace(version=None, before=None, after=None, calls=[], patched=Mock())
-    (tmp_path / "fairseq-0.12.2").mkdir()
-
-    def pip(what: str, *arguments: str, doing: str, **options: object) -> None:
-        environment.calls.append(what)
-        if what == "download":
-            with tarfile.open(Path(arguments[arguments.index("--dest") + 1]) / "fairseq-0.12.2.tar.gz", "w:gz") as file:
-                file.add(tmp_path / "fairseq-0.12.2", "fairseq-0.12.2")
-            pins = Path(options["environment"]["PIP_BUILD_CONSTRAINT"]).read_text()
-            assert re.fullmatch(r"setuptools==[\d.]+\ncython==[\d.]+\nnumpy==[\d.]+", pins)
-        elif what == "wheel":
-            environment.patched.assert_called_once_with(Path(arguments[-1]))
-            (Path(arguments[arguments.index("--wheel-dir") + 1]) / "fairseq-0.12.2.whl").touch()
-        else:
-            environment.version = {"install": VERSION, "uninstall": None}[what]
-            environment.before = environment.after
-
-    monkeypatch.setattr(build_fairseq, "pip", pip)
-    monkeypatch.setattr(build_fairseq, "apply_patches", environment.patched)
-    monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment.version)
-    monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment.before)
-    return environment
 
 
 A, B = "ImportError: a", "ImportError: b"
@@ -91,38 +54,58 @@ A, B = "ImportError: a", "ImportError: b"
 @pytest.mark.parametrize(
     ("version", "before", "after", "arguments", "calls", "left", "says"),
     [
-        (None, None, None, "", "download wheel install", VERSION, f"fairseq {VERSION} is installed\n"),
+        (None, None, None, "", "download install", VERSION, f"fairseq {VERSION} is installed\n"),
         # One that works is left alone.
         (VERSION, None, None, "", "", VERSION, "left as it is"),
         ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
         ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
-        ("0.10.2", None, None, "--force", "download wheel install install", VERSION, ""),
+        ("0.10.2", None, None, "--force", "download install", VERSION, ""),
         # One that does not work is replaced; what is new and does not work is taken out again.
-        (VERSION, A, None, "", "download wheel install install", VERSION, f"({A}); replacing"),
-        ("0.12.2", A, B, "", "download wheel install install uninstall", None, f"error: .*{B}; .* now: None\n"),
+        (VERSION, A, None, "", "download install", VERSION, f"({A}); replacing"),
+        ("0.12.2", A, B, "", "download install uninstall", None, f"error: .*{B}; .* now: None\n"),
         (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
         (None, None, None, "", "", None, "error: git is not installed, and is needed to apply the patches; fairseq"),
     ],
 )
 def test_installs_what_is_needed_and_says_what_is_left(
-    build, version, before, after, arguments, calls, left, says, capsys, monkeypatch
+    version, before, after, arguments, calls, left, says, tmp_path, capsys, monkeypatch
 ) -> None:
-    build.version, build.before, build.after = version, before, after
+    """In an environment whose fairseq has the failure `before`, and the new one `after`."""
+    environment, patched, made = {"version": version, "failure": before}, Mock(), []
+    (tmp_path / "fairseq-0.12.2").mkdir()
+
+    def pip(what: str, *arguments: str, doing: str, **pinned: str) -> None:
+        made.append(what)
+        if what == "download":
+            folder = Path(arguments[arguments.index("--dest") + 1])
+            with tarfile.open(folder / "fairseq-0.12.2.tar.gz", "w:gz") as file:
+                file.add(tmp_path / "fairseq-0.12.2", "fairseq-0.12.2")
+            pins = Path(pinned["PIP_BUILD_CONSTRAINT"]).read_text()
+            assert re.fullmatch(r"setuptools==[\d.]+\ncython==[\d.]+\nnumpy==[\d.]+", pins)
+        elif what == "install":
+            patched.assert_called_once_with(Path(arguments[-1]))
+        environment.update(version=VERSION if what == "install" else None, failure=after)
+
+    monkeypatch.setattr(build_fairseq, "pip", pip)
+    monkeypatch.setattr(build_fairseq, "apply_patches", patched)
+    monkeypatch.setattr(build_fairseq, "installed_version", lambda: environment["version"])
+    monkeypatch.setattr(build_fairseq, "import_failure", lambda: environment["failure"])
     if "git" in says:
         monkeypatch.setenv("PATH", "")
     status = build_fairseq.main(arguments.split())
     printed = capsys.readouterr()
     said = "".join(printed)
-    assert re.search(says.replace("(", r"\(").replace(")", r"\)").replace("+", r"\+"), said), said
+    assert re.search(re.sub(r"[()+]", r"\\\g<0>", says), said), said
     assert status == says.startswith("error") == bool(printed.err)
-    assert build.calls == calls.split() and build.version == left
+    assert made == calls.split() and environment["version"] == left
 
 
 def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     patches, commits = tmp_path / "patches", tmp_path / "commits"
     patches.mkdir()
-    for patch in in_order()[:3]:
-        shutil.copy(patch, patches)
+    for number, patch in enumerate(PATCHES[:3], start=1):
+        shutil.copy(patch, patches / f"{number:04d}{patch.name[4:]}")
+    monkeypatch.setattr(fairseq_patches, "in_order", in_order)
     monkeypatch.setattr(fairseq_patches, "PATCHES", patches)
     monkeypatch.setattr(edit_patches, "download", lambda folder: source)
     before = {patch.name: patch.read_bytes() for patch in in_order()}
@@ -137,9 +120,8 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
     assert not edit("open", "^$")
     assert not edit("open", r"error: .*/commits exists; FOLDER must be a new one\n", 1)
     assert not edit("save", f"{len(before)} patches are in")
-    (commits / "setup.py").write_text("changed\n")
-    assert not edit("save", "error: .*: 1 changed files are not committed, among them setup.py", 1)
-    words = ["commit", "--all", "--message", "Setup: no more\n\nIts reason."]
-    git(*edit_patches.AUTHOR, *words, folder=commits, doing="commit")
+    (commits / "new.py").write_text("changed\n")
+    assert not edit("save", "error: .*: 1 changed files are not committed, among them new.py", 1)
+    edit_patches._commit(commits, "Setup: no more\n\nIts reason.")
     assert edit("save", "") == {name := f"{len(before) + 1:04d}-setup-no-more.patch"}
     assert (patches / name).read_text().startswith("Setup: no more\n\nIts reason.\n\ndiff")

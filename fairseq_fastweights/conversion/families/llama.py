@@ -225,7 +225,7 @@ def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
     base = positive(parameters, "rope_theta", 10000.0)
     if kind == "default":
         return base, ""
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise InvalidInput(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(SCALINGS)}")
     values = (positive(parameters, name, positions if "max" in name else None) for name in SCALINGS[kind])
     scaling = f"{kind}:{','.join(map(_digits, values))}"
