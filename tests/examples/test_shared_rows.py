@@ -1,17 +1,14 @@
 """reproduce.py run: rows on several GPUs, beside other processes and machines, and in an array of Slurm's."""
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from common import locks, steps
+from common import steps
 from papers import grid, ledger, report, row_runner
 
 from . import tiny_table
@@ -19,76 +16,6 @@ from .conftest import EXAMPLES, PATH, ROOT, reproduce_command
 from .test_distributed import wait_for
 
 PROGRAM = Path(tiny_table.__file__)
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> Path:
-    return tmp_path / "row-1.lock"
-
-
-def held_in_a_process(lock: Path, then: str) -> subprocess.Popen[str]:
-    """A process that has taken the lock, and does something."""
-    code = f"import os, sys, pathlib, time, subprocess; sys.path.insert(0, {str(EXAMPLES)!r}); from common import locks"
-    code += f"\nlock = locks.take(pathlib.Path({str(lock)!r})); assert isinstance(lock, locks.Lock)\n{then}"
-    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
-
-
-def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(11):
-        locks.take(lock).release()
-    first = locks.take(lock)
-    assert first.beat() and files_of(lock) == [*range(4, 13)]
-    told = str(locks.take(lock))
-    assert told.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20") and "silent" not in told
-    # Who looked long ago does not get one that was taken since.
-    newest, seen = locks._newest, [(2, lock.with_name("row-1.lock.2"))]
-    monkeypatch.setattr(locks, "_newest", lambda name: seen.pop() if seen else newest(name))
-    assert isinstance(locks.take(lock), locks.Holder) and not seen
-    assert files_of(lock) == [*range(4, 13)] and first.beat()
-    first.release()
-    assert isinstance(locks.take(lock), locks.Lock)
-
-
-def files_of(lock: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("row-1.lock.")) for path in lock.parent.iterdir())
-
-
-def test_a_dead_processes_lock_is_free_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
-    with held_in_a_process(lock, "sys.exit()") as owner:
-        owner.wait()
-    locks.take(lock).release()
-    job = "job = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(job.pid, flush=True)"
-    with held_in_a_process(lock, f"{job}; os._exit(0)") as owner:
-        job_of_it = int(owner.stdout.readline())
-        owner.wait()
-        assert isinstance(locks.take(lock), locks.Holder)
-        # Where the file system has no such locks, the owner itself is looked for.
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
-            taken = locks.take(lock)
-            assert isinstance(taken, locks.Lock) and isinstance(locks.take(lock), locks.Holder)
-        os.kill(job_of_it, signal.SIGKILL)
-        taken.release()
-
-
-def test_another_machines_lock_is_taken_over_once_it_has_been_silent(lock: Path, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "_machine", lambda: "another")
-        theirs = locks.take(lock)
-    for age, beats in ((0, True), (60, True), (300, False)):
-        os.utime(theirs.file, (time.time() - age,) * 2)
-        holder = locks.take(lock)
-        assert isinstance(holder, locks.Holder) and holder.beats is beats
-        assert ("silent for 300 s" in str(holder)) is not beats
-    theirs.touched = -locks.BEAT  # it is time to say that it lives
-    assert theirs.beat() and locks.take(lock).silent < 60
-    os.utime(theirs.file, (time.time() - locks.DEAD - 60,) * 2)
-    ours = locks.take(lock)
-    assert isinstance(ours, locks.Lock) and files_of(lock) == [1, 2]
-    ours.touched = theirs.touched = -locks.BEAT
-    assert not theirs.beat() and ours.beat()
-    theirs.release()
-    assert isinstance(locks.take(lock), locks.Holder)
 
 
 def start(name: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
@@ -106,36 +33,23 @@ def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
 
 
-def test_what_a_killed_process_had_is_taken_over_after_its_job(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first = start("long", tmp_path, "--jobs", "1")
-    wait_for(lambda: jobs(tmp_path))
-    first.kill()
-    first.communicate()
-    ((*_, job),) = jobs(tmp_path)
-    said, err = start("long", tmp_path, "--jobs", "1").communicate(timeout=300)
-    assert f"slow-1: left to process {first.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
-    os.kill(int(job), signal.SIGKILL)
-    (out / "go").touch()
-    second = start("long", tmp_path)
-    said, err = second.communicate(timeout=300)
-    assert second.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
-
-
-def test_a_row_that_was_taken_over_is_given_up(run, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(locks.Lock, "beat", lambda self: not jobs(tmp_path))
-    status, said, err = run("long", "--rows", "slow")
-    assert status == 1 and "slow-1: another process has taken it over, for this one was silent too long" in said
-    assert "slow, seed 1 failed: signal 15" in err
-
-
-def test_a_signal_ends_the_jobs_and_gives_the_rows_back(tmp_path: Path) -> None:
+def test_a_killed_processes_rows_are_its_jobs_and_those_of_one_that_ends_are_free(tmp_path: Path) -> None:
     first = start("long", tmp_path, "--jobs", "1")
     wait_for(lambda: jobs(tmp_path))
     first.send_signal(signal.SIGTERM)
     _, err = first.communicate(timeout=300)
     assert first.returncode == 130 and "the same command goes on from here" in err
-    assert (tmp_path / "out" / "slow-1.lock.1").read_bytes() == b""
+    second = start("long", tmp_path, "--jobs", "1")
+    wait_for(lambda: len(jobs(tmp_path)) == 2)
+    second.kill()
+    second.communicate()
+    said, err = start("long", tmp_path, "--jobs", "1").communicate(timeout=300)
+    assert f"slow-1: left to process {second.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
+    os.kill(int(jobs(tmp_path)[1][-1]), signal.SIGKILL)
+    (tmp_path / "out" / "go").touch()
+    last = start("long", tmp_path)
+    _, err = last.communicate(timeout=300)
+    assert last.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
 
 
 @pytest.fixture
@@ -162,7 +76,6 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
         "  broken, seed 1 failed: exit status 1",
         "  broken, seed 1: test was not run, as it uses what failed",
     ]
-    assert not [path for path in (tmp_path / "out").glob("*.lock.*") if path.read_bytes()]
     status, said, err = run("failing")
     assert status == 1 and said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
 
