@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -12,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -94,21 +94,15 @@ def run_script(script: Path, *arguments: object, env: Mapping[str, object] | Non
     return subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
-def interrupt(program: Path, arguments: Sequence[str], when: Callable[[list[str]], bool]) -> list[str]:
-    """Starts a program from another folder, and ends it with SIGTERM when its lines, which are returned, say so."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-u", program, *arguments], cwd=ROOT.parent, **pipes) as interrupted:
-        lines: list[str] = []
-        while not (lines and when(lines)):
-            lines.append(interrupted.stdout.readline())
-            assert lines[-1], "it ended by itself"
-        interrupted.send_signal(signal.SIGTERM)
-        _, error = interrupted.communicate(timeout=300)
-    assert interrupted.returncode == 130 and "goes on from here" in error
-    return lines
+def write_programs(folder: Path, bodies: Mapping[str, str]) -> str:
+    """Programs of these bodies, in bash; returns a PATH with them first."""
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), PATH])
 
 
-STUB = """#!/bin/bash
+STUB = """
 printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"
 for word; do
     case ${before:-} in
@@ -129,17 +123,14 @@ class Programs:
     def __init__(self, folder: Path, bodies: Mapping[str, str]) -> None:
         self.folder = folder
         folder.mkdir()
-        for name, body in bodies.items():
-            (folder / name).write_text(f"{STUB}\n{body}\n")
-            (folder / name).chmod(0o755)
+        self.path = write_programs(folder, {name: STUB + body for name, body in bodies.items()})
 
     def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
         """The result, and the calls in their order."""
         calls = self.folder / "calls"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
-        settings = {"PATH": os.pathsep.join([str(self.folder), PATH]), "CALLS": calls, **(env or {})}
-        result = run_script(script, *arguments, env=settings)
+        result = run_script(script, *arguments, env={"PATH": self.path, "CALLS": calls, **(env or {})})
         return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
 
 
@@ -163,51 +154,41 @@ def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
     def call(words: list[str]) -> str:
         caplog.clear()
-        command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
+        command(program(words), *words[1:])
         return "".join(f"x | {record.name} | {record.getMessage()}\n" for record in caplog.records)
 
     return call
 
 
-class Forked:
-    """In `subprocess.Popen`'s place: one of fairseq's programs in a copy of this process, which has imported it."""
+def child(words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO) -> None:
+    """One of fairseq's programs, in a copy of this process: as if it had been started by itself."""
+    os.setsid()
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(stdout.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
+    logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(cwd)
+    os.environ.update(env)
+    command(program(words), *words[1:])
 
-    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO, **_: object) -> None:
-        self.returncode: int | None = None
-        name = Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
-        import_module(f"fairseq_cli.{name}")
-        self.pid = os.fork()
-        if not self.pid:
-            status = 1
-            try:
-                os.setsid()
-                for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout.fileno(), 1), (1, 2)):
-                    os.dup2(descriptor, target)
-                sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "r" if n == 0 else "w", 1) for n in range(3))
-                logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.chdir(cwd)
-                os.environ.update(env)
-                command(name, *words[1:])
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
 
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+def program(words: Sequence[str]) -> str:
+    return Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps whose programs are fairseq's begin as `Forked`, which saves the seconds that importing it takes."""
+    """Steps whose programs are fairseq's begin as `child`, which saves the seconds that importing it takes."""
 
     def popen(words: Sequence[str], **how: Any) -> Any:
-        return (Forked if Path(words[0]).name.startswith("fairseq-") else subprocess.Popen)(words, **how)
+        if not Path(words[0]).name.startswith("fairseq-"):
+            return subprocess.Popen(words, **how)
+        import_module(f"fairseq_cli.{program(words)}")
+        arguments = words, how["cwd"], how["env"], how["stdout"]
+        process = multiprocessing.get_context("fork").Process(target=child, args=arguments)
+        process.start()
+        return SimpleNamespace(pid=process.pid, returncode=None, wait=lambda timeout=None: process.join(timeout))
 
     monkeypatch.setattr(steps, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
 

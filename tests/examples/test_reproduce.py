@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +15,6 @@ from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
 SMALL = ("schlag-table2", "small-delta-network")
-
-
 FILES = """CONVERTED/model.pt CONVERTED/dict.txt TRAINED/checkpoint_best.pt TRAINED/checkpoint_last.pt TRAINED/dict.txt
     UNFINISHED/checkpoint_best.pt DATA/dict.txt DATA/preparation.json OTHER/dict.txt""".split()
 
@@ -128,11 +125,9 @@ mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SO
 schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
 schlag-table1 linear train nowhere OUT -> DATA is nowhere, which holds no preparation.json
 schlag-table2 small-delta-network evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
-mao-table3 decay-32 evaluate DATA UNFINISHED -> UNFINISHED, which holds no checkpoint_last.pt
 CHECKPOINT=a/x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> it must be the name of a file in OUT
 MODE=folded schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is folded; it must be sliding, carried, con
 MODE=context-512 mao-table3 decay-32 evaluate DATA TRAINED -> N a number below the length, 512
-GPUS=two schlag-table2 small-delta-network train DATA OUT -> GPUS is two; it must be a positive number
 GPUS=5 schlag-table2 small-delta-network train DATA OUT -> GPUS x UPDATE_FREQ is 5; it must divide the batch of 96
 UPDATE_FREQ=2 schlag-table4 delta-network train DATA OUT -> with state carried over it must be 1
 UPDATE_FREQ=5 schlag-table1 linear train DATA OUT -> must divide the batch of 172032 tokens
@@ -148,66 +143,43 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict, words: list, 
     assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
 
 
-def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, monkeypatch, reproduce) -> None:
-    """And each checkpoint has logs of its own."""
-    out, calls = places["TRAINED"], []
-    fake = Namespace(say="one\ntwo\nthree\nfour\n", status=1)
-
-    def stream(words: list[str], log: BinaryIO) -> int:
-        calls.append(Path(options(words)["--path"]).name)
-        log.write(fake.say.encode())
-        return fake.status
-
-    monkeypatch.setattr(reproduce_command, "stream", stream)
-    status, _, err = reproduce(*SMALL, "evaluate", places["DATA"], out)
-    assert status == 1 and len(calls) == 1 and not list(out.glob("*.log"))
-    assert err.startswith("two\nthree\nfour\n") and "sliding-valid.log.unfinished says more" in err
-    fake.status = 0
-    status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
-    assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
-
-    fake.say = "x | Loss (base 2): 5.0, Perplexity: 32.00\n"
-    for name in ("best", "last", "last"):
-        status, said, _ = reproduce(
-            *SMALL, "evaluate", places["DATA"], out, MODE="context-0", CHECKPOINT=f"checkpoint_{name}.pt"
-        )
-        assert status == 0 and said.count("Perplexity: 32.00") == 2
-    assert calls[2:] == ["checkpoint_best.pt"] * 2 + ["checkpoint_last.pt"] * 2
-    assert not list(out.glob("*.unfinished"))
-
-
 def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
-    """A score of another evaluation is measured again, and not shown."""
-    data, out, runs = places["DATA"], places["TRAINED"], []
+    """A score of another evaluation is measured again, and not shown; a failure is no score."""
+    data, out, runs, failures = places["DATA"], places["TRAINED"], [], [1]
     for name in ("valid.bin", "valid.idx", "test.bin"):
         (data / name).write_text(name)
 
     def stream(words: list[str], log: BinaryIO) -> int:
-        runs.append(words)
-        log.write(f"x | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
-        return 0
+        runs.append(options(words)["--path"])
+        log.write(f"one\ntwo\nx | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
+        return failures.pop() if failures else 0
 
-    def score(*given: str, data: Path = data, **env: str) -> str:
-        status, said, err = reproduce(*SMALL, "evaluate", data, out, *given, SPLITS="valid", MODE="context-0", **env)
-        assert status == 0, err
-        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n")
+    def score(*given: str, data: Path = data, status: int = 0, **env: str) -> str:
+        env = {"SPLITS": "valid", "MODE": "context-0"} | env
+        ended, said, err = reproduce(*SMALL, "evaluate", data, out, *given, **env)
+        assert ended == status, err
+        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n") + err
 
     monkeypatch.setattr(reproduce_command, "stream", stream)
+    failed = score(status=1)
+    assert "\none\ntwo\nx | Loss" in failed and "context-0-valid.log.unfinished says more" in failed
     again = "scoring V (context-0-valid.log is of other"
-    assert score() == "scoring V\nV: Perplexity: 1." and score() == "V: Perplexity: 1."
-    assert score("--fp16") == f"{again} options)\nV: Perplexity: 2." and score("--fp16") == "V: Perplexity: 2."
-    assert score(FASTWEIGHTS_CPU_ISA="scalar") == f"{again} options and kernels)\nV: Perplexity: 3."
+    assert score() == "scoring V\nV: Perplexity: 2." and score() == "V: Perplexity: 2."
+    assert score("--fp16") == f"{again} options)\nV: Perplexity: 3." and score("--fp16") == "V: Perplexity: 3."
+    assert score(FASTWEIGHTS_CPU_ISA="scalar") == f"{again} options and kernels)\nV: Perplexity: 4."
     (data / "test.bin").write_text("another test set")
     shutil.copytree(data, tmp_path / "copy")
-    assert score() == f"{again} kernels)\nV: Perplexity: 4." and score(data=tmp_path / "copy") == "V: Perplexity: 4."
-    for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 5):
+    assert score() == f"{again} kernels)\nV: Perplexity: 5." and score(data=tmp_path / "copy") == "V: Perplexity: 5."
+    for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 6):
         (data / name).write_text('{"valid": {"subwords": 1, "words": 1}}')
         assert score() == f"{again} data)\nV: Perplexity: {number}."
     (out / "checkpoint_best.pt").write_text("other weights")
-    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 9."
-    for said in (b"", b"scored: []\n", b"x | Loss (base 2): 5.0, Perplexity: 32.00\n"):  # as before
+    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 10."
+    for said in (b"", b"scored: []\n"):
         (out / "context-0-valid.log").write_bytes(said)
         assert score().startswith("scoring V (context-0-valid.log does not say what it is of)\nV: Perplexity: 1")
+    assert "Perplexity: 13." in score(CHECKPOINT="checkpoint_last.pt") and runs[-1] == f"{out}/checkpoint_last.pt"
+    assert score() == "V: Perplexity: 12."
 
 
 @pytest.mark.parametrize(("table", "row"), [("wikitext2", "delta"), ("multi30k", "dpfp")])

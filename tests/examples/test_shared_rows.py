@@ -12,15 +12,13 @@ from common import steps
 from papers import grid, ledger, report, row_runner
 
 from . import tiny_table
-from .conftest import EXAMPLES, PATH, ROOT, reproduce_command
+from .conftest import EXAMPLES, ROOT, reproduce_command, write_programs
 from .test_distributed import wait_for
-
-PROGRAM = Path(tiny_table.__file__)
 
 
 def start(name: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     (tmp_path / "data").mkdir(exist_ok=True)
-    words = [sys.executable, str(PROGRAM), "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
+    words = [sys.executable, tiny_table.__file__, "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -122,23 +120,15 @@ def test_options_reach_training_and_some_of_them_scoring(run, tmp_path: Path) ->
 
 
 def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
-    bodies = {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {PROGRAM} "$@"'}
-    for name, body in bodies.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    path = write_programs(
+        tmp_path, {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {tiny_table.__file__} "$@"'}
+    )
     (tmp_path / "data").mkdir()
     words = ["bash", EXAMPLES / "distributed/rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out", "--jobs", "1"]
-    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{PATH}", "SLURM_ARRAY_JOB_ID": "7"}
-    array = [
-        subprocess.Popen(words, env=env | {"SLURM_ARRAY_TASK_ID": number}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for number in "123"
-    ]
-    said = [job.communicate(timeout=300)[0] for job in array]
-    assert [job.returncode for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
+    array = [subprocess.Popen(words, env=os.environ | {"PATH": path}, cwd=ROOT) for _ in range(3)]
+    assert [job.wait(timeout=300) for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
     done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
-    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5 and "about" not in "".join(said)
-    result = subprocess.run(words[:2], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and "holds no examples/reproduce.py; call sbatch in the root" in result.stderr
+    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
 
 
 LOG = """

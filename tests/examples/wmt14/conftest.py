@@ -33,9 +33,8 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("parallel"), random.Random(1)
     pairs = []
     for _ in range(306):  # sentences and their translations, word by word
-        words, end = draw.choices(LEXICON, k=draw.randint(2, 8)), draw.choice(".!?")
-        ours, theirs = zip(*(word.split("=") for word in words), strict=True)
-        pairs.append((" ".join(ours) + end, " ".join(theirs) + end))
+        words = draw.choices(LEXICON, k=draw.randint(2, 8))
+        pairs.append(tuple(f"{' '.join(side)}." for side in zip(*(word.split("=") for word in words), strict=True)))
     for split, some in (("train", pairs[:300]), ("valid", pairs[300:]), ("test", TEST)):
         write_pairs(folder, split, some)
     return folder

@@ -27,17 +27,20 @@ def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path
     assert corpus.survey(parallel, "de", "en").digest != whole.digest
 
 
-def test_text_that_is_not_right_is_refused(parallel: Path, tmp_path: Path) -> None:
-    for name, content, message in (
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
         ("valid.de", None, "holds neither valid.de nor valid.de.gz"),
         ("valid.de.gz", b"", "holds both valid.de and valid.de.gz; one of them must go"),
         ("test.en", b"", "test.en is empty"),
         ("train.en", b"a\nb\n", r"train\.en has 2 lines and .*/train\.de has 300"),
-    ):
-        path = shutil.copytree(parallel, tmp_path / f"with {name}") / name
-        path.unlink() if content is None else path.write_bytes(content)
-        with pytest.raises(TextError, match=message):
-            corpus.survey(path.parent, "en", "de")
+    ],
+)
+def test_text_that_is_not_right_is_refused(name: str, content: bytes, message: str, parallel, tmp_path) -> None:
+    path = shutil.copytree(parallel, tmp_path / "copy") / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(TextError, match=message):
+        corpus.survey(path.parent, "en", "de")
 
 
 @pytest.mark.slow
@@ -63,22 +66,20 @@ def test_prepared_data_hold_all_pairs_subwords_and_the_text_as_it_came(stub_data
 def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: Programs) -> None:
     pairs = [("", "a b"), (" \u00a0", "a"), ("a", "")] + [("a b c", "a b d")] * 20
     pairs += [("a b c a b c", "a b c a b c")] * 3 + [("a b c", "a b c a b"), ("a b c", "a")]
-    (tmp_path / "text").mkdir()
     for split in ("train", "valid", "test"):  # of the last two none falls out
-        write_pairs(tmp_path / "text", split, pairs)
+        write_pairs(tmp_path, split, pairs)
     env = {"VOCABULARY": 268, "MAX_LENGTH": 5}  # each letter a subword, with the space before it
-    result = programs.prepare(tmp_path / "out", tmp_path / "text", **env)
+    result = programs.prepare(tmp_path / "out", tmp_path, **env)
     reasons = "3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above 1.5; valid: 28, test: 28\n"
     assert f"train: 20 of 28 pairs kept; fell out: {reasons}" in result.stdout
     assert len(corpus.read_text(tmp_path / "out" / "train.en")) == 20
-    result = programs.prepare(tmp_path / "none", tmp_path / "text", **env | {"MAX_LENGTH": 1})
+    result = programs.prepare(tmp_path / "none", tmp_path, **env | {"MAX_LENGTH": 1})
     assert result.returncode == 1 and "no pair of the training text is left: train: 0 of 28 pairs" in result.stderr
 
 
-@pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
-def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(signal, parallel, tmp_path, programs):
+def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(parallel, tmp_path, programs) -> None:
     out, env = tmp_path / "out", {"VOCABULARY": 361, "WORKERS": 1}
-    cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": signal})
+    cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": "KILL"})
     assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
     asked = options(calls[0])
     assert "--joined-dictionary" in asked and (asked["--source-lang"], asked["--target-lang"]) == ("en", "de")
@@ -95,14 +96,14 @@ def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(signal
 
 def test_a_finished_folder_is_left_alone_and_is_of_nothing_else(stub_data, parallel, tmp_path, programs):
     before = {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
-    again = programs.prepare(f"{stub_data}/", parallel)
-    assert again.returncode == 0 and again.stdout == f"{stub_data} is finished\n"
-    other = programs.prepare(stub_data, parallel, VOCABULARY=370, SUBWORDS="bpe")
-    assert other.returncode == 1 and "subwords sentencepiece, not bpe, vocabulary 360, not 370" in other.stderr
-    shutil.copytree(parallel, tmp_path / "copy")
-    write_pairs(tmp_path / "copy", "valid", [("a", "b")])
-    other = programs.prepare(stub_data, tmp_path / "copy")
-    assert other.returncode == 1 and "was made with other text; name another folder" in other.stderr
+    write_pairs(shutil.copytree(parallel, tmp_path / "copy"), "valid", [("a", "b")])
+    for folder, env, message in (
+        (parallel, {}, f"{stub_data} is finished\n"),
+        (parallel, {"VOCABULARY": 370, "SUBWORDS": "bpe"}, "subwords sentencepiece, not bpe, vocabulary 360, not 370"),
+        (tmp_path / "copy", {}, "was made with other text; name another folder"),
+    ):
+        again = programs.prepare(f"{stub_data}/", folder, **env)
+        assert message in again.stdout + again.stderr and (again.returncode == 0) == ("finished" in message)
     assert before == {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
 
 
@@ -125,10 +126,11 @@ def served(parallel: Path, tmp_path: Path) -> dict[str, object]:
         [asked] = re.findall(rf"fetch {re.escape(path)} \d+ \\\n +([0-9a-f]{{64}})\n", PREPARE.read_text())
         sums += f"{hashlib.sha256(archive.read_bytes()).hexdigest()} {asked}\n"
     (tmp_path / "sums").write_text(sums)
-    (tmp_path / "sets" / "wmt14").mkdir(parents=True)
     for name, split in (("wmt13", "valid"), ("wmt14/full", "test")):
         for side, language in (("src", "en"), ("ref", "de")):
-            shutil.copy(parallel / f"{split}.{language}", tmp_path / "sets" / f"{name}.{side}")
+            to = tmp_path / "sets" / f"{name}.{side}"
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(parallel / f"{split}.{language}", to)
     return {"WMT14_URL": (tmp_path / "served").as_uri(), "SUMS": tmp_path / "sums", "SETS": tmp_path / "sets"}
 
 
