@@ -1,6 +1,7 @@
 """examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from tests.examples.conftest import TINY
 
 @pytest.mark.slow
 def test_rows_are_trained_scored_and_kept_once(data: Path, tmp_path, reproduce) -> None:
-    small = ["--", *TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
-
-    def run(out: Path, *options: str, rest: list[str] = small) -> tuple[int, str, str]:
-        return reproduce("run", "multi30k", data, out, "--rows", "dpfp", "--seeds", "1", *options, *rest)
-
     out, book = tmp_path / "out", tmp_path / "out" / "ledger.jsonl"
-    status, said, err = run(out)
+
+    def run(*rest: str) -> tuple[int, str, str]:
+        small = [*TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
+        return reproduce("run", "multi30k", data, out, "--rows", "dpfp", "--seeds", "1", *rest, "--", *small)
+
+    status, said, err = run()
     assert status == 0 and "dpfp: about 0.0 hours for each of seeds 1\n" in said, err
     (first,) = ledger.read_ledger(book)
     assert (first.table, first.row, first.seed) == ("multi30k", "dpfp", 1)
@@ -30,11 +31,13 @@ def test_rows_are_trained_scored_and_kept_once(data: Path, tmp_path, reproduce) 
     train, generate = first.commands
     assert train.startswith("fairseq-train DATA --save-dir OUT ") and generate.endswith("generate.sh DATA OUT --cpu")
 
-    status, said, _ = run(out)
+    status, said, _ = run()
     assert status == 0 and said.startswith("1 of 1 runs are in ") and ledger.read_ledger(book) == [first]
     book.unlink()  # as if the run had been ended before it wrote down what it did
-    assert run(out)[0] == 0 and ledger.read_ledger(book) == [first]
-    status, _, err = run(out, rest=[*small, "--lr", "0.1"])
+    assert run("--no-estimate")[0] == 0 and ledger.read_ledger(book) == [first]
+    copy = shutil.copytree(data, tmp_path / "copy")
+    (copy / "train.en-de.en.bin").write_text("other")
+    status, _, err = reproduce("run", "multi30k", copy, out, "--rows", "dpfp", "--seeds", "1")
     assert status == 1 and "dpfp-1 was begun with another command or data; name another OUT, or delete it" in err
 
 
@@ -50,21 +53,18 @@ def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None
         (run,) = plan("wikitext2", papers.SCALED["wikitext2"], ["delta"], [1], rows.Places(data, tmp_path, source))
         return run, ledger.data_digest(data)
 
-    run, digest = planned()
-    kept = entry("delta", 1, table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
     for path, trained, scored in (
         *((tmp_path / "other.txt", False, False), (data / "test.bin", False, True)),
         *((data / name, True, True) for name in ("valid.bin", "train.bin", "dict.txt")),
         (source, True, True),
     ):
         run, digest = planned()
-        kept = replace(kept, data=digest, inputs=run.inputs)
+        kept = entry("delta", 1, table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
         assert run.is_in(kept, digest) and run.is_in(replace(kept, inputs=""), digest)  # an old line does not say it
         path.write_text("after")
         now, digest = planned()
-        assert now.is_in(kept, digest) is not scored, path
-        for number, changed in enumerate((trained, scored)):
-            assert (now.steps[number].key != run.steps[number].key) is changed, path
+        changed = [step.key != before.key for step, before in zip(now.steps, run.steps, strict=True)]
+        assert (now.is_in(kept, digest), *changed[:2]) == (not scored, trained, scored), path
 
 
 def entry(row: str, seed: int, bleu: float = 0.0, **others: object) -> ledger.Entry:
@@ -126,18 +126,17 @@ def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
 
 
 def test_a_table_has_figures_of_its_curves_its_claims_and_its_states(tmp_path: Path) -> None:
-    table = papers.SCALED["multi30k"]
-    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2)]
-    drawing.draw_table("multi30k", table, [replace(one, valid=one.valid[-1:]) for one in entries], tmp_path / "end")
-    assert not (tmp_path / "end").exists()  # a point is no curve
-    drawing.draw_table("multi30k", table, [*entries, entry("dpfp", 1, 38.0)], tmp_path)
-    # One with a model that others start from, and differences of which some are a hundred times the others.
-    drawing.draw_table("conversion", papers.SCALED["conversion"], ledger.read_ledger(ledger.COMMITTED), tmp_path)
     scores = {"test, context-192": 41.0, "test, carried": 40.0, "state": 8192.0}
     states = [entry(row, 1, table="wikitext2", scores=scores) for row in ("delta", "gated")]
-    drawing.draw_table("wikitext2", papers.SCALED["wikitext2"], states, tmp_path)
-    drawn = "conversion-claims conversion-curves multi30k-claims multi30k-curves wikitext2-curves wikitext2-states"
-    assert sorted(path.stem for path in tmp_path.glob("*.png")) == drawn.split()
+    for name, entries, drawn in (
+        ("multi30k", [entry("softmax", n, valid=[(2, 8.0)]) for n in (1, 2)], ""),  # a point is no curve
+        ("multi30k", [entry("softmax", 1), entry("softmax", 2, 39.2), entry("dpfp", 1, 38.0)], "claims curves"),
+        # One with a model that others start from, and differences of which some are a hundred times the others.
+        ("conversion", ledger.read_ledger(ledger.COMMITTED), "claims curves"),
+        ("wikitext2", states, "curves states"),
+    ):
+        drawing.draw_table(name, papers.SCALED[name], entries, tmp_path)
+        assert {path.name for path in tmp_path.glob(f"{name}-*")} == {f"{name}-{x}.png" for x in drawn.split()}
     made = report.block("wikitext2", papers.SCALED["wikitext2"], states, pictures=True)
     assert "](wikitext2-states.png)" in made and " 8,192 |" in made
 
@@ -149,8 +148,6 @@ def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, r
     assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["multi30k-curves.png"]
     assert status == 0 and said.startswith("| model ") and " 39.00 |" in said
     assert warned == "multi30k softmax, seed 1: its row has other commands by now; it is kept\n"
-    with pytest.raises(SystemExit):
-        reproduce("report", "--figures", tmp_path)
     book.write_text('{"table": "multi30k"}\n')
     status, _, err = reproduce("report", "--ledger", book)
     assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
