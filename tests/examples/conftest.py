@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -28,9 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
-sys.path += [
-    str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")
-]  # as when their programs are started
+# As when their programs are started.
+sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")]
 import reproduce as reproduce_command  # noqa: E402
 from common import steps  # noqa: E402
 
@@ -48,11 +48,11 @@ TINY = {
     "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
         --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
         --decoder-attention-heads 2""",
+    "smollm2": """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
+        --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64
+        --rms-norm-eps 1e-6 --rotary-dim 8 --rotary-base 10000""",
 }
 TINY["finetuning"] = TINY["wikitext103"]
-TINY["smollm2"] = """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
-    --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64 --rms-norm-eps 1e-6
-    --rotary-dim 8 --rotary-base 10000"""
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
@@ -147,19 +147,6 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
     return call
 
 
-@pytest.fixture
-def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[list[str]], str]:
-    """Runs a call of one of fairseq's programs, and returns what it would write."""
-    monkeypatch.chdir(ROOT)
-
-    def call(words: list[str]) -> str:
-        caplog.clear()
-        command(program(words), *words[1:])
-        return "".join(f"x | {record.name} | {record.getMessage()}\n" for record in caplog.records)
-
-    return call
-
-
 def child(words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO) -> None:
     """One of fairseq's programs, in a copy of this process: as if it had been started by itself."""
     os.setsid()
@@ -194,23 +181,23 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def reproduce(
-    fairseq: Callable[[list[str]], str], forked: None, monkeypatch, capsys
-) -> Callable[..., tuple[int, str, str]]:
+def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:
-        log = fairseq(words)
-        for sink in sinks:
-            sink.write(log.encode())
+        caplog.clear()
+        command(program(words), *words[1:])
+        for sink, record in product(sinks, caplog.records):
+            sink.write(f"x | {record.name} | {record.getMessage()}\n".encode())
         return 0
 
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(reproduce_command, "stream", stream)
     for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
         monkeypatch.delenv(name, raising=False)
 
     def call(*words: object, **env: str) -> tuple[int, str, str]:
-        with pytest.MonkeyPatch.context() as patch:
+        with monkeypatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)
             return reproduce_command.main([str(word) for word in words]), *capsys.readouterr()
@@ -275,19 +262,18 @@ DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, 
 
 def prepare_documents(source: Path, folder: Path, script: str) -> Path:
     """`DOCUMENTS`, in two of the forms that prepare.sh takes, as it leaves them."""
-    text = folder / "text"
-    (text / "train").mkdir(parents=True)
-    (text / "train" / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
+    (train := folder / "text" / "train").mkdir(parents=True)
+    (train / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
     lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in OTHERS]
-    (text / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (text / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
-    result = run_script(EXAMPLES / script, folder / "bin", source, text, env={"WORKERS": 2})
+    (train / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "text" / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
+    result = run_script(EXAMPLES / script, folder / "bin", source, folder / "text", env={"WORKERS": 2})
     assert result.returncode == 0, result.stderr
     return folder / "bin"
 
 
 def convert(folder: Path, neox: bool, **sizes: int) -> Path:
-    """A model with random weights, through the conversion; what it was made from is in `huggingface` beside it."""
+    """A model with random weights, through the conversion."""
     import_plugin()
     from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
     from tests.conversion import sources

@@ -1,44 +1,16 @@
-"""examples/reproduce.py run and report: rows with seeds, the ledger, and what a page says of them."""
+"""examples/reproduce.py report: what the ledger has, and what pages and figures say of it."""
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import papers
 import pytest
+from common import steps
 from papers import drawing, ledger, report, rows
 from papers.grid import plan
 
-from tests.examples.conftest import TINY
-
-
-@pytest.mark.slow
-def test_rows_are_trained_scored_and_kept_once(data: Path, tmp_path, reproduce) -> None:
-    out, book = tmp_path / "out", tmp_path / "out" / "ledger.jsonl"
-
-    def run(*rest: str) -> tuple[int, str, str]:
-        small = [*TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
-        return reproduce("run", "multi30k", data, out, "--rows", "dpfp", "--seeds", "1", *rest, "--", *small)
-
-    status, said, err = run()
-    assert status == 0 and "dpfp: about 0.0 hours for each of seeds 1\n" in said, err
-    (first,) = ledger.read_ledger(book)
-    assert (first.table, first.row, first.seed) == ("multi30k", "dpfp", 1)
-    assert [update for update, _ in first.valid] == [2, 3] and set(first.scores) == {"valid BLEU", "test BLEU"}
-    assert first.parameters > 0 and first.code and first.words_per_second > 0 and first.memory_gib > 0.1
-    assert len(first.backends) == 1 and " on the CPU" in first.backends[0]
-    train, generate = first.commands
-    assert train.startswith("fairseq-train DATA --save-dir OUT ") and generate.endswith("generate.sh DATA OUT --cpu")
-
-    status, said, _ = run()
-    assert status == 0 and said.startswith("1 of 1 runs are in ") and ledger.read_ledger(book) == [first]
-    book.unlink()  # as if the run had been ended before it wrote down what it did
-    assert run("--no-estimate")[0] == 0 and ledger.read_ledger(book) == [first]
-    copy = shutil.copytree(data, tmp_path / "copy")
-    (copy / "train.en-de.en.bin").write_text("other")
-    status, _, err = reproduce("run", "multi30k", copy, out, "--rows", "dpfp", "--seeds", "1")
-    assert status == 1 and "dpfp-1 was begun with another command or data; name another OUT, or delete it" in err
+from . import tiny_table
 
 
 def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
@@ -151,3 +123,34 @@ def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, r
     book.write_text('{"table": "multi30k"}\n')
     status, _, err = reproduce("report", "--ledger", book)
     assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
+
+
+LOG = """
+x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
+x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq_cli.train | num. shared model params: 10 (num. trained: 10)
+x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
+x | INFO | train_inner | {"ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
+x | INFO | train_inner | {"ppl": "8", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
+x | INFO | fairseq_cli.train | done training in 1.0 seconds
+"""
+
+
+def test_the_ledger_knows_gpus_and_kernels_and_tables_mark_what_lacks_them(tmp_path: Path) -> None:
+    places = rows.Places(tmp_path, tmp_path / "out")
+    (planned,) = plan("tiny", tiny_table.table("a"), ["a"], [1], places, ["--fp16"], False)
+    for step, log in zip(planned.steps, (LOG, "score 1.5\n"), strict=True):
+        step.folder.mkdir(parents=True, exist_ok=True)
+        steps.write_json(step.folder / steps.DONE, {"key": step.key, "result": step.read_result(log)})
+    told = ledger.circumstances(tmp_path)
+    assert told["kernels"].keys() <= {"cpu", "cuda"} and "fairseq-fastweights" in told["versions"]
+    entry = planned.entry(told)
+    assert (entry.gpu, entry.gpus, entry.precision) == ("NVIDIA H100 80GB HBM3", 2, "float16")
+    assert (entry.words_per_second, entry.memory_gib) == (200.0, 20.9)
+    assert entry.backends == entry.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
+    ledger.append_entry(tmp_path / "ledger", entry)
+    assert ledger.read_ledger(tmp_path / "ledger")[0].without_kernels == entry.without_kernels
+    made = report.block("tiny", tiny_table.table("a"), [entry])
+    assert "| a (without kernels) |" in made and "GPUs: 2 x NVIDIA H100 80GB HBM3. Precision: float16." in made
+    assert "Trained (without kernels): chunkwise on cuda: the CUDA kernels were not built." in made
