@@ -106,7 +106,6 @@ STUB = """
 printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"
 for word; do
     case ${before:-} in
-        --save-dir) save=$word ;;
         --destdir) dest=$word ;;
         --trainpref) encoded=${word%/*} ;;
     esac

@@ -1,7 +1,4 @@
-"""The rows of the papers' tables, run by examples/reproduce.py on small models: they train, and are scored.
-
-The options at a call's end cut the models down.
-"""
+"""The rows of the papers' tables, run by examples/reproduce.py on small models: they train, and are scored."""
 
 import re
 import shlex

@@ -1,19 +1,27 @@
-"""reproduce.py run: rows on several GPUs, beside other processes and machines, and in an array of Slurm's."""
+"""Several processes: rows of a table on GPUs and machines, nodes of Slurm's, and rules over segments of one text."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from common import steps
 from papers import grid, ledger, row_runner
+from sequence_parallel.run import RULES
+from sequence_parallel.run import run as run_in_parallel
+
+from tests.conftest import QUIET, SMALL_MODEL, TASK
 
 from . import tiny_table
-from .conftest import EXAMPLES, ROOT, reproduce_command, write_programs
+from .conftest import EXAMPLES, ROOT, reproduce_command, run_script, write_programs
 
 
 def start(name: str, tmp_path: Path, *options: str, begun: int = 0) -> subprocess.Popen[str]:
@@ -86,38 +94,39 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
         ("GPU-a GPU-b GPU-c", {"GPUS": "2"}, "", 1, {"train": {"GPU-a,GPU-b"}, "score": {"GPU-a"}}),
         ("0", {}, "--jobs 2", 2, {"train": {"0"}}),  # that two share
         ("0 1 2 3", {}, "--jobs 2 -- --cpu", 2, {"train": {"-"}, "score": {"-"}}),
-        ("0 1", {"GPUS": "4"}, "", 0, {}),
     ],
 )
 def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, said, err = run("tiny", *options.split(), gpus=gpus, TOGETHER=str(most), **env)
-    if not most:
-        assert status == 1 and err == "error: GPUS is 4; it must be at most 2, as there are GPUs: 0, 1\n"
-        return
-    assert status == 0, err
-    noted = jobs(tmp_path)
+    assert status == 0 and ("a, seed 1 (GPU " in said) == ("-" not in given["train"]), err
     for verb, names in given.items():
-        assert {name for _, kind, _, name, _ in noted if kind == verb} == names
+        assert {name for _, kind, _, name, _ in jobs(tmp_path) if kind == verb} == names
     at_work, at_once = [], 0
-    for what, _, _, names, pid in noted:
+    for what, _, _, names, pid in jobs(tmp_path):
         if what == "end":
             at_work.remove((names, pid))
             continue
         assert "--jobs" in options or all(names != other for other, _ in at_work)
         at_work.append((names, pid))
         at_once = max(at_once, len(at_work))
-    assert at_once == most and ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
+    assert at_once == most
 
 
-def test_options_reach_training_and_some_of_them_scoring(run, tmp_path: Path) -> None:
+def test_a_run_is_kept_once_with_its_options_and_is_of_no_others(run, tmp_path: Path) -> None:
+    """Options reach training, and some of them scoring."""
     options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
-    status, _, err = run("tiny", *options)
-    assert status == 0, err
-    (found,) = ledger.read_ledger(tmp_path / "out" / "ledger.jsonl")
+    assert run("tiny", "--rows", "a", gpus="0 1", GPUS="4")[2].startswith("error: GPUS is 4; it must be at most 2, ")
+    assert run("tiny", *options)[0] == 0
+    (found,) = ledger.read_ledger(book := tmp_path / "out" / "ledger.jsonl")
     train, score = (line.split(" job ")[1] for line in found.commands)
     assert train == "train a OUT --lr 1 --cpu --num-workers 0 --seed 1"
     assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
+    assert run("tiny", *options)[1].startswith("1 of 1 runs are in ")
+    book.unlink()  # as if the run had been ended before it wrote down what it did
+    assert run("tiny", *options)[0] == 0 and ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
+    status, _, err = run("tiny", "--rows", "a")
+    assert status == 1 and "a-1 was begun with another command or data; name another OUT, or delete it" in err
 
 
 def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
@@ -130,3 +139,30 @@ def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
     assert [job.wait(timeout=300) for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
     done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
     assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
+
+
+@pytest.mark.slow
+def test_two_nodes_of_slurms_train_one_model(our_fairseq, corpus, tmp_path):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    # One agent for each node; it fails if one does.
+    programs = {"scontrol": "echo localhost; echo localhost", "srun": '"$@" & first=$!; "$@" & wait $! && wait $first'}
+    env = {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": 2, "SLURM_JOB_ID": 7, "PROCESSES": 1, "PORT": port}
+    env["PATH"] = write_programs(tmp_path, programs)
+    flags = [*TASK, *SMALL_MODEL, *QUIET, *"--tokens-per-sample 16 --batch-size 4 --disable-validation".split()]
+    flags += [*"--optimizer adam --lr 0.01 --max-update 2 --save-dir".split(), tmp_path / "checkpoints"]
+    result = run_script(EXAMPLES / "distributed" / "train.sbatch", corpus, *flags, env=env)
+    assert result.returncode == 0, result.stderr
+    assert "training on 2 devices" in result.stdout and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
+
+
+def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Forked, for a new process would take seconds to import torch.
+    forked = partial(torch.multiprocessing.start_processes, start_method="fork")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
+    # 37 steps, which 2 processes share unequally; a state that is not square.
+    sizes = {"processes": 2, "batch": 2, "time": 37, "heads": 2, "key_dim": 5, "value_dim": 3}
+    found = run_in_parallel(Namespace(**sizes, rules=RULES, measure=False), torch.float64)
+    assert [row[:2] for row in found] == [(rule, rank) for rule in RULES for rank in range(2)]
+    # Sums in another order.
+    assert all(difference < 1e-12 for _, _, difference, *_ in found), found

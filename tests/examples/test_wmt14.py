@@ -83,22 +83,16 @@ def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path
     assert corpus.clean(" \ufeffa\tb  c\u2028d\u00a0e\u3000f\x85g\x00h\x1fi ") == "a b c d e f g h i"
     whole, copy = corpus.survey(parallel, "en", "de"), shutil.copytree(parallel, tmp_path / "copy")
     (copy / "train.en.gz").write_bytes(gzip.compress((copy / "train.en").read_bytes()))
-    for name, content, message in (
-        ("valid.de.gz", b"", "holds both valid.de and valid.de.gz; one of them must go"),
-        ("test.en", b"", "test.en is empty"),
-        ("train.de", b"a\nb\n", r"train\.en\.gz has 300 lines and .*/train\.de has 2"),
-        ("valid.de", None, "holds neither valid.de nor valid.de.gz"),
-    ):
-        (copy / "train.en").unlink(missing_ok=True)
-        again = corpus.survey(copy, "en", "de")
-        assert again.digest == whole.digest and again.pairs == {"train": 300, "valid": 6, "test": 4}
-        (copy / name).unlink() if content is None else (copy / name).write_bytes(content)
+    with pytest.raises(TextError, match=r"holds both train\.en and train\.en\.gz; one of them must go"):
+        corpus.survey(copy, "en", "de")
+    (copy / "train.en").unlink()
+    again = corpus.survey(copy, "en", "de")
+    assert again.digest == whole.digest and again.pairs == {"train": 300, "valid": 6, "test": 4}
+    assert corpus.survey(parallel, "de", "en").digest != whole.digest
+    for name, content, message in (("train.de", b"a\nb\n", "has 300 lines and .* has 2"), ("test.en", b"", "is empty")):
+        (copy / name).write_bytes(content)
         with pytest.raises(TextError, match=message):
             corpus.survey(copy, "en", "de")
-        (copy / name).unlink(missing_ok=True)
-        if (parallel / name).exists():
-            shutil.copy(parallel / name, copy)
-    assert corpus.survey(parallel, "de", "en").digest != whole.digest
 
 
 @pytest.mark.slow
@@ -109,16 +103,6 @@ def test_a_vocabulary_is_refused_and_the_possible_one_works(kind, parallel, tmp_
     [possible] = re.findall(r"VOCABULARY is 100000; this text gives at most (\d+)", result.stderr)
     again = prepare(programs, tmp_path / "out", parallel, VOCABULARY=possible, SUBWORDS=kind)
     assert again.returncode == 0 and "cleaning" not in again.stdout, again.stderr
-
-
-def test_prepared_data_hold_all_pairs_subwords_and_the_text_as_it_came(stub_data: Path, parallel: Path) -> None:
-    model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
-    for name in (f"{split}.{language}" for split in ("train", "valid", "test") for language in ("en", "de")):
-        raw, cut = corpus.read_text(parallel / name), list(map(model.decode, corpus.read_text(stub_data / name)))
-        if name.startswith("train"):
-            assert cut and set(cut) <= set(raw)
-        else:
-            assert cut == list(map(corpus.clean, raw)) and corpus.read_text(stub_data / "raw" / name) == raw
 
 
 def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: Programs) -> None:
@@ -136,8 +120,7 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
 
 
 def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(parallel, tmp_path, programs) -> None:
-    out = tmp_path / "out"
-    env = {"VOCABULARY": 361, "WORKERS": 1}
+    out, env = tmp_path / "out", {"VOCABULARY": 361, "WORKERS": 1}
     cut, calls = programs.run(PREPARE, out, parallel, env={**env, "INTERRUPT": "KILL"})
     assert cut.returncode != 0 and not out.exists() and "binarising" in cut.stdout
     asked = options(calls[0])
@@ -153,7 +136,14 @@ def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(parall
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_a_finished_folder_is_left_alone_and_is_of_nothing_else(stub_data, parallel, tmp_path, programs) -> None:
+def test_a_finished_folder_has_all_pairs_and_is_left_alone(stub_data, parallel, tmp_path, programs) -> None:
+    model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
+    for name in (f"{split}.{language}" for split in ("train", "valid", "test") for language in ("en", "de")):
+        raw, cut = corpus.read_text(parallel / name), list(map(model.decode, corpus.read_text(stub_data / name)))
+        if name.startswith("train"):
+            assert cut and set(cut) <= set(raw)
+        else:
+            assert cut == list(map(corpus.clean, raw)) and corpus.read_text(stub_data / "raw" / name) == raw
     before = {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
     write_pairs(shutil.copytree(parallel, tmp_path / "copy"), "valid", [("a", "b")])
     for folder, env, message in (
@@ -212,23 +202,19 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(served, stu
             assert (out / path.relative_to(stub_data)).read_bytes() == path.read_bytes()
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A folder with what generate.sh takes for a trained model."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "checkpoint_best.pt").touch()
-    return tmp_path / "model"
-
-
 def generate(programs: Programs, data: Path, model: Path, lines: list[str], *arguments: str) -> tuple[Result, list]:
     """Runs generate.sh for the test set, if fairseq-generate logs these lines."""
+    model.mkdir(exist_ok=True)
+    if not (model / "checkpoint_best.pt").exists():
+        (model / "checkpoint_best.pt").touch()
     (log := model / "said").write_text("".join(lines), encoding="utf-8")
     return programs.run(GENERATE, data, model, *arguments, env={"SUBSETS": "test", "GENERATED": log})
 
 
 @pytest.mark.slow
-def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, model: Path, programs) -> None:
+def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, tmp_path: Path, programs) -> None:
     """With a line for an empty source. It is not passed off as one of other options, nor half of it as a result."""
+    model = tmp_path / "model"
     cut, log = corpus.read_text(stub_data / "test.de"), []
     for number in (2, 0, 3, 1):
         text = cut[number] if number != 1 else ""
@@ -272,8 +258,8 @@ def test_compound_split_bleu_is_of_moses_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_moses_tokens_and_bpe_become_text_again(parallel: Path, model: Path, tmp_path: Path, programs) -> None:
-    data, texts = tmp_path / "data", corpus.read_text(parallel / "test.de")
+def test_moses_tokens_and_bpe_become_text_again(parallel: Path, tmp_path: Path, programs) -> None:
+    data, model, texts = tmp_path / "data", tmp_path / "model", corpus.read_text(parallel / "test.de")
     env = {"VOCABULARY": 60, "SUBWORDS": "bpe", "WORKERS": 1}
     result, [call] = programs.run(PREPARE, data, parallel, env=env)
     assert result.returncode == 0 and "--srcdict" not in call, result.stderr
@@ -287,29 +273,14 @@ def test_moses_tokens_and_bpe_become_text_again(parallel: Path, model: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_rows_are_trained_scored_and_kept_once(parallel: Path, tmp_path: Path, reproduce) -> None:
-    data, out, book = (tmp_path / name for name in ("data", "out", "out/ledger.jsonl"))
+def test_a_row_is_trained_and_scored_by_the_ledgers_commands(parallel: Path, tmp_path: Path, reproduce) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
     result = run_script(PREPARE, data, parallel, env={"VOCABULARY": "360", "LC_ALL": "C"})
     assert result.returncode == 0, result.stderr
-
-    def run(*rest: str) -> tuple[int, str, str]:
-        small = [*TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
-        return reproduce("run", "multi30k", data, out, "--rows", "dpfp", "--seeds", "1", *rest, "--", *small)
-
-    status, said, err = run()
+    small = [*TINY["wmt14"].split(), *"--max-update 3 --validate-interval-updates 2 --log-interval 1".split()]
+    status, said, err = reproduce("run", "multi30k", data, out, "--rows", "dpfp", "--seeds", "1", "--", *small)
     assert status == 0 and "dpfp: about 0.0 hours for each of seeds 1\n" in said, err
-    (first,) = ledger.read_ledger(book)
-    assert (first.table, first.row, first.seed) == ("multi30k", "dpfp", 1)
-    assert [update for update, _ in first.valid] == [2, 3] and set(first.scores) == {"valid BLEU", "test BLEU"}
-    assert first.parameters > 0 and first.code and first.words_per_second > 0 and first.memory_gib > 0.1
-    assert len(first.backends) == 1 and " on the CPU" in first.backends[0]
-    train, generate = first.commands
-    assert train.startswith("fairseq-train DATA --save-dir OUT ") and generate.endswith("generate.sh DATA OUT --cpu")
-
-    status, said, _ = run()
-    assert status == 0 and said.startswith("1 of 1 runs are in ") and ledger.read_ledger(book) == [first]
-    book.unlink()  # as if the run had been ended before it wrote down what it did
-    assert run("--no-estimate")[0] == 0 and ledger.read_ledger(book) == [first]
-    (data / "train.en-de.en.bin").write_text("other")
-    status, _, err = run()
-    assert status == 1 and "dpfp-1 was begun with another command or data; name another OUT, or delete it" in err
+    (found,) = ledger.read_ledger(out / "ledger.jsonl")
+    assert [update for update, _ in found.valid] == [2, 3] and set(found.scores) == {"valid BLEU", "test BLEU"}
+    assert found.parameters > 0 and found.code and found.words_per_second > 0 and found.memory_gib > 0.1
+    assert " on the CPU" in found.backends[0] and found.commands[1].endswith("generate.sh DATA OUT --cpu")
