@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
-import torch
 
 from tests.conftest import command, import_plugin
 
@@ -217,41 +216,31 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def binarise_tokens(tokens: Path, factory: pytest.TempPathFactory, *flags: str) -> Path:
-    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
-    command("preprocess", "--only-source", "--destdir", out := str(factory.mktemp("data") / "bin"), *texts, *flags)
-    return Path(out)
-
-
 @pytest.fixture(scope="session")
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
-    return binarise_tokens(tokens, tmp_path_factory)
+    out = tmp_path_factory.mktemp("data") / "bin"
+    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
+    command("preprocess", "--only-source", "--destdir", str(out), *texts)
+    return out
 
 
 @pytest.fixture(scope="session")
 def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
-    from fairseq import options as fairseq_options
-    from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf as configure
-
-    from tests.conversion.transfers import save_as_in_2019
-
+    """A small Transformer, trained by fairseq, beside its dictionary."""
     folder = tmp_path_factory.mktemp("published")
-    words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
-    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split(), "--tokens-per-sample", "16"]
-    parser = fairseq_options.get_training_parser("language_modeling")
-    args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
-    torch.manual_seed(1)
-    return save_as_in_2019(tasks.setup_task(args).build_model(configure(args).model), folder)
-
-
-@pytest.fixture(scope="session")
-def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tokens` in the numbers of the published dictionary."""
-    return binarise_tokens(tokens, tmp_path_factory, "--srcdict", str(published / "dict.txt"))
+    flags = ["--task", "language_modeling", "--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split()]
+    flags += "--tokens-per-sample 16 --batch-size 2 --max-update 1 --optimizer adam --num-workers 0".split()
+    command(
+        "train",
+        str(data),
+        *flags,
+        *"--criterion adaptive_loss --ddp-backend legacy_ddp --cpu --save-dir".split(),
+        str(folder),
+    )
+    shutil.copy(data / "dict.txt", folder)
+    (folder / "checkpoint_best.pt").rename(folder / "model.pt")
+    return folder
 
 
 FIRST = "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme"

@@ -18,14 +18,15 @@ PREPARE = EXAMPLES / "wikitext103" / "prepare.sh"
 
 
 @pytest.mark.slow
-def test_words_get_the_numbers_of_a_dictionary_that_is_given(published: Path, tokens: Path, tmp_path: Path) -> None:
-    out, given = tmp_path / "out", published / "dict.txt"
+def test_words_get_the_numbers_of_a_dictionary_that_is_given(data: Path, tokens: Path, tmp_path: Path) -> None:
+    out, given, other = tmp_path / "out", tmp_path / "given.txt", tmp_path / "other.txt"
+    given.write_text("".join(reversed((data / "dict.txt").read_text().splitlines(keepends=True))))
+    other.write_text("another 1\n")
     result = run_script(PREPARE, out, tokens, env={"SKIP_COUNTS": "1", "DICT": given})
     assert result.returncode == 0 and "unknown corpus in" in result.stdout, result.stderr
     made, wanted = ([line.split(" ")[0] for line in path.open()] for path in (out / "dict.txt", given))
     assert made == wanted and (out / "preprocess.log").read_text().count(" 0.0% replaced (by <unk>)") == 3
-    (tmp_path / "dict.txt").write_text("another 1\n")
-    for dictionary, status, told in ((given, 0, "is finished"), (tmp_path / "dict.txt", 1, "are not those of DICT")):
+    for dictionary, status, told in ((given, 0, "is finished"), (other, 1, "are not those of DICT")):
         again = run_script(PREPARE, out, "FOLDER", env={"DICT": dictionary})
         assert again.returncode == status and told in again.stdout + again.stderr
 

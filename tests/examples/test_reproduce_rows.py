@@ -54,7 +54,7 @@ def places(table: str, row: str) -> list[str]:
     """The fixtures that a call of `train` takes."""
     if table != "mao-table3":
         return PLACES[TABLES[table].folder].split()
-    return ["published", "numbered"] if TABLES[table].rows[row].recipe.sources else ["numbered"]
+    return ["published", "data"] if TABLES[table].rows[row].recipe.sources else ["data"]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
