@@ -8,7 +8,6 @@ key in `begun.json` only goes on where it was, if its command can do that; any o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 
 from common.files import open_to_append, write_whole
 from common.interruptions import undisturbed
+from common.locks import take
 from common.screen import Screen
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
@@ -361,12 +361,10 @@ def claim(folder: Path, name: str) -> Iterator[int]:
     `folder`, `name`: as of `mark`. Yields a descriptor. Others stay out as long as a process that inherited it lives,
     should this one be killed. Raises StepError if another run has it, or `mark` does.
     """
-    descriptor = os.open(mark(folder, name), os.O_RDONLY)
+    descriptor = take(mark(folder, name))
+    if descriptor is None:
+        raise StepError(f"another demo is at work in {folder}; wait for it or choose another --out")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StepError(f"another demo is at work in {folder}; wait for it or choose another --out") from None
         yield descriptor
     finally:
         os.close(descriptor)

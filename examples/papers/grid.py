@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from common.commands import cores, one_thread
 from common.devices import VARIABLE, Devices, visible
 from common.fairseq_logs import describe_training, parse_training
-from common.locks import Lock, take
+from common.locks import take
 from common.steps import BEGUN, Step, StepError, mark, read_json
 
 from papers import SCALED, TABLES
@@ -326,11 +326,11 @@ def _keep_what_was_finished_before(runs: Sequence[Run], ledger: Path, told: dict
     for run in runs:
         if any(step.result() is None for step in run.steps) or _is_kept(run, ledger, told):
             continue
-        found = take(lock_of(run.places.out))
-        if isinstance(found, Lock):  # else another process is about to
+        lock = take(lock_of(run.places.out))
+        if lock is not None:  # else another process is about to
             if not _is_kept(run, ledger, told):
                 append_entry(ledger, run.entry(told))
-            found.release()
+            os.close(lock)
 
 
 def _is_kept(run: Run, ledger: Path, told: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -10,7 +11,7 @@ from typing import TextIO
 
 from common.commands import one_thread
 from common.devices import VARIABLE, Devices
-from common.locks import Holder, Lock, take
+from common.locks import sign, take
 from common.steps import Process, Runner, Step, StepError, Turn
 
 ASKED = 5.0
@@ -45,8 +46,8 @@ class RowRunner(Runner):
         super().__init__(Path.cwd(), slots, output, one_thread(), finished=finished)
         self.failed: dict[Step, str] = {}
         self._folders, self._gpus, self._devices = folders, gpus, devices
-        self._held: dict[Path, Lock] = {}
-        self._others: dict[Path, tuple[float, Holder]] = {}
+        self._held: dict[Path, int] = {}  # the locks' descriptors
+        self._others: dict[Path, float] = {}  # when the lock was asked for
         self._given: dict[Step, list[str]] = {}
         self._done_elsewhere: set[Step] = set()
 
@@ -58,7 +59,7 @@ class RowRunner(Runner):
             self._done_elsewhere.add(step)
             return None
         self._given[step] = names = self._devices.take(self._gpus[step])
-        kept = [self._held[folder].descriptor]
+        kept = [self._held[folder]]
         if not names:
             return Turn(keep_open=kept)
         return Turn({VARIABLE: ",".join(names)}, kept, f" (GPU {', '.join(names)})")
@@ -71,7 +72,6 @@ class RowRunner(Runner):
         at_work = {process.step for process in running}
         for step in self._given.keys() - at_work:
             self._devices.give_back(self._given.pop(step))
-        self._stop_what_was_taken_over(running)
         left = []
         for step in waiting:
             broken = next((before for before in step.after if before in self.failed), None)
@@ -82,44 +82,34 @@ class RowRunner(Runner):
             else:
                 left.append(step)
         for folder in self._held.keys() - {self._folders[step] for step in [*left, *at_work]}:
-            self._held.pop(folder).release()
+            os.close(self._held.pop(folder))
         return left if at_work or not self._leaves(left) else []
 
     def release(self) -> None:
         """Gives back what is still held; nothing may run any more."""
         while self._held:
-            self._held.popitem()[1].release()
+            os.close(self._held.popitem()[1])
 
     def _hold(self, folder: Path) -> bool:
         """True if this process has the folder, or gets it now."""
         if folder in self._held:
             return True
-        if time.monotonic() - self._others.get(folder, (-inf,))[0] < ASKED:
+        if time.monotonic() - self._others.get(folder, -inf) < ASKED:
             return False
-        found = take(lock_of(folder))
-        if isinstance(found, Holder):
-            self._others[folder] = time.monotonic(), found
+        lock = take(lock_of(folder))
+        if lock is None:
+            self._others[folder] = time.monotonic()
             return False
+        sign(lock)
         self._others.pop(folder, None)
-        self._held[folder] = found
+        self._held[folder] = lock
         return True
 
-    def _stop_what_was_taken_over(self, running: Sequence[Process]) -> None:
-        for folder, lock in list(self._held.items()):
-            if lock.beat():
-                continue
-            self.say(f"{folder}: another process has taken it over, for this one was silent too long")
-            self._held.pop(folder).release()
-            for process in running:
-                if self._folders[process.step] == folder:
-                    process.ask_to_stop()
-
     def _leaves(self, left: Sequence[Step]) -> bool:
-        """True if all that is left is others', who are known to live."""
+        """True if all that is left is others'."""
         folders = dict.fromkeys(self._folders[step] for step in left)
-        holders = {folder: self._others[folder][1] for folder in folders if folder in self._others}
-        if not folders or len(holders) < len(folders) or not all(holder.beats for holder in holders.values()):
+        if not folders or not folders.keys() <= self._others.keys():
             return False
-        for folder, holder in holders.items():
-            self.say(f"{folder.name}: left to {holder}")
+        for folder in folders:
+            self.say(f"{folder.name}: left to {lock_of(folder).read_text(encoding='utf-8').strip()}")
         return True

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -12,15 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
-import torch
 
 from tests.conftest import command, import_plugin
 
@@ -28,9 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
-sys.path += [
-    str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")
-]  # as when their programs are started
+# As when their programs are started.
+sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14", "xatl")]
 import reproduce as reproduce_command  # noqa: E402
 from common import steps  # noqa: E402
 
@@ -48,11 +47,11 @@ TINY = {
     "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
         --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
         --decoder-attention-heads 2""",
+    "smollm2": """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
+        --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64
+        --rms-norm-eps 1e-6 --rotary-dim 8 --rotary-base 10000""",
 }
 TINY["finetuning"] = TINY["wikitext103"]
-TINY["smollm2"] = """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
-    --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64 --rms-norm-eps 1e-6
-    --rotary-dim 8 --rotary-base 10000"""
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
 
 
@@ -94,25 +93,18 @@ def run_script(script: Path, *arguments: object, env: Mapping[str, object] | Non
     return subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
-def interrupt(program: Path, arguments: Sequence[str], when: Callable[[list[str]], bool]) -> list[str]:
-    """Starts a program from another folder, and ends it with SIGTERM when its lines, which are returned, say so."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-u", program, *arguments], cwd=ROOT.parent, **pipes) as interrupted:
-        lines: list[str] = []
-        while not (lines and when(lines)):
-            lines.append(interrupted.stdout.readline())
-            assert lines[-1], "it ended by itself"
-        interrupted.send_signal(signal.SIGTERM)
-        _, error = interrupted.communicate(timeout=300)
-    assert interrupted.returncode == 130 and "goes on from here" in error
-    return lines
+def write_programs(folder: Path, bodies: Mapping[str, str]) -> str:
+    """Programs of these bodies, in bash; returns a PATH with them first."""
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), PATH])
 
 
-STUB = """#!/bin/bash
+STUB = """
 printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"
 for word; do
     case ${before:-} in
-        --save-dir) save=$word ;;
         --destdir) dest=$word ;;
         --trainpref) encoded=${word%/*} ;;
     esac
@@ -129,17 +121,14 @@ class Programs:
     def __init__(self, folder: Path, bodies: Mapping[str, str]) -> None:
         self.folder = folder
         folder.mkdir()
-        for name, body in bodies.items():
-            (folder / name).write_text(f"{STUB}\n{body}\n")
-            (folder / name).chmod(0o755)
+        self.path = write_programs(folder, {name: STUB + body for name, body in bodies.items()})
 
     def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
         """The result, and the calls in their order."""
         calls = self.folder / "calls"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
-        settings = {"PATH": os.pathsep.join([str(self.folder), PATH]), "CALLS": calls, **(env or {})}
-        result = run_script(script, *arguments, env=settings)
+        result = run_script(script, *arguments, env={"PATH": self.path, "CALLS": calls, **(env or {})})
         return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
 
 
@@ -156,80 +145,57 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
     return call
 
 
-@pytest.fixture
-def fairseq(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[list[str]], str]:
-    """Runs a call of one of fairseq's programs, and returns what it would write."""
-    monkeypatch.chdir(ROOT)
+def child(words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO) -> None:
+    """One of fairseq's programs, in a copy of this process: as if it had been started by itself."""
+    os.setsid()
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(stdout.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
+    logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(cwd)
+    os.environ.update(env)
+    command(program(words), *words[1:])
 
-    def call(words: list[str]) -> str:
-        caplog.clear()
-        command(Path(words[0]).name.removeprefix("fairseq-").replace("-", "_"), *words[1:])
-        return "".join(f"x | {record.name} | {record.getMessage()}\n" for record in caplog.records)
 
-    return call
-
-
-class Forked:
-    """In `subprocess.Popen`'s place: one of fairseq's programs in a copy of this process, which has imported it."""
-
-    def __init__(self, words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO, **_: object) -> None:
-        self.returncode: int | None = None
-        name = Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
-        import_module(f"fairseq_cli.{name}")
-        self.pid = os.fork()
-        if not self.pid:
-            status = 1
-            try:
-                os.setsid()
-                for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout.fileno(), 1), (1, 2)):
-                    os.dup2(descriptor, target)
-                sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "r" if n == 0 else "w", 1) for n in range(3))
-                logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.chdir(cwd)
-                os.environ.update(env)
-                command(name, *words[1:])
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+def program(words: Sequence[str]) -> str:
+    return Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps whose programs are fairseq's begin as `Forked`, which saves the seconds that importing it takes."""
+    """Steps whose programs are fairseq's begin as `child`, which saves the seconds that importing it takes."""
 
     def popen(words: Sequence[str], **how: Any) -> Any:
-        return (Forked if Path(words[0]).name.startswith("fairseq-") else subprocess.Popen)(words, **how)
+        if not Path(words[0]).name.startswith("fairseq-"):
+            return subprocess.Popen(words, **how)
+        import_module(f"fairseq_cli.{program(words)}")
+        arguments = words, how["cwd"], how["env"], how["stdout"]
+        process = multiprocessing.get_context("fork").Process(target=child, args=arguments)
+        process.start()
+        return SimpleNamespace(pid=process.pid, returncode=None, wait=lambda timeout=None: process.join(timeout))
 
     monkeypatch.setattr(steps, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
 
 
 @pytest.fixture
-def reproduce(
-    fairseq: Callable[[list[str]], str], forked: None, monkeypatch, capsys
-) -> Callable[..., tuple[int, str, str]]:
+def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[int, str, str]]:
     """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:
-        log = fairseq(words)
-        for sink in sinks:
-            sink.write(log.encode())
+        caplog.clear()
+        command(program(words), *words[1:])
+        for sink, record in product(sinks, caplog.records):
+            sink.write(f"x | {record.name} | {record.getMessage()}\n".encode())
         return 0
 
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(reproduce_command, "stream", stream)
     for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
         monkeypatch.delenv(name, raising=False)
 
     def call(*words: object, **env: str) -> tuple[int, str, str]:
-        with pytest.MonkeyPatch.context() as patch:
+        with monkeypatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)
             return reproduce_command.main([str(word) for word in words]), *capsys.readouterr()
@@ -250,41 +216,31 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def binarise_tokens(tokens: Path, factory: pytest.TempPathFactory, *flags: str) -> Path:
-    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
-    command("preprocess", "--only-source", "--destdir", out := str(factory.mktemp("data") / "bin"), *texts, *flags)
-    return Path(out)
-
-
 @pytest.fixture(scope="session")
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
-    return binarise_tokens(tokens, tmp_path_factory)
+    out = tmp_path_factory.mktemp("data") / "bin"
+    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
+    command("preprocess", "--only-source", "--destdir", str(out), *texts)
+    return out
 
 
 @pytest.fixture(scope="session")
 def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint of the published one's format, its dictionary in another order than a freshly made one."""
-    from fairseq import options as fairseq_options
-    from fairseq import tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf as configure
-
-    from tests.conversion.transfers import save_as_in_2019
-
+    """A small Transformer, trained by fairseq, beside its dictionary."""
     folder = tmp_path_factory.mktemp("published")
-    words = (data / "dict.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "dict.txt").write_text("".join(reversed(words)), encoding="utf-8")
-    flags = ["--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split(), "--tokens-per-sample", "16"]
-    parser = fairseq_options.get_training_parser("language_modeling")
-    args = fairseq_options.parse_args_and_arch(parser, [str(folder), *flags])
-    torch.manual_seed(1)
-    return save_as_in_2019(tasks.setup_task(args).build_model(configure(args).model), folder)
-
-
-@pytest.fixture(scope="session")
-def numbered(published: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tokens` in the numbers of the published dictionary."""
-    return binarise_tokens(tokens, tmp_path_factory, "--srcdict", str(published / "dict.txt"))
+    flags = ["--task", "language_modeling", "--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split()]
+    flags += "--tokens-per-sample 16 --batch-size 2 --max-update 1 --optimizer adam --num-workers 0".split()
+    command(
+        "train",
+        str(data),
+        *flags,
+        *"--criterion adaptive_loss --ddp-backend legacy_ddp --cpu --save-dir".split(),
+        str(folder),
+    )
+    shutil.copy(data / "dict.txt", folder)
+    (folder / "checkpoint_best.pt").rename(folder / "model.pt")
+    return folder
 
 
 FIRST = "the cat sat on the mat,\nand the other cats sat there:\n\n  that is the theme"
@@ -294,19 +250,18 @@ DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, 
 
 def prepare_documents(source: Path, folder: Path, script: str) -> Path:
     """`DOCUMENTS`, in two of the forms that prepare.sh takes, as it leaves them."""
-    text = folder / "text"
-    (text / "train").mkdir(parents=True)
-    (text / "train" / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
+    (train := folder / "text" / "train").mkdir(parents=True)
+    (train / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
     lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in OTHERS]
-    (text / "train" / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (text / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
-    result = run_script(EXAMPLES / script, folder / "bin", source, text, env={"WORKERS": 2})
+    (train / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "text" / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
+    result = run_script(EXAMPLES / script, folder / "bin", source, folder / "text", env={"WORKERS": 2})
     assert result.returncode == 0, result.stderr
     return folder / "bin"
 
 
 def convert(folder: Path, neox: bool, **sizes: int) -> Path:
-    """A model with random weights, through the conversion; what it was made from is in `huggingface` beside it."""
+    """A model with random weights, through the conversion."""
     import_plugin()
     from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
     from tests.conversion import sources

@@ -1,28 +1,45 @@
-"""Parts that the demos share: steps that are done once, processes that end together, and what is read from logs."""
+"""Parts that the demos share: steps that are done once, folders of one run, figures, and what is read from logs."""
 
 import io
+import os
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from common import fairseq_logs, files, steps
+from common import fairseq_logs, figures, files, steps
 
 from .conftest import ROOT
 
 MARK = "made-by-a-test"
 
 
-def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path) -> None:
+def make_step(folder: Path, code: str, **others: Any) -> Any:
+    """A step that runs Python code in its folder, given as argument."""
+    others.setdefault("read_result", lambda log: {"log": log})
+    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **others)
+
+
+def work(*wanted: Any, **others: Any) -> str:
+    """Runs steps; returns what was shown."""
+    steps.Runner(ROOT, 2, output := io.StringIO(), {}, **others).run(wanted)
+    return output.getvalue()
+
+
+def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with steps.claim(out, MARK), pytest.raises(steps.StepError, match="at work"), steps.claim(out, MARK):
+    with steps.claim(out, MARK) as claimed:
+        work(make_step(tmp_path / "step", f"import os; os.fstat({claimed})"), keep_open=[claimed])
+        inherited = os.dup(claimed)
+    with pytest.raises(steps.StepError, match="at work"), steps.claim(out, MARK):
         pass
+    os.close(inherited)
     with steps.claim(out, MARK):
         pass
     for folder, mark, message in ((out, "another", "out holds other files"), (out / MARK, MARK, "for the results")):
         with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
             pass
-    assert [path.name for path in out.iterdir()] == [MARK]
 
 
 def test_a_file_takes_the_place_of_a_link_and_is_not_written_through_it(tmp_path: Path) -> None:
@@ -34,34 +51,19 @@ def test_a_file_takes_the_place_of_a_link_and_is_not_written_through_it(tmp_path
     assert file.read_text() == "text" and elsewhere.read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
 
 
-def make_step(folder: Path, code: str, **others: Any) -> Any:
-    """A step that runs Python code in its folder, given as argument."""
-    others.setdefault("read_result", lambda log: {"log": log})
-    return steps.Step(folder.name, folder, [sys.executable, "-c", code, str(folder)], **others)
-
-
-def work(*wanted: Any) -> str:
-    """Runs steps; returns what was shown."""
-    steps.Runner(ROOT, 2, output := io.StringIO(), {}).run(wanted)
-    return output.getvalue()
-
-
-@pytest.mark.parametrize("change", ["nothing", "command", "input", "earlier step"])
-def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, change: str) -> None:
-    def make(change: str = "") -> Any:
-        first = make_step(tmp_path / "first", f"print({2 if change == 'earlier step' else 0})")
-        code, digest = f"print({2 if change == 'command' else 1})", "2" if change == "input" else "1"
+@pytest.mark.parametrize("changed", ["nothing", "command", "input", "earlier step"])
+def test_a_finished_step_is_run_again_only_if_it_changed(tmp_path: Path, changed: str) -> None:
+    def make(changed: str = "") -> Any:
+        first = make_step(tmp_path / "first", f"print({changed == 'earlier step'})")
+        code, digest = f"print({changed == 'command'})", str(changed == "input")
         return first, make_step(tmp_path / "second", code, depends_on=digest, after=[first])
 
-    assert make()[1].result() is None
     work(*make())
-    assert make()[1].finished_result() == {"log": "1\n"}
+    assert make()[1].finished_result() == {"log": "False\n"}
     (tmp_path / "second" / "witness").touch()
-    first, second = make(change)
-    assert (second.result() is None) == (change != "nothing")
-    assert ("second: done before" in work(first, second)) == (change == "nothing")
-    assert second.result() is not None
-    assert (tmp_path / "second" / "witness").exists() == (change == "nothing")
+    first, second = make(changed)
+    assert ("second: done before" in work(first, second)) == (changed == "nothing")
+    assert second.result() is not None and (tmp_path / "second" / "witness").exists() == (changed == "nothing")
 
 
 # It begins; the next call goes on, if there is a whole checkpoint of the same command.
@@ -82,20 +84,18 @@ def test_a_failed_step_is_shown_is_not_done_and_goes_on_if_it_can(tmp_path: Path
         work(step)
     assert step.result() is None
     if case == "broken checkpoint":
-        checkpoint = step.folder / "checkpoint_last.pt"
-        checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
+        (step.folder / "checkpoint_last.pt").write_bytes(b"half")
     if case == "changed":
         step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=True, depends_on="something else")
     if case == "resumes":
-        assert "a: goes on where it was\n" in work(step)
+        assert "a: goes on where it was\n" in work(step) and "resumed" in step.log.read_text()
     else:
-        with pytest.raises(steps.StepError):
+        with pytest.raises(steps.StepError, match="what went wrong"):
             work(step)
-    assert ("resumed" in step.log.read_text()) == (case == "resumes")
 
 
 TRAIN_LOG = """
-2026-01-01 | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+x | INFO | y | num. shared model params: 1,234 (num. trained: 1,234)
 2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
 2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
 2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4"}
@@ -122,5 +122,14 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
         fairseq_logs.read_training("Traceback (most recent call last):\n")
     cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
     assert fairseq_logs.parse_training(cut) == fairseq_logs.parse_training(TRAIN_LOG)
-    assert fairseq_logs.describe_training("", 8) == "starting"
     assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
+
+
+def test_no_name_is_written_over_another_or_over_a_point() -> None:
+    figure, axes = figures.new_figure()
+    figures.draw_points(axes, {"sum": (1, 1), "delta": (1, 1.03, 0.9, 1.2), "gated": (1.01, 1.02), "decay": (9, 2)})
+    figure.draw_without_rendering()
+    names = [text.get_window_extent() for text in axes.texts]
+    assert len(names) == 4 and not any(one.overlaps(other) for one, other in combinations(names, 2))
+    dots = axes.transData.transform([(1, 1), (1, 1.03), (1.01, 1.02), (9, 2)])
+    assert not any(name.contains(*dot) for name in names for dot in dots)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 import random
 import shlex
 import shutil
@@ -13,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from common import steps
 from demo import comparison, corpora, run
 from demo_translation import comparison as scores
 from demo_translation import run as translation
 from synthetic import demo as synthetic
 from synthetic import run as grid
 
-from .conftest import EXAMPLES, ROOT, interrupt
+from .conftest import ROOT
 
 
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
@@ -31,32 +29,28 @@ def test_what_cannot_be_is_named_before_any_work(demo: Any, tmp_path: Path, monk
         with pytest.raises(SystemExit, match="2"):
             demo.main([option, value, *out])
         assert option in capsys.readouterr().err
-    if demo is not grid:
-        monkeypatch.setattr("common.commands.find_spec", lambda name: None if name == "matplotlib" else name)
-        assert demo.main(out) == 1 and "there is no package matplotlib" in capsys.readouterr().err
-        monkeypatch.undo()
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("common.commands.find_spec", lambda name: None)
+        words = ["--draw"] if demo is grid else []
+        assert demo.main([*words, *out[-2:]]) == 1 and "there is no package " in capsys.readouterr().err
     (tmp_path / "made-by-another-demo").write_text("years of work")
     assert demo.main(out) == 1 and "holds other files" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["years of work"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make on the PATH")
-def test_make_starts_the_demo_with_a_folder_of_any_name() -> None:
+def test_make_starts_the_demo_with_a_folder_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a shell, though make may have started the tests."""
     name = """/tmp/it's two words $HOME a$b "quoted" back\\slash a,b;c&d"""
-    env = {name: value for name, value in os.environ.items() if name not in ("DATA", "MAKEFLAGS", "MFLAGS")}
-    for words, variables in (([f"DATA={name}"], {}), ([], {"DATA": name})):
-        make = ["make", "--no-print-directory", "-n", "demo", *words]
-        said = subprocess.run(make, cwd=ROOT, env=env | variables, stdout=subprocess.PIPE, text=True).stdout
-        assert shlex.split(said.splitlines()[-1])[1:] == ["examples/demo/run.py", "--data", name]
+    for variable in ("MAKEFLAGS", "MFLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("DATA", name)
+    said = subprocess.run(["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert shlex.split(said.stdout.splitlines()[-1])[1:] == ["examples/demo/run.py", "--data", name]
 
 
-def test_the_splits_of_the_english_hold_all_of_it_and_share_nothing() -> None:
+def test_the_splits_of_the_english_share_nothing() -> None:
     english = corpora.split_english()
-    titles = {article.strip().split("\n")[0] for article in corpora.topics.values()}
-    for title in map(corpora.tokenize, titles):
-        assert any(title in lines for lines in english.values()), title
     # Headings and the like may coincide, sentences may not.
     train, valid, test = ({line for line in lines if len(line.split()) >= 16} for lines in english.values())
     assert not train & test and not train & valid and not valid & test
@@ -73,25 +67,18 @@ def test_texts_have_their_usual_names_and_unusable_ones_are_named(tmp_path: Path
     corpus = corpora.corpus_in(folder)
     assert corpus.tokens["train"] == 50 * (4 + 1 + 1)
     corpus.write(tmp_path)
-    for split in corpora.SPLITS:
-        assert (tmp_path / f"{split}.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50
+    assert all((tmp_path / f"{x}.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50 for x in corpora.SPLITS)
     (folder / "valid.txt").unlink()
-    for files, message in (
-        ({}, "has no text for valid: it must hold one of valid, valid.txt, wiki.valid.tokens, "),
-        ({"valid": text, "valid.txt": text}, "more than one text for valid: valid, valid.txt"),
-        ({"valid.txt": b"\n \n"}, "valid.txt is empty"),
-        ({"valid.txt": b"one two\n"}, "valid.txt holds 3 tokens; it must hold at least 100"),
-        ({"valid.txt": text + "größer\n".encode("latin-1")}, "valid.txt, line 101: not UTF-8, byte 3 of the line"),
-        *(({"valid.gz": x}, "valid.gz is no whole gzip file: ") for x in (gzip.compress(text)[:-10], text)),
+    for name, content, message in (
+        ("other", b"", "has no text for valid: it must hold one of valid, valid.txt, wiki.valid.tokens, "),
+        ("valid.txt", b"\n \n", "valid.txt is empty"),
+        ("valid.txt", b"one two\n", "valid.txt holds 3 tokens; it must hold at least 100"),
+        ("valid.txt", text + "größer\n".encode("latin-1"), "valid.txt, line 101: not UTF-8, byte 3 of the line"),
+        ("valid", text, "more than one text for valid: valid, valid.txt"),
     ):
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        (folder / name).write_bytes(content)
         assert run.main(["--data", str(folder), "--out", str(tmp_path / "out")]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and message in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-        for name in files:
-            (folder / name).unlink()
+        assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -103,18 +90,9 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsy
     for split in corpora.SPLITS:
         (folder / f"{split}.txt").write_text("".join(" ".join(draw.choices("01", k=20)) + "\n" for _ in range(20)))
     arguments = ["--data", str(folder), "--out", str(out), "--updates", "2", "--models", "transformer", "delta-network"]
-
-    # Interrupted where two models are being trained, and nothing goes on behind its back.
-    interrupt(EXAMPLES / "demo" / "run.py", arguments, lambda lines: lines[-1].startswith("training the"))
-    with steps.claim(out, run.MARK):  # a command that still ran would hold it
-        pass
-    assert not (out / "table.md").exists()
-
     assert run.main(arguments) == 0
-    shown = capsys.readouterr().out
-    programs = ("fairseq-train", "fairseq-eval-lm", "fairseq-interactive")
-    assert all(text in shown for text in ("turning the text into numbers: done before", *programs))
-    table = (out / "table.md").read_text()
+    shown, table = capsys.readouterr().out, (out / "table.md").read_text()
+    assert all(program in shown for program in ("fairseq-train", "fairseq-eval-lm", "fairseq-interactive"))
     rows = [comparison.Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
     assert [row.title for row in rows] == ["unigram", "Transformer", "Delta Network"]
     assert table in shown and table.startswith(comparison.format_rows(rows))
@@ -123,7 +101,6 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsy
         assert all(math.isfinite(number) and number > 1 for number in numbers)
     assert table.partition("The Delta Network goes on after")[2].count("\n- ") == 3
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-
     assert run.main(arguments) == 0
     shown_again = capsys.readouterr().out
     assert "fairseq-" not in shown_again and table in shown_again
@@ -133,31 +110,21 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsy
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
 def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, forked: None, capsys) -> None:
     """Runs `make demo-translation` with a third of the updates, without the softmax Transformer beside it."""
-    out = tmp_path / "out"
-    arguments = ["--out", str(out), "--models", "linear-transformer", "--updates", "450"]
+    arguments = ["--out", str(tmp_path), "--models", "linear-transformer", "--updates", "450"]
     assert translation.main(arguments) == 0
-    shown = capsys.readouterr().out
-    assert all(x in shown for x in ("fairseq-train", "fairseq-generate", "translations.py", "sacrebleu"))
-    table = (out / "table.md").read_text(encoding="utf-8")
-    [row] = [scores.Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+    shown, table = capsys.readouterr().out, (tmp_path / "table.md").read_text(encoding="utf-8")
+    [row] = [scores.Row(**row) for row in json.loads((tmp_path / "results.json").read_text())["rows"]]
     assert table in shown and table.startswith(scores.format_rows([row])) and row.signature in table
-    assert row.bleu >= 30, shown  # 45; what has not learned to count has none
-    assert row.exact >= 0.2 * row.lines
-    assert "tok:13a" in row.signature and "smooth:exp" in row.signature
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert row.bleu >= 30 and row.exact >= 0.2 * row.lines, shown  # 45; what has not learned to count has none
     # By another way than the demo's: what lies in the folder is what was scored.
-    reference, output, seen = (
-        (out / name).read_text(encoding="utf-8").splitlines()
-        for name in ("text/test.de", "linear-transformer/translations/test.de", "text/train.de")
-    )
+    names = ("text/test.de", "linear-transformer/translations/test.de", "text/train.de")
+    reference, output, seen = ((tmp_path / name).read_text(encoding="utf-8").splitlines() for name in names)
     assert sum(a == b for a, b in zip(reference, output, strict=True)) == row.exact
     assert not set(seen) & set(reference)
-
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # as in a process of its own, which has not imported the plugin
     try:
         assert translation.main(arguments) == 0
     finally:
         torch.serialization.add_safe_globals(allowed)
-    shown_again = capsys.readouterr().out
-    assert "fairseq-" not in shown_again and table in shown_again
+    assert "fairseq-" not in capsys.readouterr().out

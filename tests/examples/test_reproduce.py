@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,11 +14,8 @@ from papers.grid import plan
 from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
 ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
-SMALL = ("schlag-table2", "small-delta-network")
-
-
 FILES = """CONVERTED/model.pt CONVERTED/dict.txt TRAINED/checkpoint_best.pt TRAINED/checkpoint_last.pt TRAINED/dict.txt
-    UNFINISHED/checkpoint_best.pt DATA/dict.txt DATA/preparation.json OTHER/dict.txt""".split()
+    UNFINISHED/checkpoint_best.pt DATA/dict.txt OTHER/dict.txt""".split()
 
 
 @pytest.fixture
@@ -71,15 +67,13 @@ WANTED = f"""
 --normalization: schlag-table3|delta|schlag.*no-normalization = sum; schlag-table1|baseline = attention
 --normalization: schlag = sum,attention;  = none
 --feature-dim: {SOFTMAX}|{OTHERS} = -; mao-table1 = 4; mao.*-(\\d+) = \\1
---favor-features: schlag-table1 performer-64 = 32; schlag-table1 performer-256 = 128; schlag-table1 performer-384 = 192
---favor-features: schlag-table1 performer-512 = 256
+--favor-features: 1 performer-64 = 32; 1 performer-256 = 128; 1 performer-384 = 192; 1 performer-512 = 256
 --favor-features: small-performer = 8; performer.*-m-32 = 32; performer = 16
 --dpfp-nu: dpfp-256|-nu-2 = 2; dpfp-384 = 3; dpfp-512 = 4; dpfp = 1
 --transfer: choi.*embeddings = embeddings,output; choi.*ffn = embeddings,output,feed-forward
 --transfer: choi.*wo = embeddings,output,feed-forward,output-projection
 --transfer: choi.*attention = embeddings,output,feed-forward,attention
---freeze: choi-table3 ffn = embeddings,output,feed-forward
---freeze: choi-table3 wo = embeddings,output,feed-forward,output-projection
+--freeze: 3 ffn = embeddings,output,feed-forward; 3 wo = embeddings,output,feed-forward,output-projection
 --square-projections: schlag-table1|mao|choi = -;  = none
 --adaptive-softmax-dropout: schlag-table1|mao|choi = -;  = 0.1
 --projection-bias: (small|medium)-transformer = none
@@ -102,22 +96,22 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) 
             wanted.setdefault(option, []).extend([found.expand(value)] if found else [])
     for option in wanted.keys() if table.startswith("choi") else wanted.keys() - {"--max-update"}:
         assert asked.get(option, "-") == next(iter(wanted[option]), "-"), option
-    assert ("--no-token-positional-embeddings" in asked) == ("positions-no" in row or table == "schlag-table4")
-    assert ("--unfreeze-threshold" in asked) == (row == "wo-lit")
-    assert ("--transfer-from" in asked) == (recipe.sources and "scratch" not in row)
-    assert ("--carry-over-state" in asked) == (table == "schlag-table4")
-    assert ("--adaptive-softmax-bias" in asked) == ("--square-projections" in asked)
-    given = [word for word in train if word.startswith("--")]
-    assert len(given) == len(set(given))  # none overrides another
+    for option, given in {
+        "--no-token-positional-embeddings": "positions-no" in row or table == "schlag-table4",
+        "--unfreeze-threshold": row == "wo-lit",
+        "--transfer-from": recipe.sources and "scratch" not in row,
+        "--carry-over-state": table == "schlag-table4",
+        "--adaptive-softmax-bias": "--square-projections" in asked,
+    }.items():
+        assert (option in asked) == given, option
+    assert len(asked) == sum(word.startswith("--") for word in train)  # none overrides another
 
 
 @pytest.mark.parametrize("table", reproduce_command.ALL)
 def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce) -> None:
-    status, out, _ = reproduce("--list", table)
-    listed = [line for line in out.splitlines() if line.startswith("|")]
-    assert status == 0 and len(listed) > 2 + 2
+    listed = [line for line in reproduce("--list", table)[1].splitlines() if line.startswith("|")]
+    assert len(listed) > 2 + 2
     assert "\n".join(listed) in (EXAMPLES / reproduce_command.ALL[table].folder / "README.md").read_text()
-    assert out in reproduce("--list")[1]
 
 
 @refused("""
@@ -126,14 +120,13 @@ def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce) ->
 schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
 mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SOURCE DATA OUT
 schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
-schlag-table1 linear train nowhere OUT -> DATA is nowhere, which holds no preparation.json
+schlag-table1 linear train DATA OUT -> which holds no preparation.json
 schlag-table2 small-delta-network evaluate DATA OUT -> OUT, which holds no checkpoint_best.pt
-mao-table3 decay-32 evaluate DATA UNFINISHED -> UNFINISHED, which holds no checkpoint_last.pt
 CHECKPOINT=a/x.pt schlag-table2 small-delta-network evaluate DATA TRAINED -> it must be the name of a file in OUT
 MODE=folded schlag-table2 small-delta-network evaluate DATA TRAINED -> MODE is folded; it must be sliding, carried, con
 MODE=context-512 mao-table3 decay-32 evaluate DATA TRAINED -> N a number below the length, 512
-GPUS=two schlag-table2 small-delta-network train DATA OUT -> GPUS is two; it must be a positive number
 GPUS=5 schlag-table2 small-delta-network train DATA OUT -> GPUS x UPDATE_FREQ is 5; it must divide the batch of 96
+UPDATE_FREQ=two schlag-table4 delta-network train DATA OUT -> UPDATE_FREQ is two; it must be a positive number
 UPDATE_FREQ=2 schlag-table4 delta-network train DATA OUT -> with state carried over it must be 1
 UPDATE_FREQ=5 schlag-table1 linear train DATA OUT -> must divide the batch of 172032 tokens
 PRECISION=half mao-table1 add-baseline train TRAINED DATA OUT -> it must be fp16, bf16 or fp32
@@ -148,66 +141,42 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict, words: list, 
     assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
 
 
-def test_an_evaluation_that_fails_shows_why_and_is_not_taken_for_done(places, monkeypatch, reproduce) -> None:
-    """And each checkpoint has logs of its own."""
-    out, calls = places["TRAINED"], []
-    fake = Namespace(say="one\ntwo\nthree\nfour\n", status=1)
-
-    def stream(words: list[str], log: BinaryIO) -> int:
-        calls.append(Path(options(words)["--path"]).name)
-        log.write(fake.say.encode())
-        return fake.status
-
-    monkeypatch.setattr(reproduce_command, "stream", stream)
-    status, _, err = reproduce(*SMALL, "evaluate", places["DATA"], out)
-    assert status == 1 and len(calls) == 1 and not list(out.glob("*.log"))
-    assert err.startswith("two\nthree\nfour\n") and "sliding-valid.log.unfinished says more" in err
-    fake.status = 0
-    status, said, _ = reproduce(*SMALL, "evaluate", places["DATA"], out, SPLITS="valid")
-    assert status == 0 and f"no perplexity; delete {out / 'sliding-valid.log'} and run again" in said
-
-    fake.say = "x | Loss (base 2): 5.0, Perplexity: 32.00\n"
-    for name in ("best", "last", "last"):
-        status, said, _ = reproduce(
-            *SMALL, "evaluate", places["DATA"], out, MODE="context-0", CHECKPOINT=f"checkpoint_{name}.pt"
-        )
-        assert status == 0 and said.count("Perplexity: 32.00") == 2
-    assert calls[2:] == ["checkpoint_best.pt"] * 2 + ["checkpoint_last.pt"] * 2
-    assert not list(out.glob("*.unfinished"))
-
-
 def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
-    """A score of another evaluation is measured again, and not shown."""
-    data, out, runs = places["DATA"], places["TRAINED"], []
+    """A score of another evaluation is measured again, and not shown; a failure is no score."""
+    data, out, runs, failures = places["DATA"], places["TRAINED"], [], [1]
     for name in ("valid.bin", "valid.idx", "test.bin"):
         (data / name).write_text(name)
 
     def stream(words: list[str], log: BinaryIO) -> int:
-        runs.append(words)
-        log.write(f"x | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
-        return 0
+        runs.append(options(words)["--path"])
+        log.write(f"one\ntwo\nx | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
+        return failures.pop() if failures else 0
 
     def score(*given: str, data: Path = data, **env: str) -> str:
-        status, said, err = reproduce(*SMALL, "evaluate", data, out, *given, SPLITS="valid", MODE="context-0", **env)
-        assert status == 0, err
-        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n")
+        words = ("schlag-table2", "small-delta-network", "evaluate", data, out, *given)
+        _, said, err = reproduce(*words, SPLITS="valid", MODE="context-0", **env)
+        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n") + err
 
     monkeypatch.setattr(reproduce_command, "stream", stream)
+    failed = score()
+    assert "\none\ntwo\nx | Loss" in failed and "context-0-valid.log.unfinished says more" in failed
     again = "scoring V (context-0-valid.log is of other"
-    assert score() == "scoring V\nV: Perplexity: 1." and score() == "V: Perplexity: 1."
-    assert score("--fp16") == f"{again} options)\nV: Perplexity: 2." and score("--fp16") == "V: Perplexity: 2."
-    assert score(FASTWEIGHTS_CPU_ISA="scalar") == f"{again} options and kernels)\nV: Perplexity: 3."
+    assert score() == "scoring V\nV: Perplexity: 2." and score() == "V: Perplexity: 2."
+    assert score("--fp16") == f"{again} options)\nV: Perplexity: 3." and score("--fp16") == "V: Perplexity: 3."
+    assert score(FASTWEIGHTS_CPU_ISA="scalar") == f"{again} options and kernels)\nV: Perplexity: 4."
     (data / "test.bin").write_text("another test set")
     shutil.copytree(data, tmp_path / "copy")
-    assert score() == f"{again} kernels)\nV: Perplexity: 4." and score(data=tmp_path / "copy") == "V: Perplexity: 4."
-    for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 5):
+    assert score() == f"{again} kernels)\nV: Perplexity: 5." and score(data=tmp_path / "copy") == "V: Perplexity: 5."
+    for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 6):
         (data / name).write_text('{"valid": {"subwords": 1, "words": 1}}')
         assert score() == f"{again} data)\nV: Perplexity: {number}."
     (out / "checkpoint_best.pt").write_text("other weights")
-    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 9."
-    for said in (b"", b"scored: []\n", b"x | Loss (base 2): 5.0, Perplexity: 32.00\n"):  # as before
+    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 10."
+    for said in (b"", b"scored: []\n"):
         (out / "context-0-valid.log").write_bytes(said)
         assert score().startswith("scoring V (context-0-valid.log does not say what it is of)\nV: Perplexity: 1")
+    assert "Perplexity: 13." in score(CHECKPOINT="checkpoint_last.pt") and runs[-1] == f"{out}/checkpoint_last.pt"
+    assert score() == "V: Perplexity: 12."
 
 
 @pytest.mark.parametrize(("table", "row"), [("wikitext2", "delta"), ("multi30k", "dpfp")])

@@ -1,12 +1,9 @@
-"""The rows of the papers' tables, run by examples/reproduce.py on small models: they train, and are scored.
-
-The options at a call's end cut the models down.
-"""
+"""The rows of the papers' tables, run by examples/reproduce.py on small models: they train, and are scored."""
 
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,7 +46,6 @@ SCORED = {
 }
 """Rows that are trained, with options of their evaluation, and how often each is scored."""
 SHARED = ("transformer-xl-64", "transformer-xl-384")
-Train = Callable[..., None]
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.slow]
 
@@ -58,23 +54,12 @@ def places(table: str, row: str) -> list[str]:
     """The fixtures that a call of `train` takes."""
     if table != "mao-table3":
         return PLACES[TABLES[table].folder].split()
-    return ["published", "numbered"] if TABLES[table].rows[row].recipe.sources else ["numbered"]
+    return ["published", "data"] if TABLES[table].rows[row].recipe.sources else ["data"]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    return torch.load(path, weights_only=False)["model"]
-
-
-@pytest.fixture
-def train(request: pytest.FixtureRequest, reproduce) -> Train:
-    """Trains a small model of a row in `out` for two updates."""
-
-    def run(table: str, row: str, out: Path, **env: str) -> None:
-        folders = [request.getfixturevalue(name) for name in places(table, row)]
-        status, _, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), **env)
-        assert status == 0, err
-
-    return run
+    """Without a buffer that fairseq leaves uninitialised: it tells a device."""
+    return {n: x for n, x in torch.load(path, weights_only=False)["model"].items() if "_float_tensor" not in n}
 
 
 @pytest.fixture(scope="module")
@@ -122,48 +107,52 @@ def test_fairseq_takes_a_row_and_builds_its_model(table: str, row: str, reproduc
 
 
 @pytest.mark.parametrize(("name", "count"), SCORED.items())
-def test_a_row_of_each_table_trains_and_is_scored_once(name, count: int, train, reproduce, request, tmp_path):
-    """Scored, where `count` says how often, in segments as short as a model of this size was trained on."""
+def test_a_row_of_each_table_trains_and_is_scored_once(name, count: int, reproduce, request, tmp_path) -> None:
+    """For two updates; scored, where `count` says how often, in segments as short as it was trained on."""
     (table, row, *options), out = name.split(), tmp_path / "out"
-    train(table, row, out, PRECISION="fp32")
-    trained = weights(out / "checkpoint_best.pt")
-    # fairseq saves a buffer, _float_tensor, that it leaves uninitialised: it tells a device.
-    values = [x for name, x in trained.items() if x.is_floating_point() and not name.endswith("_float_tensor")]
-    assert all(x.isfinite().all() for x in values)
+    folders = [request.getfixturevalue(name) for name in places(table, row)]
+    status, _, err = reproduce(table, row, "train", *folders, out, *TRAINING, *tiny(table, row), PRECISION="fp32")
+    assert status == 0, err
+    trained = weights(out / "checkpoint_best.pt").values()
+    assert all(x.isfinite().all() for x in trained if x.is_floating_point())
     if count:
-        call = [table, row, "evaluate", request.getfixturevalue(places(table, row)[-1]), out, *EVALUATION, *options]
+        call = [table, row, "evaluate", folders[-1], out, *EVALUATION, *options]
         status, first, err = reproduce(*call)
         assert status == 0 and first.count("Perplexity: ") == first.count(": scoring ") == count, err
         status, again, _ = reproduce(*call)
         assert status == 0 and again == "".join(line for line in first.splitlines(True) if "Perplexity: " in line)
 
 
-def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(data: Path, tmp_path: Path, reproduce) -> None:
+@pytest.fixture
+def run(data: Path, tmp_path: Path, reproduce) -> Callable[..., tuple[str, dict[str, ledger.Entry]]]:
+    """Trains small rows of a table for two updates, and scores them; returns what was said, and the entries by row."""
+
+    def call(table: str, rows: Sequence[str], *options: str) -> tuple[str, dict[str, ledger.Entry]]:
+        small = [*tiny(table, rows[0]), *"--max-update 2 --warmup-updates 1 --batch-size 2".split(), *options]
+        status, said, err = reproduce("run", table, data, tmp_path, "--rows", *rows, "--seeds", "1", "--", *small)
+        assert status == 0, err
+        return said, {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
+
+    return call
+
+
+def test_a_row_that_starts_from_another_is_trained_after_it_and_scored(run, tmp_path: Path) -> None:
     """One after attention was transferred, which has no perplexity of its own."""
-    small = ["--", *tiny("conversion", "linear"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
-    call = ["run", "conversion", data, tmp_path, "--rows", "linear-aligned", "--seeds", "1", *small]
-    status, _, err = reproduce(*call, "--validate-interval-updates", "2")
-    assert status == 0, err
-    found = {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
-    assert {row: [update for update, _ in entry.valid] for row, entry in found.items()} == {
-        **{"source": [2], "linear-transfer": [], "linear-aligned": [2]}
-    }
+    _, found = run("conversion", ["linear-aligned"], "--validate-interval-updates", "2")
+    validated = {row: [update for update, _ in entry.valid] for row, entry in found.items()}
+    assert validated == {"source": [2], "linear-transfer": [], "linear-aligned": [2]}
     assert all(entry.scores["test, context-128"] > 1 for entry in found.values())
     source, transferred, trained = (weights(tmp_path / f"{row}-1" / "checkpoint_best.pt") for row in found)
-    kept = [name for name in transferred if not re.search(r"\.self_attn\.|version|_float_tensor", name)]
+    kept = [name for name in transferred if not re.search(r"\.self_attn\.|version", name)]
     assert kept and all(torch.equal(transferred[name], source[name]) for name in kept)
     distance = (trained["decoder.layers.0.fc1.weight"] - transferred["decoder.layers.0.fc1.weight"]).abs().max()
     assert 0 < distance < 1e-3  # two updates at a rate of 0.0001
 
 
-def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(data, tmp_path, reproduce) -> None:
+def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(run, tmp_path: Path) -> None:
     """The Transformer-XL, with two of its memories."""
-    small = ["--", *tiny("schlag-table4", "transformer-xl-15"), *"--max-update 2 --warmup-updates 1".split()]
-    small += "--batch-size 2 --tokens-per-sample 16 --cpu --num-workers 0".split()
-    call = ["run", "schlag-table4", data, tmp_path, "--rows", *SHARED, "--seeds", "1", "--jobs", "1", *small]
-    status, said, err = reproduce(*call)
-    assert status == 0 and said.count("--save-dir") == said.count("about 0.0 hours for each") == 1, err
-    found = {entry.row: entry for entry in ledger.read_ledger(tmp_path / "ledger.jsonl")}
+    said, found = run("schlag-table4", SHARED, *EVALUATION)
+    assert said.count("--save-dir") == said.count("about 0.0 hours for each") == 1
     assert tuple(found) == SHARED and len({entry.commands[0] for entry in found.values()}) == 1
     for name, entry in found.items():
         mode = f"memory-{name.split('-')[-1]}-{name.split('-')[-1]}"
@@ -171,10 +160,7 @@ def test_rows_of_one_training_are_trained_once_and_scored_each_in_its_way(data, 
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["transformer-xl-15-1"]
 
 
-def test_a_model_is_scored_in_windows_and_carried_and_its_state_counted(data, tmp_path, reproduce):
-    small = ["--", *tiny("wikitext2", "sum"), *"--max-update 2 --warmup-updates 1 --batch-size 2".split()]
-    status, _, err = reproduce("run", "wikitext2", data, tmp_path, "--rows", "sum-carried", "--seeds", "1", *small)
-    assert status == 0, err
-    (found,) = ledger.read_ledger(tmp_path / "ledger.jsonl")
-    assert [*found.scores] == ["test, context-192", "test, carried", "state"] and min(found.scores.values()) > 1
-    assert found.scores["state"] == 2 * 16 * (16 + 1)  # a layer's two heads of 16, with a normaliser
+def test_a_model_is_scored_in_windows_and_carried_and_its_state_counted(run) -> None:
+    scores = run("wikitext2", ["sum-carried"])[1]["sum-carried"].scores
+    assert [*scores] == ["test, context-192", "test, carried", "state"] and min(scores.values()) > 1
+    assert scores["state"] == 2 * 16 * (16 + 1)  # a layer's two heads of 16, with a normaliser

@@ -16,36 +16,31 @@ def test_the_scripts_pass_shellcheck() -> None:
     assert subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT).returncode == 0 < len(scripts)
 
 
-# DATA, TEXT, GPT2, MODEL and WIKI have the files that the scripts look for, and nothing in them.
+# DATA, TEXT, GPT2 and MODEL have the files that the scripts look for, and nothing in them.
 FILES = {
     "DATA": ("dict.txt", "preparation.json"),
     "TEXT": ("train.txt", "valid.txt", *(f"{split}.{x}" for split in ("train", "valid", "test") for x in ("en", "de"))),
     "GPT2": ("model.pt", "dict.txt", "tokenizer.json", "tokenizer_words.json"),
     "MODEL": ("checkpoint_best.pt",),
-    "WIKI": [f"wiki.{split}.tokens" for split in ("train", "valid", "test")],
 }
 
 
 @refused("""
 SUBWORDS=400 DICT=DATA/dict.txt wikitext103/prepare.sh OUT TEXT -> SUBWORDS and DICT are both given
-DICT=nowhere wikitext103/prepare.sh OUT TEXT -> DICT is nowhere; it must be a model's dict.txt
 wikitext103/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 gpt2/prepare.sh OUT MODEL TEXT -> which holds no dict.txt; from-huggingface makes it
 gpt2/prepare.sh OUT GPT2 GPT2 -> holds no train, neither a file nor a folder of files
 VALID_TOKENS=0 gpt2/prepare.sh OUT GPT2 TEXT -> --valid-tokens: 0 is not a positive whole number
 smollm2/prepare.sh OUT TEXT -> TEXT holds neither wiki.train.tokens nor wiki.train.tokens.gz
-GGUF=nowhere smollm2/prepare.sh OUT WIKI -> GGUF is nowhere; there is no such file
 xatl/prepare.sh DATA GPT2 TEXT -> is finished, but with another dictionary than that of SOURCE
 xatl/benchmarks.sh nowhere -> RUN is nowhere, which holds no checkpoint_best.pt
 CHECKPOINT=a/b.pt xatl/benchmarks.sh MODEL -> CHECKPOINT is a/b.pt; it must be the name of a file in RUN
-DATA=nowhere xatl/benchmarks.sh MODEL -> DATA is nowhere; it must be a folder
 xatl/benchmarks.sh a,b -> RUN is a,b; lm_eval takes no name with a comma or a bracket
 wmt14/generate.sh DATA MODEL --gen-subset test -> OPTION is --gen-subset; set SUBSETS
 SUBSETS=test2 wmt14/generate.sh DATA MODEL -> SUBSETS is test2; it must be valid, test or both
 TGT=fr wmt14/prepare.sh OUT -> SRC is en and TGT fr; without FOLDER they must be en and de
 SRC=../x wmt14/prepare.sh OUT TEXT -> SRC is '../x'; it must be the short name of a language
 VOCABULARY=32k wmt14/prepare.sh OUT TEXT -> VOCABULARY is '32k'; it must be a whole number of at least 1
-wmt14/prepare.sh MODEL TEXT -> is there, but is not what this script makes
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict[str, str], words: list[str], message: str, tmp_path):
     for name in (f"{folder}/{name}" for folder, names in FILES.items() for name in names):
@@ -63,18 +58,13 @@ GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-in
 
 @refused("""
 wikitext103/state_size.py DATA OUT/sum/checkpoint_best.pt -> argument DATA: there is no DATA/dict.txt
-wikitext103/state_size.py binarised nowhere.pt -> argument CHECKPOINT: there is no nowhere.pt
-xatl/summarize.py DATA -> there is no folder DATA
 xatl/summarize.py OUT -> holds no folder with benchmarks.json
 synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 is more than 10000
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
-synthetic/run.py --draw --sizes 20 --out NEW -> --draw draws all that is finished
 synthetic/run.py --setting 1 --device cuda --out NEW -> error: --device is 'cuda', but torch finds no GPU
 synthetic/run.py --draw --out NEW -> has no finished points to draw
 demo_translation/number_text.py out --test 0 -> number_text.py: --test is 0; it must be at least 1
-demo_translation/number_text.py texts -> test.de is there already
 demo_translation/pieces.py train new.model good --pieces 100000 -> Vocabulary size too high
-demo_translation/pieces.py train good good -> pieces.py: good is there already
 demo_translation/pieces.py encode two out good texts/good -> two files have the same name
 demo_translation/translations.py generated four out -> 1 of 4 lines have no translation, line 4 the first of them
 demo_translation/translations.py generated two out -> there are 3 translations of 2 lines
@@ -86,7 +76,7 @@ def test_programs_refuse_what_they_cannot_do(env: dict, words: list[str], messag
     monkeypatch.chdir(tmp_path)
     files = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "texts/test.de": "years of work", "two": "one\ntwo\n"}
     files |= {"four": "one\n" * 4, "generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n"}
-    files |= {"OUT/sum/checkpoint_best.pt": "", "binarised/dict.txt": ""}
+    files |= {"OUT/sum/checkpoint_best.pt": ""}
     for name, content in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(content)

@@ -1,100 +1,38 @@
-"""reproduce.py run: rows on several GPUs, beside other processes and machines, and in an array of Slurm's."""
+"""Several processes: rows of a table on GPUs and machines, nodes of Slurm's, and rules over segments of one text."""
 
-import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from common import locks, steps
-from papers import grid, ledger, report, row_runner
+import torch
+from common import steps
+from papers import grid, ledger, row_runner
+from sequence_parallel.run import RULES
+from sequence_parallel.run import run as run_in_parallel
+
+from tests.conftest import QUIET, SMALL_MODEL, TASK
 
 from . import tiny_table
-from .conftest import EXAMPLES, PATH, ROOT, reproduce_command
-from .test_distributed import wait_for
-
-PROGRAM = Path(tiny_table.__file__)
+from .conftest import EXAMPLES, ROOT, reproduce_command, run_script, write_programs
 
 
-@pytest.fixture
-def lock(tmp_path: Path) -> Path:
-    return tmp_path / "row-1.lock"
-
-
-def held_in_a_process(lock: Path, then: str) -> subprocess.Popen[str]:
-    """A process that has taken the lock, and does something."""
-    code = f"import os, sys, pathlib, time, subprocess; sys.path.insert(0, {str(EXAMPLES)!r}); from common import locks"
-    code += f"\nlock = locks.take(pathlib.Path({str(lock)!r})); assert isinstance(lock, locks.Lock)\n{then}"
-    return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
-
-
-def test_a_lock_is_one_processes_until_it_gives_it_back(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(11):
-        locks.take(lock).release()
-    first = locks.take(lock)
-    assert first.beat() and files_of(lock) == [*range(4, 13)]
-    told = str(locks.take(lock))
-    assert told.startswith(f"process {os.getpid()} on {os.uname().nodename}, since 20") and "silent" not in told
-    # Who looked long ago does not get one that was taken since.
-    newest, seen = locks._newest, [(2, lock.with_name("row-1.lock.2"))]
-    monkeypatch.setattr(locks, "_newest", lambda name: seen.pop() if seen else newest(name))
-    assert isinstance(locks.take(lock), locks.Holder) and not seen
-    assert files_of(lock) == [*range(4, 13)] and first.beat()
-    first.release()
-    assert isinstance(locks.take(lock), locks.Lock)
-
-
-def files_of(lock: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("row-1.lock.")) for path in lock.parent.iterdir())
-
-
-def test_a_dead_processes_lock_is_free_unless_its_job_lives_on(lock: Path, monkeypatch) -> None:
-    with held_in_a_process(lock, "sys.exit()") as owner:
-        owner.wait()
-    locks.take(lock).release()
-    job = "job = subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(job.pid, flush=True)"
-    with held_in_a_process(lock, f"{job}; os._exit(0)") as owner:
-        job_of_it = int(owner.stdout.readline())
-        owner.wait()
-        assert isinstance(locks.take(lock), locks.Holder)
-        # Where the file system has no such locks, the owner itself is looked for.
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
-            taken = locks.take(lock)
-            assert isinstance(taken, locks.Lock) and isinstance(locks.take(lock), locks.Holder)
-        os.kill(job_of_it, signal.SIGKILL)
-        taken.release()
-
-
-def test_another_machines_lock_is_taken_over_once_it_has_been_silent(lock: Path, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(locks, "_machine", lambda: "another")
-        theirs = locks.take(lock)
-    for age, beats in ((0, True), (60, True), (300, False)):
-        os.utime(theirs.file, (time.time() - age,) * 2)
-        holder = locks.take(lock)
-        assert isinstance(holder, locks.Holder) and holder.beats is beats
-        assert ("silent for 300 s" in str(holder)) is not beats
-    theirs.touched = -locks.BEAT  # it is time to say that it lives
-    assert theirs.beat() and locks.take(lock).silent < 60
-    os.utime(theirs.file, (time.time() - locks.DEAD - 60,) * 2)
-    ours = locks.take(lock)
-    assert isinstance(ours, locks.Lock) and files_of(lock) == [1, 2]
-    ours.touched = theirs.touched = -locks.BEAT
-    assert not theirs.beat() and ours.beat()
-    theirs.release()
-    assert isinstance(locks.take(lock), locks.Holder)
-
-
-def start(name: str, tmp_path: Path, *options: str) -> subprocess.Popen[str]:
+def start(name: str, tmp_path: Path, *options: str, begun: int = 0) -> subprocess.Popen[str]:
+    """A process that runs a table; when this returns, so many jobs have begun in all."""
     (tmp_path / "data").mkdir(exist_ok=True)
-    words = [sys.executable, str(PROGRAM), "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, tiny_table.__file__, "run", name, str(tmp_path / "data"), str(tmp_path / "out"), *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(jobs(tmp_path)) < begun:
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process
 
 
 def jobs(tmp_path: Path) -> list[list[str]]:
@@ -106,36 +44,19 @@ def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
 
 
-def test_what_a_killed_process_had_is_taken_over_after_its_job(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first = start("long", tmp_path, "--jobs", "1")
-    wait_for(lambda: jobs(tmp_path))
-    first.kill()
-    first.communicate()
-    ((*_, job),) = jobs(tmp_path)
-    said, err = start("long", tmp_path, "--jobs", "1").communicate(timeout=300)
-    assert f"slow-1: left to process {first.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
-    os.kill(int(job), signal.SIGKILL)
-    (out / "go").touch()
-    second = start("long", tmp_path)
-    said, err = second.communicate(timeout=300)
-    assert second.returncode == 0 and rows_kept(tmp_path) == ["a", "b", "slow"], err
-
-
-def test_a_row_that_was_taken_over_is_given_up(run, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(locks.Lock, "beat", lambda self: not jobs(tmp_path))
-    status, said, err = run("long", "--rows", "slow")
-    assert status == 1 and "slow-1: another process has taken it over, for this one was silent too long" in said
-    assert "slow, seed 1 failed: signal 15" in err
-
-
-def test_a_signal_ends_the_jobs_and_gives_the_rows_back(tmp_path: Path) -> None:
-    first = start("long", tmp_path, "--jobs", "1")
-    wait_for(lambda: jobs(tmp_path))
+def test_a_killed_processes_rows_are_its_jobs_and_those_of_one_that_ends_are_free(tmp_path: Path) -> None:
+    first = start("long", tmp_path, "--jobs", "1", begun=1)
     first.send_signal(signal.SIGTERM)
-    _, err = first.communicate(timeout=300)
-    assert first.returncode == 130 and "the same command goes on from here" in err
-    assert (tmp_path / "out" / "slow-1.lock.1").read_bytes() == b""
+    assert "the same command goes on from here" in first.communicate(timeout=300)[1] and first.returncode == 130
+    second = start("long", tmp_path, "--jobs", "1", begun=2)
+    second.kill()
+    second.communicate()
+    said, err = start("long", tmp_path, "--jobs", "1").communicate(timeout=300)
+    assert f"slow-1: left to process {second.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
+    os.kill(int(jobs(tmp_path)[1][-1]), signal.SIGKILL)
+    (tmp_path / "out" / "go").touch()
+    last = start("long", tmp_path)
+    assert not last.communicate(timeout=300)[1] and rows_kept(tmp_path) == ["a", "b", "slow"]
 
 
 @pytest.fixture
@@ -162,7 +83,6 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
         "  broken, seed 1 failed: exit status 1",
         "  broken, seed 1: test was not run, as it uses what failed",
     ]
-    assert not [path for path in (tmp_path / "out").glob("*.lock.*") if path.read_bytes()]
     status, said, err = run("failing")
     assert status == 1 and said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
 
@@ -174,86 +94,75 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
         ("GPU-a GPU-b GPU-c", {"GPUS": "2"}, "", 1, {"train": {"GPU-a,GPU-b"}, "score": {"GPU-a"}}),
         ("0", {}, "--jobs 2", 2, {"train": {"0"}}),  # that two share
         ("0 1 2 3", {}, "--jobs 2 -- --cpu", 2, {"train": {"-"}, "score": {"-"}}),
-        ("0 1", {"GPUS": "4"}, "", 0, {}),
     ],
 )
 def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, said, err = run("tiny", *options.split(), gpus=gpus, TOGETHER=str(most), **env)
-    if not most:
-        assert status == 1 and err == "error: GPUS is 4; it must be at most 2, as there are GPUs: 0, 1\n"
-        return
-    assert status == 0, err
-    noted = jobs(tmp_path)
+    assert status == 0 and ("a, seed 1 (GPU " in said) == ("-" not in given["train"]), err
     for verb, names in given.items():
-        assert {name for _, kind, _, name, _ in noted if kind == verb} == names
+        assert {name for _, kind, _, name, _ in jobs(tmp_path) if kind == verb} == names
     at_work, at_once = [], 0
-    for what, _, _, names, pid in noted:
-        if what == "begin":
-            assert "--jobs" in options or all(names != other for other, _ in at_work)
-            at_work.append((names, pid))
-        else:
+    for what, _, _, names, pid in jobs(tmp_path):
+        if what == "end":
             at_work.remove((names, pid))
+            continue
+        assert "--jobs" in options or all(names != other for other, _ in at_work)
+        at_work.append((names, pid))
         at_once = max(at_once, len(at_work))
-    assert at_once == most and ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
+    assert at_once == most
 
 
-def test_options_reach_training_and_some_of_them_scoring(run, tmp_path: Path) -> None:
+def test_a_run_is_kept_once_with_its_options_and_is_of_no_others(run, tmp_path: Path) -> None:
+    """Options reach training, and some of them scoring."""
     options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
-    status, _, err = run("tiny", *options)
-    assert status == 0, err
-    (found,) = ledger.read_ledger(tmp_path / "out" / "ledger.jsonl")
-    train, score = (line.split(".py ")[1] for line in found.commands)
+    assert run("tiny", "--rows", "a", gpus="0 1", GPUS="4")[2].startswith("error: GPUS is 4; it must be at most 2, ")
+    assert run("tiny", *options)[0] == 0
+    (found,) = ledger.read_ledger(book := tmp_path / "out" / "ledger.jsonl")
+    train, score = (line.split(" job ")[1] for line in found.commands)
     assert train == "train a OUT --lr 1 --cpu --num-workers 0 --seed 1"
     assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
+    assert run("tiny", *options)[1].startswith("1 of 1 runs are in ")
+    book.unlink()  # as if the run had been ended before it wrote down what it did
+    assert run("tiny", *options)[0] == 0 and ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
+    status, _, err = run("tiny", "--rows", "a")
+    assert status == 1 and "a-1 was begun with another command or data; name another OUT, or delete it" in err
 
 
 def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
-    bodies = {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {PROGRAM} "$@"'}
-    for name, body in bodies.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    path = write_programs(
+        tmp_path, {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {tiny_table.__file__} "$@"'}
+    )
     (tmp_path / "data").mkdir()
     words = ["bash", EXAMPLES / "distributed/rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out", "--jobs", "1"]
-    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{PATH}", "SLURM_ARRAY_JOB_ID": "7"}
-    array = [
-        subprocess.Popen(words, env=env | {"SLURM_ARRAY_TASK_ID": number}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for number in "123"
-    ]
-    said = [job.communicate(timeout=300)[0] for job in array]
-    assert [job.returncode for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
+    array = [subprocess.Popen(words, env=os.environ | {"PATH": path}, cwd=ROOT) for _ in range(3)]
+    assert [job.wait(timeout=300) for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
     done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
-    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5 and "about" not in "".join(said)
-    result = subprocess.run(words[:2], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and "holds no examples/reproduce.py; call sbatch in the root" in result.stderr
+    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
 
 
-LOG = """
-x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
-x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
-x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
-x | INFO | fairseq_cli.train | num. shared model params: 10 (num. trained: 10)
-x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
-x | INFO | train_inner | {"ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
-x | INFO | train_inner | {"ppl": "8", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
-x | INFO | fairseq_cli.train | done training in 1.0 seconds
-"""
+@pytest.mark.slow
+def test_two_nodes_of_slurms_train_one_model(our_fairseq, corpus, tmp_path):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    # One agent for each node; it fails if one does.
+    programs = {"scontrol": "echo localhost; echo localhost", "srun": '"$@" & first=$!; "$@" & wait $! && wait $first'}
+    env = {"SLURM_JOB_NODELIST": "two", "SLURM_NNODES": 2, "SLURM_JOB_ID": 7, "PROCESSES": 1, "PORT": port}
+    env["PATH"] = write_programs(tmp_path, programs)
+    flags = [*TASK, *SMALL_MODEL, *QUIET, *"--tokens-per-sample 16 --batch-size 4 --disable-validation".split()]
+    flags += [*"--optimizer adam --lr 0.01 --max-update 2 --save-dir".split(), tmp_path / "checkpoints"]
+    result = run_script(EXAMPLES / "distributed" / "train.sbatch", corpus, *flags, env=env)
+    assert result.returncode == 0, result.stderr
+    assert "training on 2 devices" in result.stdout and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
 
 
-def test_the_ledger_knows_gpus_and_kernels_and_tables_mark_what_lacks_them(tmp_path: Path) -> None:
-    places = grid.Places(tmp_path, tmp_path / "out")
-    (planned,) = grid.plan("tiny", tiny_table.table("a"), ["a"], [1], places, ["--fp16"], False)
-    for step, log in zip(planned.steps, (LOG, "score 1.5\n"), strict=True):
-        step.folder.mkdir(parents=True, exist_ok=True)
-        steps.write_json(step.folder / steps.DONE, {"key": step.key, "result": step.read_result(log)})
-    told = ledger.circumstances(tmp_path)
-    assert told["kernels"].keys() <= {"cpu", "cuda"} and "fairseq-fastweights" in told["versions"]
-    entry = planned.entry(told)
-    assert (entry.gpu, entry.gpus, entry.precision) == ("NVIDIA H100 80GB HBM3", 2, "float16")
-    assert (entry.words_per_second, entry.memory_gib) == (200.0, 20.9)
-    assert entry.backends == entry.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
-    ledger.append_entry(tmp_path / "ledger", entry)
-    assert ledger.read_ledger(tmp_path / "ledger")[0].without_kernels == entry.without_kernels
-    made = report.block("tiny", tiny_table.table("a"), [entry])
-    assert "| a (without kernels) |" in made and "GPUs: 2 x NVIDIA H100 80GB HBM3. Precision: float16." in made
-    assert "Trained (without kernels): chunkwise on cuda: the CUDA kernels were not built." in made
+def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Forked, for a new process would take seconds to import torch.
+    forked = partial(torch.multiprocessing.start_processes, start_method="fork")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
+    # 37 steps, which 2 processes share unequally; a state that is not square.
+    sizes = {"processes": 2, "batch": 2, "time": 37, "heads": 2, "key_dim": 5, "value_dim": 3}
+    found = run_in_parallel(Namespace(**sizes, rules=RULES, measure=False), torch.float64)
+    assert [row[:2] for row in found] == [(rule, rank) for rule in RULES for rank in range(2)]
+    # Sums in another order.
+    assert all(difference < 1e-12 for _, _, difference, *_ in found), found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.conftest import DEVICE
 
-from .conftest import EXAMPLES, interrupt
+from .conftest import EXAMPLES
 
 SIZE, DIM = 7, 6
 
@@ -99,21 +99,18 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
     torch.testing.assert_close(retriever(sequences, queries), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("losses", "end"),
-    [
+def test_training_ends_at_the_target_without_progress_or_at_the_limit() -> None:
+    for losses, wanted in (
         ([0.5, 0.1, 0.00099, 0.0], ("solved", 300)),
         ([0.5, 0.001], (None, 200)),  # not below the target
         ([0.5] + [0.499] * 20, ("no progress", 1_100)),  # less than a hundredth is none
         ([0.5] + [0.4999 - 0.001 * i for i in range(20)], (None, 2_100)),  # slow, but progress
         ([0.5, math.nan, 0.1], ("not a number", 200)),
         ([0.5 - 0.01 * i for i in range(30)], ("limit", 2_500)),
-    ],
-)
-def test_training_ends_at_the_target_without_progress_or_at_the_limit(losses: list, end: tuple) -> None:
-    rule = training.StopRule(max_steps=2_500)
-    judged = ((rule.judge(100 * number, loss), 100 * number) for number, loss in enumerate(losses, 1))
-    assert next((one for one in judged if one[0]), (None, 100 * len(losses))) == end
+    ):
+        rule = training.StopRule(max_steps=2_500)
+        judged = ((rule.judge(100 * number, loss), 100 * number) for number, loss in enumerate(losses, 1))
+        assert next((one for one in judged if one[0]), (None, 100 * len(losses))) == wanted
 
 
 def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +123,6 @@ def test_training_is_repeatable_and_learns(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(training, "evaluate", lambda retriever, point: math.nan)
     result = training.train_point(training.Point(1, "softmax", 3, max_steps=2))
     assert (result["stopped"], result["best_loss"], result["curve"]) == ("not a number", None, [[2, None]])
-    json.dumps(result, allow_nan=False)
 
 
 def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, setting: int = 1, **other: Any) -> dict:
@@ -143,21 +139,17 @@ def append(folder: Path, *entries: dict[str, Any]) -> None:
 
 def test_results_come_back_as_appended_and_half_a_line_is_replaced(tmp_path: Path, capsys) -> None:
     path, good = results.file_of(tmp_path, 1), entry()
-    assert results.read_results(path) == {}
     append(tmp_path, good, entry("favor-64", loss=None), entry("dpfp-3") | {"key": "of another way of training"})
     whole = path.read_bytes()
-    path.write_bytes(whole + json.dumps(entry("dpfp-1")).encode()[:-30])
+    path.write_bytes(whole + b'{"key": "')
     append(tmp_path, entry("dpfp-2"))
     linear, favor, dpfp = results.read_results(path).values()
     assert (linear.point.model, linear.best_loss, linear.curve) == ("linear", 0.25, [(100, 0.25), (200, 0.25)])
     assert (favor.best_loss, dpfp.point.model) == (None, "dpfp-2") and path.read_bytes().startswith(whole)
-
-    # A line that is no result ends the program with its number.
-    (tmp_path / program.MARK).touch()
-    for broken in ("no json", "", *(json.dumps(good | change) for change in ({}, {"curve": [[1]]}))):
-        path.write_text(text := "\n".join([json.dumps(good), broken, json.dumps(entry("dpfp-1"))]) + "\n")
+    for broken in ("no json", *(json.dumps(good | change) for change in ({}, {"curve": [[1]]}))):
+        path.write_text(f"{json.dumps(good)}\n{broken}\n")
         assert program.main(["--draw", "--out", str(tmp_path)]) == 1
-        assert capsys.readouterr().err.startswith(f"error: {path}, line 2 ") and path.read_text() == text
+        assert capsys.readouterr().err.startswith(f"error: {path}, line 2 ")
 
 
 @pytest.mark.skipif(DEVICE == ["--cpu"], reason="FASTWEIGHTS_TEST_DEVICE is not cuda")
@@ -190,55 +182,45 @@ def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path,
         append(tmp_path, entry(point.model, point.size, loss, setting=point.setting))
     assert demo.main(["--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert f"{len(demo.POINTS)} of {len(demo.POINTS)} points: done before" in shown
     above = "Above 0.001: softmax at none of these sizes, linear (ELU + 1) makes errors from S = 60 on, DPFP-1 makes "
     assert f"{above}errors from S = 140 on." in shown
     assert "ends at 0.1250; the delta rule, which replaces it, at < 0.001." in shown
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["synthetic-figure2.png", "synthetic-figure3.png"]
+    assert len(list(tmp_path.glob("synthetic-figure[23].png"))) == 2
 
 
-@pytest.mark.slow
-def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    path = results.file_of(out, 1)
-    arguments = ["--setting", "1", "--models", "softmax", "linear", "--out", str(out), "--max-steps", "100"]
-    # Points of 6 keys have less than a hundredth of the work of those of 4,000.
-    large = [*arguments, "--sizes", "6", "4000", "--jobs", "2"]
-    lines = interrupt(EXAMPLES / "synthetic" / "run.py", large, lambda lines: len(lines) == 2)
-    assert [line[:5] for line in lines] == ["[1/4]", "[2/4]"]  # a log has nothing else
-    with steps.claim(out, program.MARK):  # a worker that still ran would hold it
-        pass
+def test_a_grid_goes_on_where_it_was_and_ends_with_a_worker(tmp_path: Path, capsys, monkeypatch) -> None:
+    path = results.file_of(tmp_path, 1)
+    grid_of = "--setting 1 --models softmax linear --max-steps 100 --jobs 2 --out".split()
+    assert program.main([*grid_of, str(tmp_path), "--sizes", "6"]) == 0
     before = path.read_bytes()
     path.write_bytes(before + before[:50])
-    again = [*arguments, "--sizes", "6", "8", "--jobs", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(sys.stdout, "isatty", lambda: True)
-        assert program.main(again) == 0
+        assert program.main([*grid_of, str(tmp_path), "--sizes", "6", "8"]) == 0
     shown = capsys.readouterr().out
     assert "ended with half a line, which is dropped" in shown and "2 of 4 points: done before" in shown
-    assert "S = 8: begins\n> 0 waiting, about " in shown and "\x1b[2F\x1b[J" in shown
+    assert "S = 8: begins\n> 0 waiting, about " in shown and "\x1b[3F\x1b[J" in shown
     assert path.read_bytes().startswith(before) and len(results.read_results(path)) == 4
     (tmp_path / "worker.py").write_text("import sys\ninput()\nsys.exit('out of memory')\n")
     monkeypatch.setattr(grid, "WORKER", tmp_path / "worker.py")
     with pytest.raises(steps.StepError, match=r"(?s)the process for setting 1, softmax, S = 7 ended.*out of memory"):
-        grid.Grid(out, 1, sys.stdout).run([training.Point(1, "softmax", 7)])
+        grid.Grid(tmp_path, 1, sys.stdout).run([training.Point(1, "softmax", 7)])
 
 
 COMMITTED = [
     x for n in (1, 2) for x in results.read_results(results.file_of(EXAMPLES / "synthetic" / "results", n)).values()
 ]
 POINTS = {(x.point.seed, x.point.setting, x.point.model, x.point.size): x for x in COMMITTED}
-SIZES = {1: range(20, 601, 20), 2: range(20, 201, 20)}
 
 
 def test_all_models_were_trained_at_all_sizes_to_the_papers_end() -> None:
     """Below the target, or without progress: not at the limit of steps, and with numbers. The page has the tables."""
-    of_the_paper = {setting: models.MODELS[setting].keys() - {"delta-favor-128"} for setting in SIZES}
-    required = {(s, model, size) for s in SIZES for model in of_the_paper[s] for size in SIZES[s]}
+    of_the_paper = {setting: models.MODELS[setting].keys() - {"delta-favor-128"} for setting in program.SIZES}
+    required = {(s, model, size) for s in program.SIZES for model in of_the_paper[s] for size in program.SIZES[s]}
     assert {(seed, *point) for seed in (1, 2, 3) for point in required} <= POINTS.keys()
     assert {result.stopped for result in COMMITTED} == {"solved", "no progress"}
     page = (EXAMPLES.parent / "docs" / "synthetic.md").read_text(encoding="utf-8")
-    for setting in SIZES:
+    for setting in program.SIZES:
         assert report.loss_table([x for x in COMMITTED if x.point.setting == setting]) in page
 
 
@@ -246,27 +228,26 @@ def test_all_models_were_trained_at_all_sizes_to_the_papers_end() -> None:
 def test_claims_of_the_paper_hold_in_the_committed_results(seed: int) -> None:
     """Sec. 6.1 and Appendix D. A claim that does not come out is not here but in docs/synthetic.md, with the curves."""
 
-    def losses(setting: int, model: str) -> dict[int, float]:
-        return {size: POINTS[seed, setting, model, size].best_loss for size in SIZES[setting]}
+    def losses(setting: int, model: str) -> list[float]:
+        return [POINTS[seed, setting, model, size].best_loss for size in program.SIZES[setting]]
+
+    def up_to(size: float, model: str) -> list[float]:
+        return losses(1, model)[: int(size) // 20]
 
     # DPFP holds three fifths of its capacity, and makes hardly any errors up to three quarters.
     capacities = {f"dpfp-{nu}": 128 * nu for nu in (1, 2, 3)}
-    limits = [("linear", 20, 20, 60), *((m, 0.6 * n, 0.75 * n, n + 1) for m, n in capacities.items())]
-    for model, held, hardly, above in limits:
-        found = losses(1, model)
-        assert max(loss for size, loss in found.items() if size <= held) < training.TARGET, model
-        assert max(loss for size, loss in found.items() if size <= hardly) < 3 * training.TARGET, model
-        rest = [loss for size, loss in found.items() if size >= above]
+    for model, held, hardly, full in [
+        ("linear", 20, 20, 40),
+        *((m, 0.6 * n, 0.75 * n, n) for m, n in capacities.items()),
+    ]:
+        assert max(up_to(held, model)) < training.TARGET and max(up_to(hardly, model)) < 3 * training.TARGET, model
+        rest = losses(1, model)[len(up_to(full, model)) :]
         assert rest[0] > 10 * training.TARGET and rest == sorted(rest), model
-    softmax = losses(1, "softmax").values()
-    for model in models.MODELS[1]:  # down to three times the target, below which chance decides
-        both = zip(losses(1, model).values(), softmax, strict=True)
-        assert all(max(a, 3 * training.TARGET) >= max(b, 3 * training.TARGET) for a, b in both), model
-    assert max(loss for size, loss in losses(1, "softmax").items() if size <= 400) < training.TARGET
-    assert all(training.TARGET < loss < 0.04 for size, loss in losses(1, "softmax").items() if size >= 500)
-    favor = [list(losses(1, f"favor-{m}").values()) for m in (64, 128, 512)]
-    assert min(map(min, favor)) > 10 * training.TARGET
-    up_to_260 = (x[: SIZES[1].index(260) + 1] for x in favor)
-    assert all(few > more > most for few, more, most in zip(*up_to_260, strict=True))
-    others = [losses(2, name).values() for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")]
-    assert all(a < min(rest) for a, *rest in zip(losses(2, "delta-dpfp-1").values(), *others, strict=True))
+    softmax, least = losses(1, "softmax"), 3 * training.TARGET  # below which chance decides
+    for model in models.MODELS[1]:
+        assert all(max(a, least) >= max(b, least) for a, b in zip(losses(1, model), softmax, strict=True)), model
+    assert max(up_to(400, "softmax")) < training.TARGET < min(softmax[24:]) and max(softmax) < 0.04
+    favor = [up_to(260, f"favor-{m}") for m in (64, 128, 512)]
+    assert all(few > more > most > 10 * training.TARGET for few, more, most in zip(*favor, strict=True))
+    others = [losses(2, name) for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")]
+    assert all(a < min(rest) for a, *rest in zip(losses(2, "delta-dpfp-1"), *others, strict=True))

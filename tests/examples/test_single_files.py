@@ -1,0 +1,114 @@
+"""What newcomers do works: the page "Get started" has its numbers, the notebook runs, packed documents train."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from examples.packed_documents import NOTHING, Packer, main, stream
+from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
+from tests.conftest import command
+from tests.test_documentation import commands
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "get-started.md"
+
+
+def as_told(pattern: str) -> object:
+    """A number on the page, whose lines may break anywhere; more or less, as Python's help pages, the text, differ."""
+    [number] = re.findall(pattern, " ".join(PAGE.read_text(encoding="utf-8").split()))
+    return pytest.approx(float(number.replace(",", "")), rel=0.2)
+
+
+@pytest.mark.slow
+def test_the_first_epoch_of_the_tutorial_gives_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text(encoding="utf-8")
+    exec(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0], {})
+    shown = dict(reversed(list(commands(PAGE))))  # the first of each
+    log = command("preprocess", *shown["preprocess"])
+    [(types, tokens)] = re.findall(r"Dictionary: (\d+) types\n.*train.txt: \d+ sents, (\d+) tokens", log)
+    assert int(types) == as_told(r"dictionary of about ([\d,]+) types")
+    assert int(tokens) == as_told(r"text of about ([\d,]+) tokens")
+    words = [str(ROOT / word) if word == "fairseq_fastweights" else word for word in shown["train"]]
+    log = command("train", *words, "--cpu", "--max-update", "100", "--num-workers", "0", "--log-format", "simple")
+    [perplexity] = re.findall(r"valid on 'valid' subset .*\| ppl ([\d.]+)", log)
+    assert float(perplexity) == as_told(r"validation perplexity of about (\d+) after the first epoch")
+
+
+def test_the_notebooks_cells_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    cells = json.loads((ROOT / "examples" / "first_model.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for size, small in (
+        ("UPDATES, BATCH, LENGTH = 600, 16, 128", "UPDATES, BATCH, LENGTH = 3, 2, 16"),
+        ("WIDTH, LAYERS = 128, 2", "WIDTH, LAYERS = 16, 1"),
+        ("most=20000", "most=100"),
+    ):
+        assert size in code
+        code = code.replace(size, small)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert set(names["curves"]) == {"gated-delta", "softmax"} and len(names["curves"]["softmax"]) == 3
+    assert {line.get_label() for line in names["axes"].get_lines()} == set(names["curves"])
+    assert len(names["scores"]) == 3 and names["written"].shape[1] == names["prompt"].shape[1] + 16
+
+
+DOCUMENTS = ["a b c", "d", "e f g h i j k", "b c d e f", "a a"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model for the letters, with a memory, attention and learned positions, and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["</s>", "<pad>", *"abcdefghijk"])}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
+    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
+    made.save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 8, "dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    config = FastWeightConfig(**sizes, mixers=["gated-delta", "softmax"], position_embeddings="learned")
+    FastWeightForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "fairseq").mkdir()
+    return tmp_path
+
+
+def test_a_row_of_packed_documents_goes_on_where_the_last_one_ended() -> None:
+    packer = Packer(4)
+    first = packer({"input_ids": [[7, 8], [7, 9, 5, 6, 4, 3, 2, 1]]})
+    assert first["input_ids"] == [[7, 8, 7, 9], [5, 6, 4, 3]]
+    assert first["position_ids"] == [[0, 1, 0, 1], [0, 1, 2, 3]]
+    assert first["labels"] == [[NOTHING, 8, NOTHING, 9], [5, 6, 4, 3]]
+    last = packer({"input_ids": [[7, 6]]})
+    assert (last["input_ids"], last["position_ids"]) == ([[2, 1, 7, 6]], [[0, 1, 0, 1]])
+
+
+@torch.no_grad()
+def test_packed_documents_have_the_logits_that_they_have_alone(folder: Path) -> None:
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text, "other": 1}) + "\n" for text in DOCUMENTS))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    model = FastWeightForCausalLM.from_pretrained(folder / "model").eval()
+    (row,) = stream([str(folder / "texts.jsonl")], tokenizer, 23, buffer=1, seed=1)
+    packed = {name: torch.tensor([values]) for name, values in row.items()}
+    assert packed["input_ids"].tolist() == [[number for text in DOCUMENTS for number in tokenizer(text).input_ids]]
+    alone = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in DOCUMENTS]
+    assert (model(**packed).logits[0] - torch.cat(alone)).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match=r"FILES end in \.json, \.txt; all must end in \.jsonl, \.json or \.txt"):
+        stream(["a.txt", "b.json"], None, 4, 1, 1)
+
+
+def test_a_model_is_trained_on_packed_documents_and_saved(folder: Path) -> None:
+    (folder / "texts.txt").write_text("\n\n".join(DOCUMENTS * 40))
+    sizes = ["--length", "16", "--batch-size", "4", "--updates", "40", "--lr", "0.05"]
+    main([str(folder / "model"), str(folder / "out"), str(folder / "texts.txt"), *sizes])
+    text = transformers.AutoTokenizer.from_pretrained(folder / "out")(DOCUMENTS[2], return_tensors="pt")
+    models = (FastWeightForCausalLM.from_pretrained(folder / name).eval() for name in ("model", "out"))
+    before, after = (model(**text, labels=text.input_ids).loss.item() for model in models)
+    assert after < 0.6 * before and (folder / "out" / "fairseq").is_dir()
