@@ -16,6 +16,7 @@ from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.ops.gating import gate
 
@@ -195,6 +196,8 @@ class GatedDelta(MovesPadding):
         before = {} if state is None else state
         modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
         projected, logits, *of_gates = project(text, modules, together=3)
+        if state is not None and len(text) == 1 and lengths is None and starts is None and self._may_take_step(text):
+            return self._step(projected, logits, of_gates, state, overwrite)
         mixed, conv_state = short_convolution(
             projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts, backend=self.backend
         )
@@ -225,6 +228,23 @@ class GatedDelta(MovesPadding):
             backend=self.backend,
         )
         return self.o_proj(self._read(y.transpose(0, 1), of_gates, mixed.dtype)), {"conv": conv_state, "memory": memory}
+
+    def _may_take_step(self, text: Tensor) -> bool:
+        return type(self) is GatedDelta and steps.may_take(text, self.backend)
+
+    def _step(
+        self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, overwrite: bool
+    ) -> tuple[Tensor, State]:
+        """A step as one operator, from what the projections gave."""
+        after = {name: steps.own(state[name], overwrite) for name in ("conv", "memory")}
+        gates = logits, of_gates[0], self._output_logits(of_gates[1])
+        parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
+        heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads
+        most = 2.0 if self.negative_eigenvalues else 1.0
+        out = steps.gated_delta_step_(
+            projected, *gates, *(x.contiguous() for x in parameters), *heads, most, self.eps, *after.values()
+        )
+        return self.o_proj(out), after
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
