@@ -117,7 +117,7 @@ struct Kernels {
     void (*gating_backward)(const Gating&, int64_t begin, int64_t end);
     void (*convolution_forward)(const Convolution&, int64_t begin, int64_t end);
     void (*convolution_backward)(const Convolution&, int64_t begin, int64_t end);
-    void (*learned_features)(const LearnedFeatures&, int64_t begin, int64_t end);
+    void (*delta_step)(const DeltaStep&, int64_t begin, int64_t end);
     void (*window_step)(const WindowStep&, int64_t begin, int64_t end);
     void (*gated_delta_step)(const GatedDeltaStep&, int64_t begin, int64_t end);
 };

@@ -5,15 +5,17 @@
 
 namespace fairseq_fastweights {
 
-// Learned features of queries and keys, (batch, 1, heads or heads shared, dim): relu(W x + b) of each head, weight (heads,
-// features, dim) and bias (heads, features) contiguous, divided by their sum plus eps if `sums`.
-struct LearnedFeatures {
-    int64_t batch = 0, heads = 0, dim = 0, features = 0;
-    bool sums = false;
+// A step of `FastWeightAttention` with the delta rule, learned features and sum normalisation: phi(x) = relu(W x + b), divided
+// by its sum plus eps, with weight (heads, features, dim) and bias (heads, features). q, k and v are (batch, 1, heads, ...),
+// beta the logits of write strengths, (1, batch, heads), and `state`, in the type of states, (batch, heads, features,
+// value_dim). Parameters and states are contiguous.
+struct DeltaStep {
+    int64_t batch = 0, heads = 0, dim = 0, features = 0, value_dim = 0;
     double eps = 0;
-    Sequence q, k, weight, bias, phi_q, phi_k;
+    Sequence q, k, v, beta, weight, bias, out;
+    void* state = nullptr;
 
-    int64_t tasks() const { return heads; }
+    int64_t tasks() const { return batch * heads; }
 };
 
 // A step of `WindowSum`. Of q, (batch, 1, heads, dim), `sharing` heads have one of k and v, (batch, 1, kv_heads, dim). Keys

@@ -38,20 +38,26 @@ Sequence heads_of(const char* name, const Tensor& x, int64_t batch, int64_t head
     return found;
 }
 
-std::tuple<Tensor, Tensor> learned_features(const Tensor& q, const Tensor& k, const Tensor& weight, const Tensor& bias,
-                                            bool sums, double eps, ScalarType dtype) {
-    if (weight.dim() != 3) fail("weight has shape ", weight.sizes(), "; it must be (heads, features, dim)");
-    LearnedFeatures p;
-    p.batch = q.size(0), p.heads = weight.size(0), p.features = weight.size(1), p.dim = weight.size(2);
-    p.sums = sums, p.eps = eps;
+Tensor delta_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, const Tensor& weight,
+                  const Tensor& bias, double eps, const Tensor& state) {
+    if (weight.dim() != 3 || v.dim() != 4) {
+        fail("weight has shape ", weight.sizes(), " and v ", v.sizes(),
+             "; they must be (heads, features, dim) and (batch, 1, heads, value_dim)");
+    }
+    DeltaStep p;
+    p.batch = v.size(0), p.heads = weight.size(0), p.features = weight.size(1), p.dim = weight.size(2);
+    p.value_dim = v.size(3), p.eps = eps;
     p.weight = parameter("weight", weight, {p.heads, p.features, p.dim});
     p.bias = parameter("bias", bias, {p.heads, p.features});
     p.q = heads_of("q", q, p.batch, p.heads, p.dim), p.k = heads_of("k", k, p.batch, p.heads, p.dim);
-    Tensor phi_q = new_empty(q, {p.batch, 1, p.heads, p.features}, dtype);
-    Tensor phi_k = new_empty(q, {p.batch, 1, p.heads, p.features}, dtype);
-    p.phi_q = sequence("phi_q", phi_q), p.phi_k = sequence("phi_k", phi_k);
-    run(&Kernels::learned_features, p, q, 2 * p.batch * p.features * p.dim);
-    return {phi_q, phi_k};
+    p.v = heads_of("v", v, p.batch, p.heads, p.value_dim);
+    check_sizes("beta", beta, {1, p.batch, p.heads});
+    p.beta = sequence("beta", beta, 3);
+    p.state = own("state", state, {p.batch, p.heads, p.features, p.value_dim}, state_type(v)).data;
+    Tensor out = new_empty(v, {p.batch, 1, p.heads, p.value_dim}, v.scalar_type());
+    p.out = sequence("out", out);
+    run(&Kernels::delta_step, p, v, p.features * (p.value_dim + p.dim));
+    return out;
 }
 
 Tensor window_step(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& cosines,
@@ -141,7 +147,7 @@ Tensor gated_delta_step(const Tensor& x, const Tensor& beta, const Tensor& decay
 }
 
 FAST_WEIGHTS_OPERATORS(fairseq_fastweights, CPU, m) {
-    m.impl("learned_features", FAST_WEIGHTS_OPERATOR(learned_features));
+    m.impl("delta_step_", FAST_WEIGHTS_OPERATOR(delta_step));
     m.impl("window_step_", FAST_WEIGHTS_OPERATOR(window_step));
     m.impl("gated_delta_step_", FAST_WEIGHTS_OPERATOR(gated_delta_step));
 }

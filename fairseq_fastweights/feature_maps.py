@@ -14,13 +14,9 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
-
-_ROWS_OF_A_KERNEL = 8
-"""Of more rows products of matrices are as fast as the kernel for learned features of a step."""
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
@@ -246,16 +242,6 @@ class ReluMap(FeatureMap):
         bound = math.sqrt(6 / self.key_dim)
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
-
-    def _map(
-        self, q: Tensor, k: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        if q.shape[1] == k.shape[1] == 1 and len(q) <= _ROWS_OF_A_KERNEL and steps.may_take(q, backend):
-            weight, bias = self.weight.contiguous(), self.bias.contiguous()
-            dtype = steps.state_dtype(q.dtype) if dtype is None else dtype
-            phi_q, phi_k = steps.learned_features(q, k, weight, bias, normalize, self.sum_eps, dtype)
-            return phi_q, phi_k
-        return super()._map(q, k, scales, normalize, dtype, backend)
 
     def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))

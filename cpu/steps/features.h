@@ -1,5 +1,5 @@
-// Learned features of a step:  phi(x) = relu(W x + b),  divided by the sum of its numbers plus eps if `sums`. A sum that has
-// underflowed divides nothing, as in ../features.h.
+// The learned map of a step's queries and keys:  phi(x) = relu(W x + b),  divided by the sum of its numbers plus eps if `sums`.
+// A sum that has underflowed divides nothing, as in ../features.h.
 #pragma once
 
 #include "../features.h"
@@ -55,36 +55,6 @@ private:
     const real eps_;
     const real* weight_ = nullptr;
     real *room_, *bias_;
-};
-
-template <class real> class LearnedFeaturesTask {
-public:
-    using Memory = Scratch<real>;
-
-    LearnedFeaturesTask(const LearnedFeatures& p, Scratch<real>& scratch, bool)
-        : p_(p), map_(scratch, p.dim, p.features, p.sums, p.eps), x_(scratch.take(p.dim)),
-          y_(scratch.take(p.features)) {}
-
-    // A head of all rows.
-    void forward(index_t h) {
-        map_.open(p_.weight, p_.bias, h);
-        for (index_t b = 0; b < p_.batch; ++b) {
-            map(p_.q, p_.phi_q, b, h);
-            map(p_.k, p_.phi_k, b, h);
-        }
-    }
-    void backward(index_t) {}
-
-private:
-    void map(const Sequence& x, const Sequence& phi, index_t b, index_t h) {
-        load_rows(x_, x, place(x, b, 0, h), 0, 1, p_.dim, 0);
-        map_.map(y_, x_);
-        store_rows(phi, place(phi, b, 0, h), 0, y_, 1, p_.features);
-    }
-
-    const LearnedFeatures& p_;
-    LearnedMap<real> map_;
-    real *x_, *y_;
 };
 
 }  // namespace FAST_WEIGHTS_ISA

@@ -52,7 +52,9 @@ public:
             copy(rows_.erase, rows_.k, padded(p_.key_dim));
             fill(rows_.f, decay_[h], padded(p_.key_dim));
             rows_.beta = beta_[h];
-            remember(static_cast<real*>(p_.memory) + b * p_.memory_batch + h * p_.memory_head);
+            fill(rows_.z, real(1), padded(p_.value_dim));
+            real* state = static_cast<real*>(p_.memory) + b * p_.memory_batch + h * p_.memory_head;
+            step_state(rows_, state, p_.memory_key, p_.key_dim, p_.value_dim);
             write(b, h);
         }
     }
@@ -93,14 +95,6 @@ private:
     void to_length(real* x, real length) const {
         const index_t n = padded(p_.key_dim);
         scale(x, x, length / square_root(dot(x, x, n) + static_cast<real>(1e-6)), n);
-    }
-
-    void remember(real* state) {
-        fill(rows_.z, real(1), padded(p_.value_dim));
-        index_t m = 0;
-        for (; m + 4 * W <= p_.value_dim; m += 4 * W) step_columns<4>(rows_, state, p_.memory_key, p_.key_dim, m);
-        for (; m + W <= p_.value_dim; m += W) step_columns<1>(rows_, state, p_.memory_key, p_.key_dim, m);
-        step_rest(rows_, state, p_.memory_key, p_.key_dim, m, p_.value_dim);
     }
 
     void write(index_t b, index_t h) {

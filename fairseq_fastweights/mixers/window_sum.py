@@ -137,7 +137,7 @@ class WindowSum(MovesPadding, MemoryAttention):
         turned: tuple[Tensor, ...] = ()
         if self.rotary_dim:
             turned = turns(seen[:, None].float(), self.rotary_dim, self.rotary_base, q.dtype, self._scaling)
-        if time == 1 and lengths is None and state is not None and self._may_take_step(q):
+        if time == 1 and lengths is None and state is not None and self._may_take_step(q, state):
             out, after = self._step(q, k, v, turned, seen, starts, state, overwrite)
             return self._project_out(out, text), after | {"read": read}
         if turned:
@@ -170,8 +170,10 @@ class WindowSum(MovesPadding, MemoryAttention):
         out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
         return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
 
-    def _may_take_step(self, q: Tensor) -> bool:
-        return type(self.feature_map) is ReluMap and steps.may_take(q, self.backend)
+    def _may_take_step(self, q: Tensor, state: State) -> bool:
+        # What was read under autocast has left keys in half precision.
+        learned = type(self.feature_map) is ReluMap and state["keys"].dtype == q.dtype
+        return learned and steps.may_take(q, self.backend)
 
     def _step(
         self,

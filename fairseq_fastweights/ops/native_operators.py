@@ -49,8 +49,8 @@ _SCHEMAS = (
     f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
     f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
     " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
-    "learned_features(Tensor q, Tensor k, Tensor weight, Tensor bias, bool sums, float eps, ScalarType dtype)"
-    " -> (Tensor phi_q, Tensor phi_k)",
+    "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor weight, Tensor bias, float eps, Tensor(a!) state)"
+    " -> Tensor out",
     "window_step_(Tensor q, Tensor k, Tensor v, Tensor? cosines, Tensor? sines, Tensor seen, Tensor weight,"
     " Tensor bias, Tensor log_factor, bool sums, float eps, Tensor? starts, Tensor(a!) keys, Tensor(b!) values,"
     " Tensor(c!) state)"
@@ -180,10 +180,9 @@ def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *other
     return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::learned_features", lib=_library)
-def _(q: Any, k: Any, weight: Any, *how: Any) -> Any:
-    shape = (len(q), 1, *weight.shape[:2])
-    return q.new_empty(shape, dtype=how[-1]), q.new_empty(shape, dtype=how[-1])
+@torch.library.register_fake(f"{NAMESPACE}::delta_step_", lib=_library)
+def _(q: Any, k: Any, v: Any, beta: Any, weight: Any, *others: Any) -> Any:
+    return v.new_empty(len(v), 1, len(weight), v.shape[-1])
 
 
 @torch.library.register_fake(f"{NAMESPACE}::window_step_", lib=_library)
@@ -370,6 +369,6 @@ map_features = _register_autograd("map_features", _differentiate_features, _keep
 for _operator in ("rule_backward", "selective_scan_backward", "map_features_backward"):
     _register_autograd(_operator, _refuse_second_derivatives, _keep_nothing)
 # Nothing differentiates these. Looked up once, as by its name each takes as long as a tenth of a step.
-learned_features = torch.ops.fairseq_fastweights.learned_features.default
+delta_step_ = torch.ops.fairseq_fastweights.delta_step_.default
 window_step_ = torch.ops.fairseq_fastweights.window_step_.default
 gated_delta_step_ = torch.ops.fairseq_fastweights.gated_delta_step_.default

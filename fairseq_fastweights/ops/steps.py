@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import libraries, native, native_operators
-from fairseq_fastweights.ops.checks import state_dtype as state_dtype
 from fairseq_fastweights.ops.checks import values_are_checked
 
-learned_features: Any = native_operators.learned_features
+delta_step_: Any = native_operators.delta_step_
 window_step_: Any = native_operators.window_step_
 gated_delta_step_: Any = native_operators.gated_delta_step_
 
@@ -42,4 +41,7 @@ def may_take(x: Tensor, backend: str) -> bool:
 
 def own(state: Tensor, in_place: bool) -> Tensor:
     """The state that a step may change: itself, or a copy."""
-    return state if in_place and state.is_contiguous() else state.clone(memory_format=torch.contiguous_format)
+    if not in_place or not state.is_contiguous():
+        return state.clone(memory_format=torch.contiguous_format)
+    native.mark_changed(state)
+    return state
