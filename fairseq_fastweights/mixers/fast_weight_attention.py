@@ -151,7 +151,7 @@ class FastWeightAttention(MemoryAttention):
         """A step of the delta rule as one operator behind its projections; it changes `state`."""
         *heads, beta = project(x, [self.q_proj, self.k_proj, self.v_proj, *gates])
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(0, 1) for part in heads)
-        phi = self.feature_map
+        phi: Any = self.feature_map
         parameters = phi.weight.contiguous(), phi.bias.contiguous()
         out = steps.delta_step_(self.q_norm(q), self.k_norm(k), v, beta, *parameters, phi.sum_eps, state)
         return self._project_out(out, x), {"state": state}

@@ -188,7 +188,8 @@ class WindowSum(MovesPadding, MemoryAttention):
     ) -> tuple[Tensor, State]:
         """A step as one operator: what is read, (batch, 1, heads, head_dim), and the state but for "read"."""
         after = {name: steps.own(state[name], overwrite) for name in ("keys", "values", "state")}
-        phi, (cosines, sines) = self.feature_map, turned or (None, None)
+        phi: Any = self.feature_map
+        cosines, sines = turned or (None, None)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         parameters = (x.contiguous() for x in (phi.weight, phi.bias, self.log_factor))
         how = "sum" in self.normalization, phi.sum_eps, starts
