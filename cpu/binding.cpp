@@ -1,25 +1,15 @@
 // The CPU kernels as torch operators. Their schemas, shape functions and derivatives are in
 // fairseq_fastweights/ops/native_operators.py; native.py makes last dimensions contiguous.
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "../native/operators.h"
-#include "kernels.h"
+#include "chosen.h"
 
 namespace fairseq_fastweights {
 namespace {
-
-// The kernels that compute with numbers of this type.
-const Kernels& kernels_for(ScalarType type) {
-    const Kernels* found = kernels(type == ScalarType::Double);
-    if (found) return *found;
-    const char* wanted = std::getenv("FASTWEIGHTS_CPU_ISA");
-    fail("FASTWEIGHTS_CPU_ISA is ", wanted ? wanted : "", "; here it may be one of ", fast_weights_instruction_sets());
-}
-const Kernels& kernels_for(const Tensor& x) { return kernels_for(x.scalar_type()); }
 
 // Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
 // few that every thread gets several tasks.
@@ -226,9 +216,6 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
             dz,
             d_initial};
 }
-
-// Fewer numbers of state are not worth another thread.
-constexpr int64_t SMALLEST_SHARE = 65536;
 
 Tensor step(const Rule& rule, const Tensor& state) {
     const Tensor& v = rule.v;

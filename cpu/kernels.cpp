@@ -15,6 +15,9 @@
 #include "recurrent/step.h"
 #include "recurrent/sum_backward.h"
 #include "scan.h"
+#include "steps/delta.h"
+#include "steps/gated_delta.h"
+#include "steps/window.h"
 #include "sweep.h"
 
 namespace fairseq_fastweights {
@@ -103,7 +106,10 @@ const Kernels FAST_WEIGHTS_NUMBERS = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                                       tasks<GatingTask<real>, false, Gating>,
                                       tasks<GatingTask<real>, true, Gating>,
                                       tasks<ConvolutionTask<real>, false, Convolution>,
-                                      tasks<ConvolutionTask<real>, true, Convolution>};
+                                      tasks<ConvolutionTask<real>, true, Convolution>,
+                                      tasks<DeltaTask<real>, false, DeltaStep>,
+                                      tasks<WindowTask<real>, false, WindowStep>,
+                                      tasks<GatedDeltaTask<real>, false, GatedDeltaStep>};
 
 }  // namespace FAST_WEIGHTS_ISA
 }  // namespace fairseq_fastweights

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../native/types.h"
+#include "step_calls.h"
 
 namespace fairseq_fastweights {
 
@@ -116,6 +117,9 @@ struct Kernels {
     void (*gating_backward)(const Gating&, int64_t begin, int64_t end);
     void (*convolution_forward)(const Convolution&, int64_t begin, int64_t end);
     void (*convolution_backward)(const Convolution&, int64_t begin, int64_t end);
+    void (*delta_step)(const DeltaStep&, int64_t begin, int64_t end);
+    void (*window_step)(const WindowStep&, int64_t begin, int64_t end);
+    void (*gated_delta_step)(const GatedDeltaStep&, int64_t begin, int64_t end);
 };
 
 // The kernels for the processor at hand, of float64 or of all other numbers; the environment variable FASTWEIGHTS_CPU_ISA

@@ -25,7 +25,7 @@ NOT_RUN = 77
 FILES = (
     *("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py"),
     *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py", "tests/ops/test_features.py"),
-    *("tests/ops/test_gating.py", "tests/mixers/test_short_convolution.py"),
+    *("tests/ops/test_gating.py", "tests/ops/test_steps.py", "tests/mixers/test_short_convolution.py"),
 )
 # Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
 PATHS = (

@@ -199,6 +199,13 @@ CPU = (
     without("cpu/gating.h", "        for (index_t i = count * p_.channels(); i < ld_; ++i) row[i] = 0;\n"),
     Fault("cpu/convolution.h", "while (j < R_ && (j > t", "while (j < R_ && (j >= t"),
     Fault("cpu/convolution.h", "(x_ + (R_ + r - j) * ld_ + i)", "(x_ + (R_ + r) * ld_ + i)"),
+    # Steps of layers
+    without("cpu/steps/window.h", "        largest -= log_factor;\n"),
+    Fault("cpu/steps/window.h", "recall(b, h, seen >= p_.window)", "recall(b, h, seen > p_.window)"),
+    without("cpu/steps/delta.h", "        copy(rows_.erase, rows_.k, padded(p_.features));\n"),
+    Fault("cpu/steps/features.h", "return;\n        scale(y, y, 1 / total", "return;\n        scale(y, y, 2 / total"),
+    Fault("cpu/steps/gated_delta.h", "h * p_.k_heads / p_.heads", "h % p_.k_heads"),
+    without("cpu/steps/gated_delta.h", "        for (index_t i = n; i < padded(n); ++i) row[i] = 0;\n"),
 )
 
 CUDA = (

@@ -143,7 +143,7 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
             for numbers, more in NUMBERS.items()
         ],
         "dispatch": [("dispatch", tuple(f"-DFAST_WEIGHTS_HAVE_{name.upper()}=1" for name in variants), "")],
-        "binding": [("binding", of_torch, f"\n{torch.version}")],
+        **{name: [(name, of_torch, f"\n{torch.version}")] for name in ("binding", "steps_binding")},
     }
     compilations = [
         Compilation(source, (*compiler.command, *flags, *more), compiler.version + also, title)

@@ -45,6 +45,7 @@ def converted(source: LlamaForCausalLM, mixer: str, layers: str) -> FastWeightFo
     theirs, head_dim = source.config, source.config.hidden_size // source.config.num_attention_heads
     rotary = {"rotary_dim": head_dim, "rotary_base": _BASE}
     shape = {"kv_heads": theirs.num_key_value_heads, "projection_bias": "none", **rotary}
+    shape |= {"gated_delta_kv_heads": theirs.num_key_value_heads, "gated_delta_gate_rank": head_dim}
     config = FastWeightConfig(
         **{name: getattr(theirs, name) for name in SMOLLM2 if name != "num_key_value_heads"},
         mixers=f"softmax,{mixer}:{layers}" if layers else "softmax",

@@ -112,6 +112,16 @@ inline void step_rest(const StepRows<real>& rows, real* state, index_t ld, index
     }
 }
 
+// A state of V columns that takes a step.
+template <class real>
+inline void step_state(const StepRows<real>& rows, real* state, index_t ld, index_t keys, index_t V) {
+    constexpr int W = Vector<real>::lanes;
+    index_t m = 0;
+    for (; m + 4 * W <= V; m += 4 * W) step_columns<4>(rows, state, ld, keys, m);
+    for (; m + W <= V; m += W) step_columns<1>(rows, state, ld, keys, m);
+    step_rest(rows, state, ld, keys, m, V);
+}
+
 template <class real> void rule_step(const RuleStep& p, index_t begin, index_t end) {
     const index_t K = p.key_dim, V = p.columns;
     Scratch<real> scratch;
@@ -125,11 +135,7 @@ template <class real> void rule_step(const RuleStep& p, index_t begin, index_t e
         for (index_t e = 0; p.starts != nullptr && p.starts[b] && e < K; ++e) {
             for (index_t m = 0; m < V; ++m) state[e * p.state_key + m] = 0;
         }
-        constexpr int W = Vector<real>::lanes;
-        index_t m = 0;
-        for (; m + 4 * W <= V; m += 4 * W) step_columns<4>(rows, state, p.state_key, K, m);
-        for (; m + W <= V; m += W) step_columns<1>(rows, state, p.state_key, K, m);
-        step_rest(rows, state, p.state_key, K, m, V);
+        step_state(rows, state, p.state_key, K, V);
         store_rows(p.out, place(p.out, b, 0, h), 0, rows.out, 1, V);
     }
 }

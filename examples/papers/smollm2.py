@@ -31,7 +31,11 @@ SOURCE = "source"
 
 _MIXERS = {
     "window-sum": ("window-sum", "", "0.003"),
-    "gated-delta": ("gated delta", "--gated-delta-bias", "0.003"),
+    "gated-delta": (
+        "gated delta",
+        "--gated-delta-bias --gated-delta-kv-heads 3 --gated-delta-gate-rank 64",
+        "0.003",
+    ),
     "sum": ("LoLCATs's sum", "--feature-map relu --normalization attention", "0.01"),
     "gated": ("gated", "--feature-map relu --normalization attention", "0.01"),
     "delta": ("delta", "--feature-map relu --normalization sum", "0.01"),

@@ -27,7 +27,8 @@ class DeltaNet(GatedDelta):
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
         gate: whether what is read is gated.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps` and `backend`, which
+        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `kv_heads` and
+            `backend`, which
             `GatedDelta` describes.
 
     Raises:
@@ -40,7 +41,7 @@ class DeltaNet(GatedDelta):
     """
 
     options = {
-        **{name: option for name, option in GatedDelta.options.items() if name != "bias"},
+        **{name: option for name, option in GatedDelta.options.items() if name not in ("bias", "gate_rank")},
         "gate": Option(bool, False, "gate what is read, as Gated DeltaNet"),
     }
 

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
     check_normalization,
@@ -21,7 +23,7 @@ from fairseq_fastweights.mixers.update_rules import (
     known_to_lose_when_carried,
     lookup,
 )
-from fairseq_fastweights.ops import Gate, gating
+from fairseq_fastweights.ops import Gate, gating, steps
 
 
 class FastWeightAttention(MemoryAttention):
@@ -128,6 +130,8 @@ class FastWeightAttention(MemoryAttention):
         time, batch, _ = x.shape
         starts = check_starts(starts, x, padding)
         modules = [self._gate_projection(gate) for gate in self.rule.gates]
+        if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
+            return self._step(x, modules, steps.own(state["state"], overwrite))
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
@@ -138,6 +142,19 @@ class FastWeightAttention(MemoryAttention):
         in_place = overwrite and before is not None and not torch.is_grad_enabled()
         out, after = self._recall(q, k, v, gates, before, starts, in_place)
         return self._project_out(out, x), {"state": after}
+
+    def _may_take_step(self, x: Tensor) -> bool:
+        learned = type(self.feature_map) is ReluMap and self.normalization == {"sum"}
+        return learned and self.update_rule == "delta" and steps.may_take(x, self.backend)
+
+    def _step(self, x: Tensor, gates: list[Any], state: Tensor) -> tuple[Tensor, State]:
+        """A step of the delta rule as one operator behind its projections; it changes `state`."""
+        *heads, beta = project(x, [self.q_proj, self.k_proj, self.v_proj, *gates])
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(0, 1) for part in heads)
+        phi: Any = self.feature_map
+        parameters = phi.weight.contiguous(), phi.bias.contiguous()
+        out = steps.delta_step_(self.q_norm(q), self.k_norm(k), v, beta, *parameters, phi.sum_eps, state)
+        return self._project_out(out, x), {"state": state}
 
     def _recall(
         self,

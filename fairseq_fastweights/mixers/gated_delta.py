@@ -13,9 +13,10 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
-from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.ops.gating import gate
 
@@ -51,7 +52,9 @@ class GatedDelta(MovesPadding):
         out = W_o (w * y / rms(y) * silu(W_g x))              the norm in each head
 
     Parameters have the names and shapes of Hugging Face's `OlmoHybridGatedDeltaNet`. Each head of keys serves
-    num_heads / key_heads successive heads of values.
+    num_heads / key_heads successive heads of values. With `kv_heads` keys and values are those of grouped-query
+    attention, and serve num_heads / kv_heads successive heads of queries, each with a memory of its own. With
+    `gate_rank` W_g is the product of two matrices.
 
     The state holds "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "memory",
     (batch, num_heads, key_dim, value_dim), in float32 (float64 for inputs in float64).
@@ -68,6 +71,9 @@ class GatedDelta(MovesPadding):
         eps: added under the root of the norm; Qwen3-Next has 1e-6.
         bias: whether the projections have biases, which those of the papers lack; decays have `dt_bias` in any case.
             With them a layer can take over an attention that has some, and start with an open gate on what is read.
+        kv_heads: number of heads of keys and values that heads of queries share, a divisor of `num_heads`; 0 for heads
+            of keys as of queries, and of values as `num_heads`.
+        gate_rank: rank of W_g, the projection of the gate on what is read; 0 for a matrix of any rank.
         backend: one of `ops.BACKENDS`.
         writes: keys, values and write strengths for each token; 1 except in `DeltaProduct`.
 
@@ -89,6 +95,8 @@ class GatedDelta(MovesPadding):
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
         "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
         "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
+        "kv_heads": Option(int, 0, "number of heads of keys and values that those of queries share; 0 for none shared"),
+        "gate_rank": Option(int, 0, "rank of the projection of the gate on what is read; 0 for any"),
     }
 
     takes_attention = True
@@ -108,6 +116,8 @@ class GatedDelta(MovesPadding):
         negative_eigenvalues: bool = False,
         eps: float = 1e-5,
         bias: bool = False,
+        kv_heads: int = 0,
+        gate_rank: int = 0,
         backend: str = "auto",
         writes: int = 1,
     ) -> None:
@@ -121,6 +131,7 @@ class GatedDelta(MovesPadding):
             ("value_dim", value_dim, 0),
             ("conv", conv, 1),
             ("eps", eps, 0),
+            ("gate_rank", gate_rank, 0),
         ):
             if not value >= least:  # not a number neither
                 raise InvalidInput(f"{name} is {value}; it must be at least {least}")
@@ -128,18 +139,26 @@ class GatedDelta(MovesPadding):
             raise InvalidInput(
                 f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all"
             )
+        if kv_heads < 0 or (kv_heads and num_heads % kv_heads):
+            raise InvalidInput(f"kv_heads is {kv_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
+        if kv_heads and key_heads not in (0, num_heads):
+            raise InvalidInput(f"key_heads is {key_heads}; with kv_heads it must be num_heads, {num_heads}, or 0")
         if backend not in ops.BACKENDS:
             raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        self.kv_heads, self.gate_rank = kv_heads, gate_rank
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
         self.conv, self.negative_eigenvalues, self.eps, self.backend = conv, negative_eigenvalues, eps, backend
         self.bias = bias
-        keys, values = self.key_heads * self.key_dim, num_heads * self.value_dim
-        self.q_proj = nn.Linear(embed_dim, keys, bias=bias)
-        self.k_proj = nn.Linear(embed_dim, self.writes * keys, bias=bias)
-        self.v_proj = nn.Linear(embed_dim, self.writes * values, bias=bias)
-        self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=bias)
-        channels = keys + self.writes * (keys + values)
+        values = num_heads * self.value_dim
+        self._channels = [
+            self.key_heads * self.key_dim,
+            writes * (kv_heads or self.key_heads) * self.key_dim,
+            writes * (kv_heads or num_heads) * self.value_dim,
+        ]
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, size, bias=bias) for size in self._channels)
+        self.b_proj = nn.Linear(embed_dim, writes * num_heads, bias=bias)
+        channels = sum(self._channels)
         # It holds the parameter; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
         self._make_gates(values)
@@ -150,7 +169,11 @@ class GatedDelta(MovesPadding):
     def _make_gates(self, values: int) -> None:
         """The parameters of the decays, and of the gate of `values` numbers on what is read."""
         self.a_proj = nn.Linear(self.embed_dim, self.num_heads, bias=False)
-        self.g_proj = nn.Linear(self.embed_dim, values, bias=self.bias)
+        if self.gate_rank:
+            self.g_a_proj = nn.Linear(self.embed_dim, self.gate_rank, bias=False)
+            self.g_b_proj = nn.Linear(self.gate_rank, values, bias=self.bias)
+        else:
+            self.g_proj = nn.Linear(self.embed_dim, values, bias=self.bias)
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
@@ -173,16 +196,19 @@ class GatedDelta(MovesPadding):
         before = {} if state is None else state
         modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
         projected, logits, *of_gates = project(text, modules, together=3)
+        if state is not None and len(text) == 1 and lengths is None and starts is None and self._may_take_step(text):
+            return self._step(projected, logits, of_gates, state, overwrite)
         mixed, conv_state = short_convolution(
             projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts, backend=self.backend
         )
-        keys = self.key_heads * self.key_dim
-        q, k, v = mixed.split([keys, self.writes * keys, mixed.shape[-1] - (1 + self.writes) * keys], -1)
+        q, k, v = mixed.split(self._channels, -1)
         # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
         unit = partial(map_features, normalization="length", eps=1e-6, dtype=q.dtype, backend=self.backend)
         q = unit(_heads(q, self.key_heads), scale=self.key_dim**-0.5)
-        k = unit(_heads(k, self.writes * self.key_heads))
-        v = _heads(v, self.writes * self.num_heads)
+        k = unit(_heads(k, self.writes * (self.kv_heads or self.key_heads)))
+        v = _heads(v, self.writes * (self.kv_heads or self.num_heads))
+        if self.kv_heads:
+            k, v = (shared(x, self.writes * self.num_heads, 2) for x in (k, v))
         most = 2.0 if self.negative_eigenvalues else 1.0
         beta = gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
         log_gate = self._log_gate(of_gates, beta)
@@ -203,19 +229,37 @@ class GatedDelta(MovesPadding):
         )
         return self.o_proj(self._read(y.transpose(0, 1), of_gates, mixed.dtype)), {"conv": conv_state, "memory": memory}
 
+    def _may_take_step(self, text: Tensor) -> bool:
+        return type(self) is GatedDelta and steps.may_take(text, self.backend)
+
+    def _step(
+        self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, overwrite: bool
+    ) -> tuple[Tensor, State]:
+        """A step as one operator, from what the projections gave."""
+        after = {name: steps.own(state[name], overwrite) for name in ("conv", "memory")}
+        gates = logits, of_gates[0], self._output_logits(of_gates[1])
+        parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
+        heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads
+        most = 2.0 if self.negative_eigenvalues else 1.0
+        out = steps.gated_delta_step_(
+            projected, *gates, *(x.contiguous() for x in parameters), *heads, most, self.eps, *after.values()
+        )
+        return self.o_proj(out), after
+
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that names and shapes of parameters do not show, as biases do."""
-        return {name: value for name, value in super().settings().items() if name != "bias"}
+        """The settings that names and shapes of parameters do not show, as these do."""
+        shown = ("bias", "kv_heads", "gate_rank")
+        return {name: value for name, value in super().settings().items() if name not in shown}
 
     @property
     def _gate_projections(self) -> list[Any]:
         """The projections of the text from which the decays and the gate on what is read are made."""
-        return [self.a_proj, self.g_proj]
+        return [self.a_proj, self.g_a_proj if self.gate_rank else self.g_proj]
 
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
         """log f, (batch, time, num_heads) as `beta` or (batch, time, num_heads, key_dim)."""
@@ -237,7 +281,8 @@ class GatedDelta(MovesPadding):
 
     def _output_logits(self, projected: Tensor) -> Tensor:
         """The logits of the gate on what is read, (time, batch, num_heads * value_dim)."""
-        return projected
+        logits: Tensor = self.g_b_proj(projected) if self.gate_rank else projected
+        return logits
 
 
 class KimiDelta(GatedDelta):
@@ -265,7 +310,7 @@ class KimiDelta(GatedDelta):
     """
 
     options = {
-        **GatedDelta.options,
+        **{name: option for name, option in GatedDelta.options.items() if name != "gate_rank"},
         "gate_bias": Option(bool, False, "give the gate on what is read a bias, as in flash-linear-attention"),
     }
 
@@ -277,6 +322,7 @@ class KimiDelta(GatedDelta):
         super().__init__(embed_dim, num_heads, **others)
 
     def _make_gates(self, values: int) -> None:
+        self.gate_rank = self.value_dim
         self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
         self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
         self.g_b_proj = nn.Linear(self.value_dim, values, bias=self.bias or self.gate_bias)
@@ -292,10 +338,6 @@ class KimiDelta(GatedDelta):
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
         log_gate: Tensor = self.forget_gate(projected[0], self.backend)
         return log_gate.transpose(0, 1)
-
-    def _output_logits(self, projected: Tensor) -> Tensor:
-        logits: Tensor = self.g_b_proj(projected)
-        return logits
 
 
 class DeltaProduct(GatedDelta):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
@@ -19,6 +20,7 @@ from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
+from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.autocast import without_autocast
 
 
@@ -132,8 +134,13 @@ class WindowSum(MovesPadding, MemoryAttention):
         before = self._nothing(k, v) if state is None else state
         positions = torch.arange(time, device=text.device)[None]
         seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
+        turned: tuple[Tensor, ...] = ()
         if self.rotary_dim:
             turned = turns(seen[:, None].float(), self.rotary_dim, self.rotary_base, q.dtype, self._scaling)
+        if time == 1 and lengths is None and state is not None and self._may_take_step(q, state):
+            out, after = self._step(q, k, v, turned, seen, starts, state, overwrite)
+            return self._project_out(out, text), after | {"read": read}
+        if turned:
             q, k = rotate(q, *turned), rotate(k, *turned)
         after = {"keys": last(before["keys"], k, lengths), "values": last(before["values"], v, lengths), "read": read}
         # What leaves the window at each step; of a text that begins here, nothing does in the first steps.
@@ -162,6 +169,32 @@ class WindowSum(MovesPadding, MemoryAttention):
             recalled = F.pad(recalled, (0, 0, first, 0))
         out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
         return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
+
+    def _may_take_step(self, q: Tensor, state: State) -> bool:
+        # What was read under autocast has left keys in half precision.
+        learned = type(self.feature_map) is ReluMap and state["keys"].dtype == q.dtype
+        return learned and steps.may_take(q, self.backend)
+
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turned: tuple[Tensor, ...],
+        seen: Tensor,
+        starts: Tensor | None,
+        state: State,
+        overwrite: bool,
+    ) -> tuple[Tensor, State]:
+        """A step as one operator: what is read, (batch, 1, heads, head_dim), and the state but for "read"."""
+        after = {name: steps.own(state[name], overwrite) for name in ("keys", "values", "state")}
+        phi: Any = self.feature_map
+        cosines, sines = turned or (None, None)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        parameters = (x.contiguous() for x in (phi.weight, phi.bias, self.log_factor))
+        how = "sum" in self.normalization, phi.sum_eps, starts
+        out: Tensor = steps.window_step_(q, k, v, cosines, sines, seen, *parameters, *how, *after.values())
+        return out, after
 
     def _nothing(self, k: Tensor, v: Tensor) -> State:
         """The state before the first step."""

@@ -197,7 +197,7 @@ class Kernel:
     ) -> Tensor:
         """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
         out = _rule_step(*self.given(q, k, v, gates, starts), state)
-        _mark_changed(state)
+        mark_changed(state)
         return out
 
     def given(
@@ -275,11 +275,11 @@ def selective_scan_step_(
     """One step of it, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
     u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
     out = torch.ops.fairseq_fastweights.selective_scan_step_(u, delta, A, B, C, D, state)
-    _mark_changed(state)
+    mark_changed(state)
     return out
 
 
-def _mark_changed(state: Tensor) -> None:
+def mark_changed(state: Tensor) -> None:
     """Tells autograd, as torch's own in-place operations do: a graph that saved the state refuses what it became.
 
     Of compiled code, torch's functionalization tells it.

@@ -49,6 +49,15 @@ _SCHEMAS = (
     f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
     f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
     " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
+    "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor weight, Tensor bias, float eps, Tensor(a!) state)"
+    " -> Tensor out",
+    "window_step_(Tensor q, Tensor k, Tensor v, Tensor? cosines, Tensor? sines, Tensor seen, Tensor weight,"
+    " Tensor bias, Tensor log_factor, bool sums, float eps, Tensor? starts, Tensor(a!) keys, Tensor(b!) values,"
+    " Tensor(c!) state)"
+    " -> Tensor out",
+    "gated_delta_step_(Tensor x, Tensor beta, Tensor decay, Tensor gate, Tensor conv, Tensor rate, Tensor bias,"
+    " Tensor norm, int q_heads, int k_heads, int v_heads, float most, float eps, Tensor(a!) before, Tensor(b!) memory)"
+    " -> Tensor out",
     "cpu_instruction_set() -> str",
     "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, int separate_decays, int capability) -> int[]",
 )
@@ -168,6 +177,21 @@ def _(x: Any, weight: Any, *others: Any) -> Any:
 @torch.library.register_fake(f"{NAMESPACE}::short_convolution_backward", lib=_library)
 def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *others: Any) -> Any:
     return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::delta_step_", lib=_library)
+def _(q: Any, k: Any, v: Any, beta: Any, weight: Any, *others: Any) -> Any:
+    return v.new_empty(len(v), 1, len(weight), v.shape[-1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::window_step_", lib=_library)
+def _(q: Any, *others: Any) -> Any:
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gated_delta_step_", lib=_library)
+def _(x: Any, beta: Any, decay: Any, gate: Any, *others: Any) -> Any:
+    return x.new_empty(gate.shape)
 
 
 def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
@@ -343,3 +367,7 @@ selective_scan_forward = _register_autograd("selective_scan_forward", _different
 map_features = _register_autograd("map_features", _differentiate_features, _keep_features)
 for _operator in ("rule_backward", "selective_scan_backward", "map_features_backward"):
     _register_autograd(_operator, _refuse_second_derivatives, _keep_nothing)
+# Nothing differentiates these. Looked up once, as by its name each takes as long as a tenth of a step.
+delta_step_ = torch.ops.fairseq_fastweights.delta_step_.default
+window_step_ = torch.ops.fairseq_fastweights.window_step_.default
+gated_delta_step_ = torch.ops.fairseq_fastweights.gated_delta_step_.default

@@ -51,7 +51,7 @@ def build(name: str, bias: bool, **options: Any) -> Mixer:
 
 def swapped(attention: SoftmaxAttention, name: str, bias: bool = True, gain: Tensor | None = None, **options) -> Mixer:
     mixer = build(name, bias, **options).double()
-    check_recurrent(mixer, HEADS, HEADS * DIM)
+    check_recurrent(mixer, HEADS, HEADS * DIM, SHAPE["kv_heads"] * DIM)
     weights = {n: p.detach() for n, p in attention.named_parameters()}
     with torch.no_grad():
         for parameter, (values, _) in swap_recurrent(mixer, weights, HEADS, gain).items():
@@ -66,10 +66,11 @@ def linear(monkeypatch) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "gate_rank": 3}], ids=["repeated", "shared"])
 @pytest.mark.parametrize("name", RECURRENT[:3])
-def test_a_gated_delta_network_reads_the_projections_with_open_gates(attention, linear, name):
+def test_a_gated_delta_network_reads_the_projections_with_open_gates(attention, linear, name, options):
     """Its first output by its equations, of what the attention's own projections give."""
-    exact = {option_name(name, "eps"): 1e-15}
+    exact = {option_name(name, option): x for option, x in {"eps": 1e-15, **options}.items()}
     negative = {option_name(name, "negative_eigenvalues"): True} if name == "delta-product" else {}
     mixer, x = swapped(attention, name, **negative, **exact), torch.randn(6, WIDTH, dtype=torch.float64)
     projected, sizes = {}, {}
@@ -118,14 +119,17 @@ def test_sizes_are_those_after_the_norms_factors(attention):
         assert torch.allclose(*outs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_without_biases_nothing_is_of_the_source_and_gates_stay_large(attention, name):
-    mixer, drawn = swapped(attention, name, bias=False), build(name, bias=False)
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in RECURRENT), ("gated-delta", {"gated_delta_gate_rank": 5})]
+)
+def test_without_biases_nothing_is_of_the_source_and_gates_stay_large(attention, name, options):
+    mixer, drawn = swapped(attention, name, bias=False, **options), build(name, bias=False, **options)
     names = {parameter for parameter, _ in mixer.named_parameters()}
     assert not any(n.endswith("proj.bias") for n in names - {"dt_proj.bias"})
     if name in ("gated-delta", "delta-product"):
-        assert torch.allclose(mixer.g_proj.weight.square().sum(-1).mean().sqrt(), torch.tensor(4.0).double())
-        assert F.cosine_similarity(mixer.g_proj.weight.flatten(), drawn.g_proj.weight.double().flatten(), 0) > 0.999
+        gates = [m.g_b_proj.weight @ m.g_a_proj.weight if options else m.g_proj.weight for m in (mixer, drawn)]
+        assert torch.allclose(gates[0].square().sum(-1).mean().sqrt(), torch.tensor(4.0).double())
+        assert F.cosine_similarity(gates[0].flatten(), gates[1].double().flatten(), 0) > 0.999
     x = torch.randn(20, 2, WIDTH, dtype=torch.float64)
     target = attention(x)[0] - attention.out_proj.bias
     assert (mixer(x)[0] - target).norm() < 1.1 * target.norm()
@@ -139,11 +143,12 @@ def test_without_biases_nothing_is_of_the_source_and_gates_stay_large(attention,
         ("delta-product", {"delta_product_value_dim": 5}, "delta_product_value_dim is 5; .* must be 8 .delta-product"),
         ("mamba", {"mamba_expansion": 1}, "mamba_expansion is 1; .* must be 2 .*embeddings,output,feed-forward$"),
         ("gated-delta", {"fast_weight_heads": 2}, "fast_weight_heads is 2; in place .* must be 4"),
+        ("gated-delta", {"gated_delta_kv_heads": 1}, "gated_delta_kv_heads is 1; in place .* must be 2 "),
     ],
 )
 def test_what_has_no_room_for_the_attention_is_named(name, options, message):
     with pytest.raises(ValueError, match=message):
-        check_recurrent(build(name, False, **options), HEADS, HEADS * DIM)
+        check_recurrent(build(name, False, **options), HEADS, HEADS * DIM, SHAPE["kv_heads"] * DIM)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,14 @@ CASES = [
     (GatedDelta, {}),
     (GatedDelta, {"key_heads": 2, "key_dim": 5, "value_dim": 2, "conv": 3, "negative_eigenvalues": True}),
     (GatedDelta, {"bias": True, "conv": 2}),
+    (GatedDelta, {"kv_heads": 2, "gate_rank": 3, "value_dim": 2}),
     (KimiDelta, {"conv": 1, "bias": True}),
+    (KimiDelta, {"kv_heads": 1}),
     (KimiDelta, {"key_heads": 1, "key_dim": 6}),
     (DeltaProduct, {"writes": 1}),
     (DeltaProduct, {"key_heads": 2, "key_dim": 5, "bias": True}),
     (DeltaProduct, {"writes": 3, "negative_eigenvalues": True}),
+    (DeltaProduct, {"kv_heads": 2, "bias": True, "gate_rank": 2}),
     (DeltaNet, {"eps": 0.5}),
     (DeltaNet, {"key_heads": 2, "key_dim": 5, "value_dim": 2, "gate": True, "negative_eigenvalues": True}),
 ]
@@ -32,14 +35,16 @@ CASES = [
 def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
     """A row of a text, (time, embed_dim), by the equations of the classes' docstrings, one number after the other."""
     n, K, V = mixer.writes, mixer.key_dim, mixer.value_dim
-    share = HEADS // mixer.key_heads
+    share, kv = HEADS // mixer.key_heads, mixer.kv_heads
     projected = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
     S, rows = x.new_zeros(HEADS, K, V), []
     for t in range(len(x)):
         u = sum(mixer.conv1d.weight[:, 0, -1 - i] * projected[t - i] for i in range(min(t + 1, mixer.conv)))
         u = u * torch.sigmoid(u)
-        q, *keys = u[: (1 + n) * mixer.key_heads * K].view(1 + n, mixer.key_heads, K)
-        values = u[(1 + n) * mixer.key_heads * K :].view(n, HEADS, V)
+        q, keys, values = u.split([mixer.key_heads * K, n * (kv or mixer.key_heads) * K, n * (kv or HEADS) * V])
+        q, keys, values = q.view(-1, K), keys.view(n, -1, K), values.view(n, -1, V)
+        if kv:
+            keys, values = (torch.stack([x[:, h * kv // HEADS] for h in range(HEADS)], 1) for x in (keys, values))
         q, *keys = ((k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()) for k in (q, *keys))
         betas = torch.sigmoid(mixer.b_proj(x[t])).view(n, HEADS) * (2 if mixer.negative_eigenvalues else 1)
         if isinstance(mixer, KimiDelta):
@@ -51,7 +56,7 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
             f, read_gate = x.new_ones(HEADS, 1), F.silu(mixer.g_proj(x[t])) if mixer.gate else 1
         else:
             f = torch.exp(-mixer.A_log.exp() * F.softplus(mixer.a_proj(x[t]) + mixer.dt_bias))[:, None]
-            read_gate = F.silu(mixer.g_proj(x[t]))
+            read_gate = F.silu(mixer.g_b_proj(mixer.g_a_proj(x[t])) if mixer.gate_rank else mixer.g_proj(x[t]))
         states = []
         for h in range(HEADS):
             state = f[h][:, None] * S[h]
@@ -74,6 +79,20 @@ def naive(mixer: GatedDelta, x: Tensor) -> Tensor:
 def test_more_writes_than_one_are_of_delta_product_alone(kind, writes, allowed):
     with pytest.raises(ValueError, match=f"^writes is {writes}; it must be {allowed}"):
         kind(EMBED, HEADS, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "^kv_heads is 3; it must be a divisor of num_heads, 4"),
+        ({"kv_heads": -1}, "^kv_heads is -1; it must be a divisor"),
+        ({"kv_heads": 2, "key_heads": 2}, "^key_heads is 2; with kv_heads it must be num_heads, 4, or 0"),
+        ({"gate_rank": -1}, "^gate_rank is -1; it must be at least 0"),
+    ],
+)
+def test_heads_that_cannot_share_keys_and_negative_ranks_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GatedDelta(EMBED, HEADS, **options)
 
 
 @pytest.mark.parametrize("padding", ["none", "whole"])

@@ -40,6 +40,7 @@ OPTIONS = [
     ("transformer-xl", {"transformer_xl_memory": 4, "transformer_xl_same_length": True}),
     *(("mamba", options) for options in ({"mamba_conv": 1, "mamba_state": 1}, {"mamba_conv": 7, "mamba_bias": True})),
     ("gated-delta", {"gated_delta_key_heads": 1, "gated_delta_bias": True, "gated_delta_negative_eigenvalues": True}),
+    ("gated-delta", {"gated_delta_kv_heads": 1, "gated_delta_gate_rank": 2}),
     ("kimi-delta", {"kimi_delta_conv": 1}),
     ("kimi-delta", {"kimi_delta_key_heads": 1, "kimi_delta_key_dim": 6}),
     ("delta-product", {"delta_product_key_heads": 1, "delta_product_value_dim": 5}),

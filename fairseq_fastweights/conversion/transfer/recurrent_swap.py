@@ -66,8 +66,10 @@ def bias_option(mixer: Mixer) -> str | None:
     return None if mixer.bias else option_name(_name(mixer), "bias")
 
 
-def check_recurrent(mixer: Mixer, heads: int, rows: int) -> None:
-    """Checks that a mixer has room for an attention of `heads` heads, with `rows` queries of all of them together.
+def check_recurrent(mixer: Mixer, heads: int, rows: int, shared_rows: int) -> None:
+    """Checks that a mixer has room for an attention of `heads` heads.
+
+    `rows` is the number of the attention's queries, of all heads together, and `shared_rows` that of its values.
 
     Raises:
         ValueError: naming the option of the mixer that has to change.
@@ -77,7 +79,10 @@ def check_recurrent(mixer: Mixer, heads: int, rows: int) -> None:
         needed = rows // mixer.embed_dim + 1  # values, and a channel that is always 1
         wanted = [("expansion", max(mixer.expansion, needed))]
     else:
+        assert isinstance(mixer, GatedDelta)
         wanted = [("num_heads", heads), ("key_heads", heads), ("key_dim", dim), ("value_dim", dim)]
+        if mixer.kv_heads:
+            wanted.append(("kv_heads", shared_rows // dim))
     for option, value in wanted:
         if (own := getattr(mixer, option)) != value:
             named = "fast_weight_heads" if option == "num_heads" else option_name(name, option)
@@ -92,8 +97,9 @@ def swap_recurrent(
 ) -> dict[str, tuple[Tensor, str]]:
     """Computes the initial values of a gated delta network or of Mamba in place of an attention with these weights.
 
-    Keys and values that heads share are repeated, and the norms of queries and keys are folded into their projections.
-    Biases are left out by a mixer that has none, and with it an output gate stays a projection, of a larger size.
+    Keys and values that heads share are repeated, unless the mixer has as few (`kv_heads`), and the norms of queries
+    and keys are folded into their projections. Biases are left out by a mixer that has none, and with it an output gate
+    stays a projection, of a larger size.
 
     - Gated delta networks: the convolution takes the last input, multiplied so that silu is what a feature map is to
       queries and keys, and nearly linear to values; the gates of decays and write strengths are constant; the output
@@ -110,7 +116,7 @@ def swap_recurrent(
     Returns:
         initial values of parameters by name, and how each was made. Parameters that are missing stay as they are.
     """
-    source = _Attention(weights, heads, gain)
+    source = _Attention(weights, heads, gain, getattr(mixer, "kv_heads", 0) or heads)
     starts = _mamba(mixer, source) if isinstance(mixer, Mamba) else _gated_delta(mixer, source)
     shapes = dict(mixer.named_parameters())
     return {name: (values.reshape(shapes[name].shape), how) for name, (values, how) in starts.items() if name in shapes}
@@ -121,9 +127,9 @@ def _name(mixer: Mixer) -> str:
 
 
 class _Attention:
-    """An attention's projections, with as many heads of keys and values as of queries, and the sizes of each head."""
+    """An attention's projections, with `kv_heads` heads of keys and values, and the sizes of each head."""
 
-    def __init__(self, weights: Mapping[str, Tensor], heads: int, gain: Tensor | None) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], heads: int, gain: Tensor | None, kv_heads: int) -> None:
         self.heads, self.dim = heads, len(weights["q_proj.weight"]) // heads
         self.out = weights["out_proj.weight"]
         self.out_bias = weights.get("out_proj.bias", self.out.new_zeros(len(self.out)))
@@ -131,7 +137,8 @@ class _Attention:
         for name in "qkv":
             weight = weights[f"{name}_proj.weight"]
             bias = weights.get(f"{name}_proj.bias", weight.new_zeros(len(weight)))
-            weight, bias = (shared(x.unflatten(0, (-1, self.dim)), heads, 0) for x in (weight, bias))
+            own = heads if name == "q" else kv_heads
+            weight, bias = (shared(x.unflatten(0, (-1, self.dim)), own, 0) for x in (weight, bias))
             if (norm := weights.get(f"{name}_norm.weight")) is not None:  # what is left of it where lengths are 1
                 weight, bias = weight * norm[:, None], bias * norm
             squares = (weight if gain is None else weight * gain).square().sum(-1) + bias.square()
@@ -165,27 +172,34 @@ def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, st
     starts[f"{decays}A_log"] = torch.zeros_like(A_log), "new"
     starts[f"{decays}dt_bias"] = torch.full_like(dt_bias, math.log(math.expm1(-math.log(KEPT)))), "new"
     if isinstance(mixer, KimiDelta):
-        gate, opened = 0.5, {"g_b_proj.weight": torch.zeros_like(mixer.g_b_proj.weight)}
-        opened["g_b_proj.bias"] = source.out.new_zeros(mixer.num_heads * mixer.value_dim)
+        gate, opened = 0.5, {"weight": torch.zeros_like(mixer.g_b_proj.weight)}
+        opened["bias"] = source.out.new_zeros(mixer.num_heads * mixer.value_dim)
+    elif mixer.gate_rank:
+        gate, opened = _silu_gate(mixer.g_b_proj.weight, mixer.bias, mixer.g_a_proj.weight)
     else:
         gate, opened = _silu_gate(mixer.g_proj.weight, mixer.bias)
-        opened = {f"g_proj.{kind}": values for kind, values in opened.items()}
-    starts |= {name: (values, "new") for name, values in opened.items()}
+    last = "g_b_proj" if mixer.gate_rank else "g_proj"
+    starts |= {f"{last}.{kind}": (values, "new") for kind, values in opened.items()}
     size = source.size["v"].mean()
     read = RETRIEVED * NEARLY_LINEAR / 2 * mixer.key_dim**-0.5  # before the norm, of which its epsilon leaves a part
     norm = math.sqrt(1 + mixer.eps / read**2)
     starts["o_norm.weight"] = (READ * norm / gate * size).expand(mixer.value_dim), "new"
-    starts["o_proj.weight"] = source.out / source.rescaled("v", size.item()), "rescaled"
+    scale = source.rescaled("v", size.item()).unflatten(0, (-1, source.dim))
+    starts["o_proj.weight"] = source.out / shared(scale, source.heads, 0).flatten(), "rescaled"
     starts["o_proj.bias"] = source.out_bias, "kept"
     return starts
 
 
-def _silu_gate(weight: Tensor, bias: bool) -> tuple[float, dict[str, Tensor]]:
-    """The divisor after a gate by silu, and its initial values; `weight` is how it was drawn."""
+def _silu_gate(weight: Tensor, bias: bool, before: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
+    """The divisor after a gate by silu, and its initial values.
+
+    `weight` is how it was drawn, and `before`, too, the matrix that it is multiplied by.
+    """
     if bias:
         return 1.0, {"weight": torch.zeros_like(weight), "bias": weight.new_full((len(weight),), OPEN)}
     drawn = weight.detach()
-    return GATE_READS, {"weight": drawn * (GATE / drawn.square().sum(-1).mean().sqrt())}
+    whole = drawn if before is None else drawn @ before.detach()
+    return GATE_READS, {"weight": drawn * (GATE / whole.square().sum(-1).mean().sqrt())}
 
 
 def _mamba(mixer: Mamba, source: _Attention) -> dict[str, tuple[Tensor, str]]:

@@ -159,7 +159,7 @@ def transfer(model: Any, source: Source, groups: frozenset[str]) -> Report:
         for path, mixer in recurrent.items():
             rows, shared_rows = (len(source.weights.get(f"{path}{name}_proj.weight", ())) for name in "qv")
             if rows:
-                check_recurrent(mixer, heads, rows)
+                check_recurrent(mixer, heads, rows, shared_rows)
             read |= {f"{path}{name}": shape for name, shape in read_weights(mixer, rows, shared_rows).items()}
     names = [name for name, _ in model.named_parameters()]
     targets = _targets(model, pre_norm, {path for path in memories if path not in starting})
