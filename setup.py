@@ -83,7 +83,7 @@ class BinaryDistribution(Distribution):
 
 setup(
     name="fairseq-fastweights",
-    version="0.1.0",
+    version="0.2.0",
     description="A fairseq plugin in which attention is a fast weight memory",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
