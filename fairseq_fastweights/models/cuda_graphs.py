@@ -216,7 +216,8 @@ class GraphedFunction:
             if self._options.cuda_graphs:
                 raise
             self._is_possible = False
-            log_compiled_alone(str(error).partition("\n")[0])
+            # As a recording ends, the GPU says again that it failed; the reason came before.
+            log_compiled_alone(str(error.__context__ or error).partition("\n")[0])
             return False
         self._recorded = form
         logger.info("CUDA graphs were recorded for inputs of shape %s", tuple(inputs[0].shape))
