@@ -237,14 +237,25 @@ def test_a_copy_of_a_model_replays_its_own_layers(fairseq, text, graphs):
     assert copied.decoder._graphed._module is copied.decoder.layers
 
 
-def test_a_backward_pass_follows_its_forward_pass(fairseq, text, graphs):
-    model = replaying(fairseq, text)
-    first, second = (model(text(3, 9))[0].sum() for _ in range(2))
-    with pytest.raises(RuntimeError, match="with cuda_graphs each forward pass has one backward pass"):
-        first.backward()
-    second.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="with cuda_graphs each forward pass has one backward pass"):
+def test_what_awaits_its_backward_pass_is_not_overwritten(fairseq, text, graphs):
+    model, plain = replaying(fairseq, text), fairseq.build(DELTA).train()
+    del graphs[:]
+    found = []
+    for each in (model, plain):
+        each.zero_grad()
+        torch.manual_seed(0)
+        first, second = (each(text(3, 9, seed=seed))[0].square().sum() for seed in (1, 2))
         second.backward()
+        first.backward(retain_graph=True)
+        found.append([p.grad.clone() for p in each.parameters()])
+        if each is model:
+            assert len(graphs) == 2
+            with pytest.raises(RuntimeError, match="a second backward pass goes through layers that were replayed"):
+                first.backward()
+            model(text(3, 9))  # which nobody will go back through
+            model(text(3, 9))[0].sum().backward()
+            assert len(graphs) == 2 + 1 + 2
+    assert all(map(torch.equal, *found))
 
 
 TRAININGS = {
