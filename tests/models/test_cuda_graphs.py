@@ -134,7 +134,7 @@ def fill_memory(*arguments, **options):
 
 @contextlib.contextmanager
 def trained_in(place, monkeypatch, *models):
-    """What models find where they are trained, by its name in `NOT_RECORDED`."""
+    """Lets models find what `NOT_RECORDED` has under this name where they are trained."""
     monkeypatch.setattr(mixer_layers, "_compiled", lambda: mixer_layers._run_with_states)  # which takes no time
     if place == "cpu":
         monkeypatch.setattr(StandInGraph, "device_type", "cuda")
