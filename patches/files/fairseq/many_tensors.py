@@ -170,7 +170,8 @@ def nag(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[str
         group: with lr, momentum and weight_decay.
         change: the learning rate over that of the step before.
     """
-    others, found = [], defaultdict(list)
+    others: list[Any] = []
+    found: dict[Any, list[Any]] = defaultdict(list)
     for p in params:
         # The state of all is in float32.
         alike = p.device.type in NAG_ON and goes_together(p) and p.dtype != torch.float64
