@@ -70,6 +70,8 @@ class Update:
 @contextmanager
 def watched(after: int = 5) -> Iterator[Update]:
     """Watches, of a training within this process, the operators of one update and the waits of the next one."""
+    from fairseq import many_tensors
+
     update, original, done = Update(), Trainer.train_step, 0
 
     def train_step(trainer: Any, *arguments: Any, **options: Any) -> Any:
@@ -85,9 +87,10 @@ def watched(after: int = 5) -> Iterator[Update]:
 
     Trainer.train_step = train_step
     try:
-        # What is small takes PyTorch's operators on a CPU, and a kernel on a GPU.
-        as_on_a_gpu = mock.patch.dict(gating.FASTER_FROM, dict.fromkeys(gating.FASTER_FROM, (0, 0)))
-        with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}), as_on_a_gpu:
+        # As on a GPU: on a CPU what is small takes PyTorch's operators, and an optimizer one parameter after the other.
+        kernels = mock.patch.dict(gating.FASTER_FROM, dict.fromkeys(gating.FASTER_FROM, (0, 0)))
+        together = mock.patch.object(many_tensors, "NAG_ON", ("cpu",))
+        with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}), kernels, together:
             yield update
     finally:
         Trainer.train_step = original

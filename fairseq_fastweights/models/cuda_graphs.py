@@ -7,6 +7,7 @@ results are copied from there: what a caller holds is never overwritten by a lat
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ class _Recording:
         self._inputs = [first.requires_grad_(inputs[0].requires_grad), *others]
         leaves = [x for x in (first, *parameters) if x.requires_grad]
         without = [None] * (not first.requires_grad)
-        self.calls = 0
+        self._awaited: Any = None  # a weak reference to the last forward pass
         self._forward, self._backward = CudaGraph(), CudaGraph()
 
         def forward() -> list[Tensor | None]:
@@ -99,19 +100,24 @@ class _Recording:
             self._forward.record(forward)
             self._backward.record(lambda: backward(self._forward.results[0]), after=self._forward)
 
-    def run_forward(self, inputs: list[Tensor]) -> list[Tensor | None]:
-        self.calls += 1
+    @property
+    def is_awaited(self) -> bool:
+        """True if the last forward pass may have its backward pass yet, for which it must not be overwritten."""
+        return self._awaited is not None and self._awaited() is not None
+
+    def run_forward(self, context: Any, inputs: list[Tensor]) -> list[Tensor | None]:
+        self._awaited = weakref.ref(context)
         torch._foreach_copy_(self._inputs, inputs)
         self._forward.replay()
         return _copies(self._forward.results)
 
-    def run_backward(self, call: int, gradient: Tensor) -> list[Tensor | None]:
-        if call != self.calls:
+    def run_backward(self, context: Any, gradient: Tensor) -> list[Tensor | None]:
+        if self._awaited is None or self._awaited() is not context:
             raise RuntimeError(
-                "a backward pass follows another pass than its own forward pass; with cuda_graphs each forward pass "
-                "has one backward pass at most, before the next forward pass, which overwrites what it needs"
+                "a second backward pass goes through layers that were replayed as CUDA graphs; each forward pass has "
+                "one, and more with no_cuda_graphs and without cuda_graphs"
             )
-        self.calls += 1
+        self._awaited = None
         self._gradient.copy_(gradient)
         self._backward.replay()
         return _copies(self._backward.results)
@@ -122,21 +128,22 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, recording: _Recording, others: list[Tensor], x: Tensor, *parameters: Tensor) -> Any:
-        out, *states = recording.run_forward([x, *others])
-        context.recording, context.call = recording, recording.calls
+        out, *states = recording.run_forward(context, [x, *others])
+        context.recording = recording
         context.mark_non_differentiable(*(x for x in states if x is not None))
         return (out, *states)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor, *unused: Any) -> Any:
-        return (None, None, *context.recording.run_backward(context.call, gradient))
+        return (None, None, *context.recording.run_backward(context, gradient))
 
 
 class GraphedFunction:
     """A function whose calls are replayed once they are alike: in shapes, types and the places of the parameters.
 
-    Others, such as a shorter batch at the end of an epoch, are computed as they would be without graphs.
+    Others, such as a shorter batch at the end of an epoch, are computed as they would be without graphs, and so is a
+    call before the backward pass of the one that was replayed last.
 
     Args:
         function: returns a tensor that has gradients, and nested containers of tensors that have none. Its first
@@ -172,9 +179,11 @@ class GraphedFunction:
         """The outputs of the function for these arguments.
 
         Raises:
-            RuntimeError: in a backward pass that comes too late: after the next forward pass; if nothing can be
-                recorded, as memory does not suffice, and cuda_graphs asks for it.
+            RuntimeError: in a second backward pass; if nothing can be recorded, as memory does not suffice, and
+                cuda_graphs asks for it.
         """
+        if self._recording is not None and self._recording.is_awaited:
+            return self._function(*arguments)
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and parameters) or any(map(_is_watched, self._module.modules())):
             return self._function(*arguments)
@@ -216,7 +225,8 @@ class GraphedFunction:
             if self._options.cuda_graphs:
                 raise
             self._is_possible = False
-            log_compiled_alone(str(error).partition("\n")[0])
+            # As a recording ends, the GPU says again that it failed; the reason came before.
+            log_compiled_alone(str(error.__context__ or error).partition("\n")[0])
             return False
         self._recorded = form
         logger.info("CUDA graphs were recorded for inputs of shape %s", tuple(inputs[0].shape))

@@ -173,6 +173,8 @@ def _check_training(args: Any) -> None:
 def _check_unused(args: Any, model: Any) -> None:
     """Checks that no option was given that has no effect on the model."""
     options, names = model.complete(args)
+    if options.no_cuda_graphs and not options.compile:
+        raise InvalidInput("no_cuda_graphs is set; it needs compile, which is not")
     given = str(options.feature_map)
     for option, default, needed, fits in (
         ("favor_features", None, "favor", is_favor(given)),

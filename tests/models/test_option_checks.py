@@ -44,6 +44,11 @@ COMMANDS = [
         "--arch fast_weight_lm --softmax-attention-layers 7",
         "softmax_attention_layers is '7'; it must be 'all' or comma",
     ),
+    ("--arch fast_weight_lm --no-cuda-graphs", "no_cuda_graphs is set; it needs compile, which is not"),
+    (
+        f"--arch fast_weight_transformer_tiny {TRANSLATE} --no-cuda-graphs",
+        "no_cuda_graphs is set; it needs compile, which",
+    ),
     ("--arch fast_weight_lm --optimizer adam --adam-betas 0.9", "adam_betas is '0.9'; it must be two numbers"),
     ("--arch fast_weight_lm --optimizer adam --adam-betas (2,0)", "adam_betas is '(2,0)'; it must be two numbers"),
     (

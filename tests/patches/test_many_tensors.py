@@ -103,9 +103,8 @@ def test_a_step_that_is_to_be_skipped_changes_nothing():
 def test_accelerated_gradients_are_those_of_every_parameter(dtype, monkeypatch):
     monkeypatch.setattr(many_tensors, "_PORTION", 20)
     found = []
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(many_tensors, "nag", lambda params, *others: params)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(many_tensors, "NAG_ON", (device,))
         optimizer = NAG([nn.Parameter(x) for x in draw(dtype)], lr=0.1, momentum=0.9, weight_decay=0.1)
         params = optimizer.param_groups[0]["params"]
         for number in range(5):

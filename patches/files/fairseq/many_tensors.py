@@ -15,6 +15,8 @@ from torch import Tensor
 _HALF = (torch.float16, torch.bfloat16)
 _PORTION = 2**24
 """So many numbers that are in 16 bits are in 32 bits at a time, for as long as they are computed with."""
+NAG_ON = ("cuda",)
+"""The devices where `nag` takes all parameters together. A CPU that goes through one at a time has it in its cache."""
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -160,18 +162,19 @@ def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[st
 
 
 def nag(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[str, Any], change: float) -> list[Any]:
-    """A step of fairseq's accelerated gradient for all parameters that have gradients and go together; returns the
-    others.
+    """A step of fairseq's accelerated gradient for all parameters that go together; returns the others.
 
     Args:
-        params: some of the group's.
+        params: those of the group that have gradients.
         state: the optimizer's, by parameter.
         group: with lr, momentum and weight_decay.
         change: the learning rate over that of the step before.
     """
-    others, found = [], defaultdict(list)
+    others: list[Any] = []
+    found: dict[Any, list[Any]] = defaultdict(list)
     for p in params:
-        alike = goes_together(p) and p.dtype != torch.float64  # of which the state is in float32
+        # The state of all is in float32.
+        alike = p.device.type in NAG_ON and goes_together(p) and p.dtype != torch.float64
         (found[p.device, p.dtype] if alike else others).append(p)
     momentum, rate = group["momentum"], group["lr"]
     for some in found.values():
