@@ -83,8 +83,8 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
     In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
     pays where x has more rows than columns. Modules that may do more than multiply, as those with hooks, stay alone.
     """
-    alone = [module for module in modules if not _is_plain(module, like=modules[0])]
-    if alone or not modules[0].training or x.shape[:-1].numel() < x.shape[-1]:
+    together_pays = modules[0].training and x.shape[:-1].numel() >= x.shape[-1]
+    if not together_pays or not all(_is_plain(module, like=modules[0]) for module in modules):
         parts = [module(x) for module in modules]
         return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
     weight = torch.cat([module.weight for module in modules])
