@@ -53,7 +53,7 @@ def tracebacks_wanted() -> bool:
 
 
 def install() -> None:
-    """If a command of fairseq is running, makes its errors one line, and hides warnings of fairseq about itself."""
+    """Makes errors of a running command of fairseq one line, and hides warnings of fairseq about itself."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
     commanded = any(
         code.co_name == "cli_main" and Path(code.co_filename).parent.name == "fairseq_cli" for code in frames

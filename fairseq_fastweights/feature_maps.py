@@ -159,7 +159,7 @@ class IdentityMap(FeatureMap):
         super().__init__(dim, dim)
 
     def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
-        """As of `FeatureMap`; without normalisation and dtype it returns x as it is."""
+        """Normalises features, as `FeatureMap` says; without normalisation and dtype it returns x as it is."""
         return super()._finish(x, normalize, dtype, backend) if normalize else x.to(dtype or x.dtype)
 
 
@@ -321,7 +321,7 @@ class FavorMap(FeatureMap):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """As of `FeatureMap`, with one draw for all vectors."""
+        """Maps several vectors, as `FeatureMap` does, with one draw for all."""
         how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
         with without_autocast(x):
             return self._features_of(x, self._drawn(x), scales == "all", **how)

@@ -254,7 +254,7 @@ def test_a_mixer_of_the_registry_gets_its_place_in_the_reference() -> None:
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_shows_the_code(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}

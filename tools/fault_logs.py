@@ -19,7 +19,7 @@ def _put(file: int) -> None:
 
 
 def _read_until_told(source: int) -> Callable[[], object]:
-    """By a thread, which then closes it."""
+    """Reads by a thread, which closes the file at its end."""
     told = threading.Event()
 
     def read() -> None:

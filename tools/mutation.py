@@ -115,7 +115,7 @@ def mutated(source: str, mutant: Mutant) -> str:
 
 
 def is_python(source: str) -> bool:
-    """To cosmic-ray the star before arguments is an operator as any other."""
+    """True for Python: to cosmic-ray the star before arguments is an operator as any other."""
     try:
         ast.parse(source)
     except SyntaxError:

@@ -134,7 +134,7 @@ def _whole(name: str, given: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _previous(values: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """For each position the value at the one before in its row, padding left out, and whether there is one."""
+    """The value at the position before each in its row, padding left out, and whether there is one."""
     index = torch.arange(values.shape[1], device=values.device).expand(values.shape)
     if padding is not None:
         index = torch.where(padding, -1, index).cummax(dim=1)[0]

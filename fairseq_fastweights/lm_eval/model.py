@@ -70,7 +70,7 @@ class Row:
             self.last = scored[-1]
 
     def scores(self) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """For each ending: the request's number, its log-probability, and whether each token is the most probable."""
+        """Yields the request's number, the log-probability and whether each token is the likeliest, of each ending."""
         likeliest = int(self.last.argmax())
         for number, length, token in self.endings:
             start = len(self.said) + 1 - length

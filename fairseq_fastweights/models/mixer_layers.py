@@ -125,7 +125,7 @@ class MixerLayer(nn.Module):
         return x if self.normalize_before else norm(x)
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
-        """Its mixers, with their names."""
+        """The layer's mixers, with their names."""
         return ((name, module) for name, module in self.named_children() if isinstance(module, Mixer))
 
     def reorder_incremental_state(self, incremental_state: dict[Any, Any], new_order: Tensor) -> None:

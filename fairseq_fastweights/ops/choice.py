@@ -1,4 +1,4 @@
-"""Which backend computes a call. The first call of each kind says it, so that no run is slow without a word."""
+"""Chooses the backend of a call. The first call of each kind says it, so that no run is slow without a word."""
 
 from __future__ import annotations
 

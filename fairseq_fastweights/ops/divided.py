@@ -52,7 +52,7 @@ class Divided:
     def sequence(
         self, *inputs: Tensor | None, initial_state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Kernel.sequence`, on parts along the first of `dims`, each of them on parts along the others."""
+        """Computes what `Kernel.sequence` does on parts along the first of `dims`, each on parts along the others."""
         if not self.dims:
             return self.kernel.sequence(*cast(Any, inputs), initial_state=initial_state, starts=starts)
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
@@ -65,7 +65,7 @@ class Divided:
         return _whole_out(dim, [out for out, _ in parts]), final_state
 
     def step_(self, *inputs: Tensor | None, state: Tensor, starts: Tensor | None = None) -> Tensor:
-        """As `Kernel.step_`: each part changes its part of the state."""
+        """Computes what `Kernel.step_` does; each part changes its part of the state."""
         if not self.dims:
             return self.kernel.step_(*cast(Any, inputs), state=state, starts=starts)
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])

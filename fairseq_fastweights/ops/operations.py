@@ -156,7 +156,7 @@ class Rule:
 
     @property
     def divided(self) -> Divided:
-        """Its kernel, for keys and values of any dimension."""
+        """The rule's kernel, for keys and values of any dimension."""
         assert self.kernel is not None
         along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
         dims = (VALUES,) if self.corrects else (VALUES, KEYS)

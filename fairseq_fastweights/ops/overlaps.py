@@ -27,7 +27,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def first_overlap(written: Tensor, read: Iterable[Tensor | None]) -> int | None:
-    """Which of the tensors of `read`, all on its device, shares memory with `written`, which no two elements do.
+    """Finds the tensor of `read` that shares memory with `written`, which no two elements do; all are on one device.
 
     Returns:
         The first one's number, or None; also None for tensors that have no memory, as those of the device "meta" and

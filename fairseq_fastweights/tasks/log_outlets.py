@@ -32,7 +32,7 @@ class LogOutlets:
             self._files = {fd: _file(fd) for fd, stream in streams.items() if stream is not None}
 
     def open(self) -> None:
-        """From now on this process does not depend on who reads its log."""
+        """Frees this process of those who read its log."""
         ours = [fd for fd, file in self._files.items() if fd not in self._open and _file(fd) in (file, None)]
         with suppress(OSError):  # no more files can be opened
             for fd in ours:  # all, before a file that is opened gets their numbers
@@ -101,7 +101,7 @@ def _redirect_to_null(fd: int) -> None:
 
 
 def _file(fd: int) -> tuple[int, int] | None:
-    """Which file this is; None if it is closed."""
+    """Identifies the open file; None if it is closed."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -163,7 +163,7 @@ def _put_around(module: ModuleType, wrapper: Callable[[Callable[..., Any]], Call
 
 
 def _look_after_signals() -> None:
-    """In the module that is about to train; it is not there before, or it is the one that was started."""
+    """Looks after signals in the module that is about to train, which was not there before, or was started itself."""
     for name in ("fairseq_cli.train", "__main__"):
         module = sys.modules.get(name)
         found = getattr(module, "validate_and_save", None)
@@ -181,7 +181,7 @@ def _refuse_to_shard(cfg: Any) -> NoReturn:
 
 
 def _look_after_sharding() -> None:
-    """In a fairseq without the patch that does it: before the model is built."""
+    """Refuses to shard in a fairseq without the patch that does it, before the model is built."""
     for name in ("fairseq_cli.train", "__main__"):
         module = sys.modules.get(name)
         if hasattr(module, "fsdp_enable_wrap") and not hasattr(fully_sharded_data_parallel, "check_options"):

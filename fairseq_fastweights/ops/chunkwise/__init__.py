@@ -75,7 +75,7 @@ def _step_by_step(
     initial_state: Tensor | None,
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """With an erase key and decays of values a chunk has no form in matrices: the steps, a chunk's again backwards."""
+    """Computes step by step, a chunk again backwards: an erase key with decays of values has no form in matrices."""
     outputs, state = [], initial_state
     for t in range(0, v.shape[1], LONGEST_CHUNK):
         first, *chunk = (

@@ -1,4 +1,4 @@
-"""From (batch, time, heads, dim) to chunks and back, and through the states from chunk to chunk."""
+"""Turns (batch, time, heads, dim) into chunks and back, and carries states from chunk to chunk."""
 
 from __future__ import annotations
 

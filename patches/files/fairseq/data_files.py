@@ -76,7 +76,7 @@ class DataFile:
             raise FileError(complaint)
 
     def why_changed(self) -> str | None:
-        """That error; one that was only touched is none."""
+        """The error of a changed file; one that was only touched has none."""
         try:
             state = _state(os.fstat(self._descriptor))
         except OSError:
