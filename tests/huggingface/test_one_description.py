@@ -72,7 +72,7 @@ def described(fairseq: Any) -> Iterator[tuple[str, Any, Dictionary]]:
             yield arch, complete(fairseq.parse(arch)), words
     for name, kind in MIXERS.items():  # each of whose own options has another value
         others = {x: not row.default if row.type is bool else row.default + 2 for x, row in kind.options.items()}
-        named = {option_name(name, x): 1 if x == "key_heads" else value for x, value in others.items()}
+        named = {option_name(name, x): value for x, value in others.items()}
         shared = {
             "mixers": name,
             "query_key_norm_eps": 0.01,
