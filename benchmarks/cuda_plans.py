@@ -88,17 +88,15 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     plans += [{"walk": 1, "columns": columns, "stages": stages} for columns in (16, 32, 64) for stages in (1, 2)]
     # What cannot be had falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
-    ways += [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
-    unique: dict[str, Way] = {}
-    for way in ways:
-        unique.setdefault(str(way), way)
-    return list(unique.values())
+    return ways + [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
 
 
 def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int, allowed: float) -> list[Row]:
     """A row for each way to do a call; "difference", by norms, is that of its results from those step by step."""
     call = call_of(shape, rule, kind, draw_inputs(shape, dtype, DEVICE))
-    ways = {str(way): way for way in ways_of(call, torch.cuda.get_device_capability())}
+    ways: dict[str, Way] = {}
+    for way in ways_of(call, torch.cuda.get_device_capability()):
+        ways.setdefault(str(way), way)
     # As a decorator, it asks whenever the call is made.
     calls = {label: mock.patch.dict(os.environ, way.environment)(call.run) for label, way in ways.items()}
     expected = [x.detach().double() for x in calls["recurrent"]()]

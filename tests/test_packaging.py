@@ -81,7 +81,7 @@ def test_a_source_distribution_can_be_built_from(project: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_the_package_and_kernels_that_need_the_stable_abi_alone(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_package_and_kernels_of_the_stable_abi(tmp_path: Path) -> None:
     """For every torch from 2.10 on; built in a copy of the sources, from the objects that this checkout has."""
     try:
         plan = native_build.plan_cpu(Torch.find(), sanitize=False)

@@ -40,10 +40,8 @@ def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None
 @pytest.mark.parametrize(
     ("target", "values", "measured", "verdict"),
     [
-        (LEAST, [3.0, 1.5, 2.0], "1.50 x (b); median of 3: 2.00 x", "met"),
         (LEAST, [3.0, 1.0], "1.00 x (b); median of 2: 2.00 x", "missed: by a factor of 1.50; reached by 1 of 2"),
         (MOST, [2.0, 1.0], "2.00 x (a); median of 2: 1.50 x", "met"),
-        (LEAST, ["no", 1.0], "1.00 x (b)", "missed: by a factor of 1.50; unmeasured: a (no)"),
         (LEAST, ["no", "none", "no"], "–", "unmeasured: no; none"),
         (LEAST, [3.0, *["no"] * 4], "3.00 x (a)", "met: unmeasured: b, c, d and 1 more (no)"),
         (LEAST, [], "–", "unmeasured: there are no results"),

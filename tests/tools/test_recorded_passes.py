@@ -38,7 +38,7 @@ def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, c
     assert ran(root, "--changed") and not ran(root, "--changed")
     assert "emulated: left out" in capsys.readouterr().out
     assert ran(root), "it was asked for"
-    step, other = root / "cuda/step.cu", root / "cuda/other.cu"
+    step, other = root / "cuda/step.cu", root / "cuda/stop.cu"
     for change in (lambda: step.write_text("b\n"), lambda: step.rename(other), other.unlink):
         change()
         assert ran(root, "--changed") and not ran(root, "--changed")
