@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import all_cpu
 import pytest
 import report
 import torch
+from harness import pages
+from harness.updates import Update
 
 FACTS = ("part", "name", "model", "pass", "implementation", "rule")
 
@@ -83,3 +86,18 @@ def test_what_makes_no_sense_is_refused(options, values: str, message: str, monk
         monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)
     for (words, option), value in itertools.product(options, values.split()):
         assert message.format(option, value) in run(*words.split(), option, value), words
+
+
+def test_what_was_counted_is_recorded_and_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Update(
+        {"forward": Counter(mm=3, graph_0_cpp_fused_add_0=1), "optimizer": Counter(_fused_adamw_=1)},
+        ["cpu at trainer.py:1"],
+    )
+    monkeypatch.setattr("updates.watch", lambda data, model, precision, way: known)
+    monkeypatch.setattr("training.prepare", lambda folder, settings: folder)
+    options = "--models delta --precisions bf16 --ways compile --out".split()
+    assert run("updates", *options, tmp_path / "out.json") == ""
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["rows"][0]["most"] == {"mm": 3, "graph_0_cpp_fused_add_0": 1, "_fused_adamw_": 1}
+    cells = [cell.strip() for cell in pages.render(record).splitlines()[2].split("|")[1:-1]]
+    assert cells == ["delta", "bf16", "compiled", "5", "1", "4", "0", "1", "1"]

@@ -1,19 +1,16 @@
 """An update of the paper's small language model starts few operators, and waits for a GPU once at most."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-import updates
-from harness import pages
 from harness.graphs_on_a_cpu import stand_in_graphs
-from harness.updates import Update, watched
+from harness.updates import watched
 
 from fairseq_fastweights.models import mixer_layers
 from tests.conftest import train
-from tests.tasks.conftest import pairs, train_translation  # noqa: F401
+from tests.tasks.conftest import train_translation
 
 # As many layers and parameters as the paper's model; of options that are given twice the last one counts.
 SMALL = """--arch fast_weight_lm_wiki103_small --criterion adaptive_loss --ddp-backend legacy_ddp --dropout 0.1
@@ -117,22 +114,7 @@ def test_an_update_of_a_language_model_waits_once(case, our_fairseq, corpus: Pat
 
 
 @pytest.mark.parametrize("flags", ["", "--fast-weight-attention encoder,decoder,cross"])
-def test_an_update_of_a_translation_model_waits_once(flags, our_fairseq, pairs: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_update_of_a_translation_model_waits_once(flags, our_fairseq, pairs: Path, tmp_path: Path) -> None:
     with watched(after=1) as update:
         train_translation(pairs, tmp_path, "--log-interval", "100", "--no-save", *flags.split())
     assert len(update.waits) == 1, update.waits
-
-
-def test_what_was_counted_is_recorded_and_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Update(
-        {"forward": Counter(mm=3, graph_0_cpp_fused_add_0=1), "optimizer": Counter(_fused_adamw_=1)},
-        ["cpu at trainer.py:1"],
-    )
-    monkeypatch.setattr(updates, "watch", lambda data, model, precision, way: known)
-    monkeypatch.setattr("training.prepare", lambda folder, settings: folder)
-    options = "--models delta --precisions bf16 --ways compile --out".split()
-    assert run("updates", *options, tmp_path / "out.json") == ""
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"][0]["most"] == {"mm": 3, "graph_0_cpp_fused_add_0": 1, "_fused_adamw_": 1}
-    cells = [cell.strip() for cell in pages.render(record).splitlines()[2].split("|")[1:-1]]
-    assert cells == ["delta", "bf16", "compiled", "5", "1", "4", "0", "1", "1"]
