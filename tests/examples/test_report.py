@@ -1,4 +1,4 @@
-"""What the ledger has and what pages and figures say of it; what rows of the papers take, and what was verified."""
+"""Pages, tables and figures of what the ledger has; estimates of rows, and the page of what was verified."""
 
 import re
 from dataclasses import replace

@@ -44,7 +44,7 @@ def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
 
 
-def test_a_killed_processes_rows_are_its_jobs_and_those_of_one_that_ends_are_free(tmp_path: Path) -> None:
+def test_rows_of_a_killed_process_are_its_jobs_of_an_ended_one_free(tmp_path: Path) -> None:
     first = start("long", tmp_path, "--jobs", "1", begun=1)
     first.send_signal(signal.SIGTERM)
     assert "the same command goes on from here" in first.communicate(timeout=300)[1] and first.returncode == 130
