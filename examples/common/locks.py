@@ -21,9 +21,9 @@ def take(file: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        raise
+        raise OSError(f"{file} cannot be locked: {error.strerror}; choose a folder on another file system") from None
     return descriptor
 
 

@@ -56,7 +56,7 @@ def is_stale(entry: Entry, tables: Mapping[str, Table] = SCALED) -> bool:
         return True
     places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
     runs = plan(entry.table, table, [entry.row], [entry.seed], places, checked=False)
-    return all(_anywhere(run.commands) != _anywhere(entry.commands) or run.seed != entry.seed for run in runs)
+    return all(_anywhere(run.commands) != _anywhere(entry.commands) for run in runs)
 
 
 def _anywhere(commands: Sequence[str]) -> list[str]:

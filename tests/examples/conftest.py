@@ -229,15 +229,10 @@ def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Transformer, trained by fairseq, beside its dictionary."""
     folder = tmp_path_factory.mktemp("published")
-    flags = ["--task", "language_modeling", "--arch", "transformer_lm_baevski_wiki103", *TINY["wikitext103"].split()]
-    flags += "--tokens-per-sample 16 --batch-size 2 --max-update 1 --optimizer adam --num-workers 0".split()
-    command(
-        "train",
-        str(data),
-        *flags,
-        *"--criterion adaptive_loss --ddp-backend legacy_ddp --cpu --save-dir".split(),
-        str(folder),
-    )
+    flags = f"""{data} --task language_modeling --arch transformer_lm_baevski_wiki103 {TINY["wikitext103"]}
+        --tokens-per-sample 16 --batch-size 2 --max-update 1 --optimizer adam --num-workers 0 --cpu
+        --criterion adaptive_loss --ddp-backend legacy_ddp --save-dir {folder}"""
+    command("train", *flags.split())
     shutil.copy(data / "dict.txt", folder)
     (folder / "checkpoint_best.pt").rename(folder / "model.pt")
     return folder

@@ -6,6 +6,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from common import fairseq_logs, figures, files, steps
@@ -27,7 +28,7 @@ def work(*wanted: Any, **others: Any) -> str:
     return output.getvalue()
 
 
-def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out"
     with steps.claim(out, MARK) as claimed:
         work(make_step(tmp_path / "step", f"import os; os.fstat({claimed})"), keep_open=[claimed])
@@ -40,6 +41,9 @@ def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: P
     for folder, mark, message in ((out, "another", "out holds other files"), (out / MARK, MARK, "for the results")):
         with pytest.raises(steps.StepError, match=message), steps.claim(folder, mark):
             pass
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
+    with pytest.raises(OSError, match=f"{MARK} cannot be locked: Operation not supported"), steps.claim(out, MARK):
+        pass
 
 
 def test_a_file_takes_the_place_of_a_link_and_is_not_written_through_it(tmp_path: Path) -> None:
@@ -95,11 +99,15 @@ def test_a_failed_step_is_shown_is_not_done_and_goes_on_if_it_can(tmp_path: Path
 
 
 TRAIN_LOG = """
-x | INFO | y | num. shared model params: 1,234 (num. trained: 1,234)
-2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2"}
-2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
-2026-01-01 | INFO | train_inner | {"epoch": 1, "loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4"}
-2026-01-01 | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num_updates": "4"}
+x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
+x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
+x | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
+x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
+x | INFO | train_inner | {"loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
+x | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
+x | INFO | train_inner | {"loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
+x | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num_updates": "4"}
 """
 
 
@@ -111,6 +119,9 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
         "best_valid_ppl": 16.0,
         "tokens_per_second": 200.0,
     }
+    read = fairseq_logs.parse_training(TRAIN_LOG)
+    assert (read.gpus, read.gpu_memory) == (["NVIDIA H100 80GB HBM3"] * 2, 20.9)
+    assert read.backends == read.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
     # Attention that is transferred has no perplexity.
     parts = [f'x | train_inner | {{"loss": 9, "wps": 1, "num_updates": {n}, "train_wall": 3}}\n' for n in (6, 12)]
     # One that ends before its first report has the sums of its epochs, which count for no other.
@@ -120,8 +131,8 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
         assert (training.seconds, training.speed, training.updates_per_second) == told and not training.train
     with pytest.raises(ValueError, match="its log has no training"):
         fairseq_logs.read_training("Traceback (most recent call last):\n")
-    cut = TRAIN_LOG + '2026-01-01 | INFO | train_inner | {"epoch": 1, "lo'
-    assert fairseq_logs.parse_training(cut) == fairseq_logs.parse_training(TRAIN_LOG)
+    cut = TRAIN_LOG + 'x | INFO | train_inner | {"epoch": 1, "lo'
+    assert fairseq_logs.parse_training(cut) == read
     assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
 
 

@@ -1,11 +1,10 @@
-"""What the ledger has and what pages and figures say of it; what rows of the papers take, and what was verified."""
+"""Pages, tables and figures of what the ledger has; estimates of rows, and the page of what was verified."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from common.fairseq_logs import parse_training
 from papers import SCALED, TABLES, drawing, estimate, ledger, overview, report, rows
 from papers.estimate import Estimate, Size, Speed, stated
 from papers.grid import plan
@@ -63,13 +62,17 @@ def test_a_claim_holds_if_its_whole_interval_does() -> None:
 
 def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
     """Its runs have the same data; losses are compared with that of the baseline, in percent."""
-    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5)]
+    of_gpus = {"gpu": "H100", "gpus": 2, "precision": ledger.precision(["--fp16"]), "without_kernels": ["chunkwise"]}
+    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5, **of_gpus)]
     made = report.block("multi30k", SCALED["multi30k"], entries)
     softmax = r"\| softmax +\| +2 \| +10 \| 1.00 \| +8.00 ± 0.00 \| +39.10 ± 1.27 \| +26.6 \| +27.7 \|"
     assert re.search(softmax, re.sub(" +", " ", made)) and " 36.50 |" in made and "not run" in made
-    with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
-        mixed = [entry("linear", seed, 36.5, inputs=of) for seed, of in ((1, "x"), (2, "y"))]
-        report.block("multi30k", SCALED["multi30k"], mixed)
+    assert " (without kernels) |" in made and "GPUs: 2 x H100. Precision: float16." in made
+    assert "Trained (without kernels): chunkwise." in made
+    for name in ("data", "inputs"):
+        mixed = [entry("linear", 1, 36.5, **{name: of}) for of in "xy"]
+        with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
+            report.block("multi30k", SCALED["multi30k"], mixed)
     scores = [("source", 1, 8.0), ("sum-6", 1, 16.0), ("sum-6", 2, 16.0)]  # log(16) is by a third above log(8)
     losses = [entry(row, n, table="smollm2", scores={"test, context-0": x}) for row, n, x in scores]
     made = report.block("smollm2", SCALED["smollm2"], losses)
@@ -122,31 +125,6 @@ def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, r
     book.write_text('{"table": "multi30k"}\n')
     status, _, err = reproduce("report", "--ledger", book)
     assert status == 1 and "ledger, line 1 is no entry of a ledger; remove the line" in err
-
-
-LOG = """
-x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers******************
-x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
-x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
-x | INFO | fairseq_cli.train | num. shared model params: 10 (num. trained: 10)
-x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
-x | INFO | train_inner | {"ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
-x | INFO | train_inner | {"ppl": "8", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}
-x | INFO | fairseq_cli.train | done training in 1.0 seconds
-"""
-
-
-def test_the_ledger_knows_gpus_and_kernels_and_tables_mark_what_lacks_them() -> None:
-    read = parse_training(LOG)
-    assert read.finished and read.gpus == ["NVIDIA H100 80GB HBM3"] * 2 and read.gpu_memory == 20.9
-    assert read.backends == read.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
-    told = ledger.circumstances(ledger.COMMITTED.parent)
-    assert told["kernels"].keys() <= {"cpu", "cuda"} and "fairseq-fastweights" in told["versions"]
-    of_gpus = {"gpu": read.gpus[0], "gpus": 2, "precision": ledger.precision(["--fp16"])}
-    of_gpus |= {"table": "t", "without_kernels": read.backends}
-    made = report.block("t", SCALED["multi30k"], [entry("softmax", 1, **of_gpus)])
-    assert " (without kernels) |" in made and "GPUs: 2 x NVIDIA H100 80GB HBM3. Precision: float16." in made
-    assert "Trained (without kernels): chunkwise on cuda: the CUDA kernels were not built." in made
 
 
 GPU = {"gigabytes": 10, "terabytes per second": 2.0, "teraflops": {"bf16": 100, "fp32": 10}}

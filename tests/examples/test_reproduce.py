@@ -8,8 +8,6 @@ from typing import BinaryIO
 
 import papers
 import pytest
-from papers import rows
-from papers.grid import plan
 
 from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
 
@@ -177,18 +175,3 @@ def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, mo
         assert score().startswith("scoring V (context-0-valid.log does not say what it is of)\nV: Perplexity: 1")
     assert "Perplexity: 13." in score(CHECKPOINT="checkpoint_last.pt") and runs[-1] == f"{out}/checkpoint_last.pt"
     assert score() == "V: Perplexity: 12."
-
-
-@pytest.mark.parametrize(("table", "row"), [("wikitext2", "delta"), ("multi30k", "dpfp")])
-def test_rows_that_are_scaled_down_to_a_cpu_run_on_a_gpu_too(table: str, row: str, monkeypatch) -> None:
-    def commands(device: str) -> list[list[str]]:
-        monkeypatch.setenv("DEVICE", device)
-        there = rows.Places(Path("DATA"), Path("OUT"))
-        [run] = plan(table, papers.SCALED[table], [row], [2], there, checked=False)
-        return [call.words for call in (run.training, *run.evaluations)]
-
-    on_cpu = commands("cpu")
-    assert on_cpu == commands("") and sum(words.count("--cpu") for words in on_cpu) >= 2
-    assert commands("gpu") == [[word for word in words if word != "--cpu"] for words in on_cpu]
-    with pytest.raises(rows.RowError, match="DEVICE is cuda; it must be cpu or gpu"):
-        commands("cuda")

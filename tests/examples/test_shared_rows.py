@@ -44,7 +44,7 @@ def rows_kept(tmp_path: Path) -> list[str]:
     return sorted(entry.row for entry in ledger.read_ledger(tmp_path / "out" / "ledger.jsonl"))
 
 
-def test_a_killed_processes_rows_are_its_jobs_and_those_of_one_that_ends_are_free(tmp_path: Path) -> None:
+def test_rows_of_a_killed_process_are_its_jobs_of_an_ended_one_free(tmp_path: Path) -> None:
     first = start("long", tmp_path, "--jobs", "1", begun=1)
     first.send_signal(signal.SIGTERM)
     assert "the same command goes on from here" in first.communicate(timeout=300)[1] and first.returncode == 130
@@ -127,6 +127,9 @@ def test_a_run_is_kept_once_with_its_options_and_is_of_no_others(run, tmp_path: 
     assert run("tiny", *options)[0] == 0 and ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
     status, _, err = run("tiny", "--rows", "a")
     assert status == 1 and "a-1 was begun with another command or data; name another OUT, or delete it" in err
+    assert run("tiny", "--rows", "b", "--", "--cpu", DEVICE="gpu")[0] == 0
+    assert not any("--cpu" in line for line in ledger.read_ledger(book)[-1].commands)
+    assert run("tiny", DEVICE="cuda")[2] == "error: DEVICE is cuda; it must be cpu or gpu\n"
 
 
 def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:

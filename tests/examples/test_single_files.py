@@ -1,4 +1,4 @@
-"""What newcomers do works: the page "Get started" has its numbers, the notebook runs, packed documents train."""
+"""Examples of one file, and the page "Get started": the notebook runs, packed documents train, its numbers come out."""
 
 import json
 import re

@@ -242,7 +242,7 @@ def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, tm
 def test_compound_split_bleu_is_of_moses_tokens() -> None:
     dash = " ##AT##-##AT## "
     assert score.split_compounds("a state-of-the – - a -b c- 1-2") == f"a state{dash}of{dash}the – - a -b c- 1{dash}2"
-    assert score.split_compounds("x-y-z") == f"x{dash}y-z"  # as in Perl: y is in the first match
+    assert score.split_compounds("x-y-z (a)-b") == f"x{dash}y-z (a){dash}b"  # as in Perl: y is in the first match
     split = score.tokenize_and_split(["Die wohl-bekannte Stadt (oft), z.B. heute."], "de")
     assert split == [f"Die wohl{dash}bekannte Stadt ( oft ) , z.B. heute ."]
     values = score.score(["das wohl-bekannte Haus ist alt ."], ["das sehr-bekannte Haus ist alt ."], "de")

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 
 def job(verb: str, row: str, folder: Path) -> None:
@@ -40,30 +41,21 @@ from common import steps  # noqa: E402
 from papers import grid, row_runner  # noqa: E402
 from papers.rows import Call, Row, Table  # noqa: E402
 
-
-class Recipe:
-    sources = False
-
-    def training(self, row, places, options, env):
-        return Call([sys.executable, "-S", __file__, "job", "train", row, str(places.out), *options])
-
-    def evaluations(self, places, options, env):
-        name = places.out.name.rpartition("-")[0]
-        words = [sys.executable, "-S", __file__, "job", "score", name, str(places.out), *options]
-        return [Call(words, title="test")]
-
-    def scores(self, call, places, log):
-        return {"test": float(log.split("score ")[1].split()[0])}
-
-    def check(self, verb, places, env):
-        pass
-
-    def finish(self, places):
-        pass
+JOB = [sys.executable, "-S", __file__, "job"]
+RECIPE = SimpleNamespace(
+    sources=False,
+    training=lambda row, places, options, env: Call([*JOB, "train", row, str(places.out), *options]),
+    evaluations=lambda places, options, env: [
+        Call([*JOB, "score", places.out.name.rpartition("-")[0], str(places.out), *options], title="test")
+    ],
+    scores=lambda call, places, log: {"test": float(log.split("score ")[1].split()[0])},
+    check=lambda verb, places, env: None,
+    finish=lambda places: None,
+)
 
 
 def table(*names):
-    return Table("tiny", "gpt2", ("test",), {name: Row(name, Recipe(), name, ("1",)) for name in names})
+    return Table("tiny", "gpt2", ("test",), {name: Row(name, RECIPE, name, ("1",)) for name in names})
 
 
 def register(tables, gpus=()):
