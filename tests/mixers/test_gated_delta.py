@@ -95,7 +95,7 @@ def test_heads_that_cannot_share_keys_and_negative_ranks_are_refused(options, me
         GatedDelta(EMBED, HEADS, **options)
 
 
-def test_its_settings_are_those_of_checkpoints_from_before_heads_could_share_keys():
+def test_settings_are_those_of_checkpoints_from_before_keys_were_shared():
     names = {"key_heads", "key_dim", "value_dim", "conv", "negative_eigenvalues", "eps"}
     assert set(GatedDelta(EMBED, HEADS, kv_heads=2, gate_rank=3).settings()) == names
 
