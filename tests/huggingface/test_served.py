@@ -79,6 +79,8 @@ REFUSED = [
     (OLMO, "qwen3_5_text", "gated_delta_eps is 1e-05, of qwen3_5_text 0.01; .*softmax_output_gate is False, of"),
     (f"{OLMO} --mask-special-symbols", "olmo_hybrid", r"differs in 1: masked_tokens is \[0, 1, 3\], of olmo_hybrid"),
     (f"{OLMO} --gated-delta-eps 0.1", "olmo_hybrid", "differs in 1: gated_delta_eps is 0.1, of olmo_hybrid 1e-05"),
+    (f"{OLMO} --gated-delta-kv-heads 1", "olmo_hybrid", "differs in 1: gated_delta_kv_heads is 1, of olmo_hybrid 0"),
+    (f"{OLMO} --gated-delta-gate-rank 2", "olmo_hybrid", "differs in 1: gated_delta_gate_rank is 2, of olmo_hybrid 0"),
     (f"{FITS['llama']} --projection-bias qkv", "qwen2", "reads all tokenizers as Qwen2Tokenizer; this one is none"),
     (FITS["llama"].replace("--swiglu", ""), "llama", "differs in 1: swiglu is False, of llama True"),
 ]

@@ -95,6 +95,11 @@ def test_heads_that_cannot_share_keys_and_negative_ranks_are_refused(options, me
         GatedDelta(EMBED, HEADS, **options)
 
 
+def test_settings_are_those_of_checkpoints_from_before_keys_were_shared():
+    names = {"key_heads", "key_dim", "value_dim", "conv", "negative_eigenvalues", "eps"}
+    assert set(GatedDelta(EMBED, HEADS, kv_heads=2, gate_rank=3).settings()) == names
+
+
 @pytest.mark.parametrize("padding", ["none", "whole"])
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_outputs_and_gradients_are_those_of_the_equations(kind, options, padding):
