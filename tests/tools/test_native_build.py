@@ -280,6 +280,9 @@ def test_what_the_cuda_part_misses_is_named(nvcc: Path, cuda, says, tmp_path: Pa
         # This nvcc has no names for some, and the last is of a later kind.
         ("", [80, 86, 89, 121, 130], "sm_80 sm_120 compute_120"),
         ("8.0;9.0a+PTX", [75], "sm_80 sm_90a compute_90a"),
+        # For a GPU of 9.0, with what others lack; where a list has 9.0, without.
+        ("9.0+PTX", [90], "sm_90 compute_90"),
+        ("", [90], "sm_90a"),
         ("", [], "no GPU here .* FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"),
         ("", [90, 70], "compiles for 7.5, 8.0, .* GPU here is of 7.0; let CUDA_HOME name an older"),
         *[(listed, [90], "names .* some of 7.5, 8.0, 9.0, 10.0, 10.3, 12.0") for listed in ("Hopper", "8.0;7.0", "90")],
@@ -293,6 +296,11 @@ def test_architectures(nvcc: Path, listed: str, gpus: list[int], found: str, mon
     else:
         with pytest.raises(Unavailable, match=found):
             here.architectures(torch_13, listed)
+
+
+def test_machine_code_for_9_0_is_what_nvcc_knows() -> None:
+    names = [Nvcc("nvcc", version, Path(), (90,)).machine_code("90") for version in ("11.8", "12.0", "13.0")]
+    assert names == ["sm_90", "sm_90a", "sm_90a"]
 
 
 @pytest.fixture
