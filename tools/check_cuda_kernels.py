@@ -28,12 +28,12 @@ SMALL_SPILLS = {
     "delta_forward<": 64,
     "delta_backward<": 64,
     "local<__": 24,
-    "walk<__": 24,
+    "walk<__": 40,
     "walk<float, 64, ": 288,
 }
 """Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which
 solve a chunk's system in registers, were measured as they are; what it costs the others is unmeasured. Of the walks it
-is those with decays of keys."""
+is those with decays of keys, and with float16 and 64 keys to a warp."""
 
 
 class Kernel(NamedTuple):
