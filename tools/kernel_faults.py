@@ -328,7 +328,7 @@ CUDA = (
     Fault("cuda/chunked/walk.cu", "n % interval == 0)", "n % interval == 1)"),
     Fault("cuda/chunked/walk.cu", "? w.first : w.others;", "? w.first : w.first;"),
     Fault("cuda/chunked/walk.cu", "if (w.stages == 2) fetch(nth(0));", ""),
-    Fault("cuda/chunked/walk.cu", "        copies_wait<0>();\n        __syncthreads();", "        copies_wait<0>();"),
+    Fault("cuda/chunked/walk.cu", "show_to_groups();\n        __syncthreads();", "show_to_groups();"),
     Fault("cuda/chunked/walk.cu", "read.scale(steps + kReadBeta);", "read.scale(steps + kBeta);"),
     Fault("cuda/chunked/walk.cu", "            found.scale(steps + kToEnd);\n", ""),
     without("cuda/chunked/walk.cu", "            read.scale(steps + kToEnd);\n"),
@@ -336,8 +336,8 @@ CUDA = (
     without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
     Fault(
         "cuda/chunked/walk.cu",
-        "x *= whole; });\n            }\n            const Matrix<T> all_queries",
-        "});\n            }\n            const Matrix<T> all_queries",
+        "x *= whole; });\n            }\n            const Pieces<T> q",
+        "});\n            }\n            const Pieces<T> q",
     ),
     Fault(
         "cuda/chunked/walk.cu",
@@ -345,6 +345,19 @@ CUDA = (
         "const int number = blockIdx.y;",
     ),
     Fault("cuda/chunked/walk.cu", "first_key + place == column + j ? 1.0f", "place == column + j ? 1.0f"),
+    # Products of warpgroups
+    without("cuda/chunked/walk.cu", "        if (grouped) show_to_groups();\n"),
+    without("cuda/chunked/walk.cu", "            finish(grouped, read);\n"),
+    Fault("cuda/chunked/walk.cu", "finish(grouped, state);\n                continue;", "continue;"),
+    Fault("cuda/chunked/walk.cu", "(n & (w.stages - 1)) * Keys * parts", "0"),
+    without("cuda/chunked/strips.cuh", "            groups_begin();\n"),
+    without("cuda/chunked/strips.cuh", "            groups_commit();\n"),
+    Fault("cuda/chunked/strips.cuh", "n < N; n += kGroupColumns / 8", "n < 8; n += kGroupColumns / 8"),
+    Fault("cuda/chunked/groups.cuh", ": (rows + 1) * kPiece)", ": (rows - 1) * kPiece)"),
+    Fault("cuda/chunked/groups.cuh", "? eight_rows : eight_columns) << 16", "? eight_columns : eight_rows) << 16"),
+    Fault("cuda/chunked/groups.cuh", "? inner + column / 8 * eight_columns", "? inner"),
+    Fault("cuda/chunked/groups.cuh", ": column + inner / 8 * eight_columns", ": column"),
+    Fault("cuda/chunked/groups.cuh", "a, right, RowsInner,", "a, right, !RowsInner,"),
     # Slices, segments of them, and the stages after the walk
     Fault(
         "cuda/chunked/stages.cuh",
@@ -402,7 +415,7 @@ CUDA = (
     ),
     without(
         "cuda/chunked/walk.cu",
-        "                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);",
+        "                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, given.template rest<T>(), k);",
     ),
     Fault("cuda/chunked/tiles.cuh", "to_end(step) * strength(step)", "to_end(step)"),
     Fault("cuda/chunked/local.cu", "log_gate, complement, at.batch", "log_gate, false, at.batch"),

@@ -151,10 +151,14 @@ class Nvcc:
         """The options that nvcc adds to its command line of its own accord."""
         return " ".join(filter(None, (os.environ.get(f"NVCC_{place}_FLAGS") for place in ("PREPEND", "APPEND"))))
 
+    def machine_code(self, number: str) -> str:
+        """The name of machine code for a compute capability: for 9.0 with `wgmma`, which GPUs of other ones lack."""
+        return "sm_90a" if number == "90" and numbers(self.version)[0] >= 12 else f"sm_{number}"
+
     def architectures(self, torch: Torch, listed: str) -> list[str]:
         """The architectures to compile for: those listed, as in TORCH_CUDA_ARCH_LIST, or else those of the GPUs here.
 
-        Returns names like "sm_80" for machine code and "compute_90" for PTX.
+        Returns names like "sm_80" for machine code, of GPUs here as `machine_code` has it, and "compute_90" for PTX.
         """
         known = ", ".join(f"{number // 10}.{number % 10}" for number in self.supported)
         found: list[str] = []
@@ -173,7 +177,7 @@ class Nvcc:
             if newest is None:
                 what = f"{self.command} compiles for {known} and a GPU here is of {gpu // 10}.{gpu % 10}"
                 raise Unavailable(f"{what}; let CUDA_HOME name an older CUDA toolkit and build again")
-            found.append(f"{'sm' if newest // 10 == gpu // 10 else 'compute'}_{newest}")
+            found.append(self.machine_code(str(newest)) if newest // 10 == gpu // 10 else f"compute_{newest}")
         if not found:
             asked = "FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"
             raise Unavailable(f"there is no GPU here to compile them for; build again with {asked} to name others")

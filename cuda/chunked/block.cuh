@@ -136,8 +136,8 @@ struct Head {
 
 // Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends. `Path`: a
 // thread's way through them, a Walk or like one.
-template <typename Path = Walk, typename T>
-__device__ __forceinline__ void copy_rows(const Matrix<T>& to, const Head<T>& from, int rows, int columns, int start,
+template <typename Path = Walk, typename To, typename T>
+__device__ __forceinline__ void copy_rows(const To& to, const Head<T>& from, int rows, int columns, int start,
                                           int time) {
     constexpr int kPiece = 16 / sizeof(T);
     const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&

@@ -6,7 +6,7 @@
 // tensors lie there.
 #pragma once
 
-#include "block.cuh"
+#include "groups.cuh"
 
 namespace fairseq_fastweights {
 
@@ -118,25 +118,32 @@ struct Strip {
     }
 };
 
+// 16 places of a strip, from 16 e on, as a left factor.
+template <typename T, int N>
+__device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& from, int e) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float* const pair = &from.value[2 * e + i / 2][i % 2 * 2];
+        a[i] = narrow_pair<T>(pair[0], pair[1]).bits();
+    }
+}
+
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
 // sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the
 // left factor is rounded to it, and beside float16 if that is `Exact`; else all is multiplied in tf32, in one pass with a right
 // factor that is exact in it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, int N, int M, typename T>
-__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Matrix<T>& right) {
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, int N, int M, typename T,
+          template <typename> class Right>
+__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right<T>& right) {
     const int lane = warp_lane();
     if constexpr (kRounded<T> || (Exact && sizeof(T) == 2)) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
         for (int e = 0; e < M / 2; ++e) {
             unsigned a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* const pair = &left.value[2 * e + i / 2][i % 2 * 2];
-                a[i] = narrow_pair<T>(pair[0], pair[1]).bits();
-            }
+            narrow_places<T>(a, left, e);
 #pragma unroll
             for (int n = 0; n < N / 2; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
@@ -170,6 +177,37 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
             }
         }
     }
+}
+
+// The same, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by fours, else by each
+// warp. Until `finish` nobody may touch the sums, but for products that add to them too.
+template <int Passes, bool RowsInner, bool Exact = false, int N, int M, typename T>
+__device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Strip<M>& left, const Pieces<T>& right) {
+    if constexpr ((kRounded<T> || (Exact && sizeof(T) == 2)) && N % 8 == 0 && M % 8 == 0) {
+        if (grouped) {
+            unsigned a[M / 2][4];
+#pragma unroll
+            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[e], left, e);
+            groups_begin();
+#pragma unroll
+            for (int e = 0; e < M / 2; ++e)
+#pragma unroll
+                for (int n = 0; n < N; n += kGroupColumns / 8)
+                    multiply_in_group<T, RowsInner>(sums.value, n, a[e],
+                                                    right.template descriptor<RowsInner>(16 * e, 8 * n));
+            groups_commit();
+            return;
+        }
+    }
+    multiply_kept<Passes, RowsInner, Part::kAll, Exact>(sums, left, right);
+}
+template <int N>
+__device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {
+    if (!grouped) return;
+    groups_wait();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    sums.each([](int, int, float& x) { asm volatile("" : "+f"(x)::"memory"); });  // not read before
+#endif
 }
 
 }  // namespace fairseq_fastweights

@@ -25,6 +25,9 @@
 // part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
 // barrier a chunk.
 //
+// Where a block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of
+// rules that correct and have decays of keys, which add to a state 16 steps at a time.
+//
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
@@ -64,13 +67,13 @@ __device__ __forceinline__ void each_block(const Matrix<float>& decays, F f) {
 
 // read += state' keys' where keys are decayed within blocks: the state passes the blocks before each, 16 keys at a time.
 template <int Passes, bool Reverse, int N, typename T>
-__device__ __forceinline__ void read_blocks(Strip<kSide / 8>& read, Strip<N>& state, const Matrix<T>& keys,
+__device__ __forceinline__ void read_blocks(Strip<kSide / 8>& read, Strip<N>& state, const Pieces<T>& keys,
                                             const Matrix<float>& decays) {
 #pragma unroll
     for (int e = 0; e < N; e += 2) {
         Strip<2> left = state.template part<2>(e);
         each_block<Reverse>(decays, [&](int block, const float* by) {
-            const Matrix<T> rows{&keys(kTileRows * block, 8 * e), keys.stride};
+            const Pieces<T> rows = keys.from(kTileRows * block, 8 * e);
             Strip<2>& sums = read.template part<2>(2 * block);
             multiply_kept<Passes, false>(sums, left, rows);
             if constexpr (Reverse && kRounded<T>) multiply_kept<Passes, false>(sums, left.template rest<T>(), rows);
@@ -99,8 +102,9 @@ __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchan
         }
 }
 
-// `Keys`: those of a warp. `Backward` is of rules that correct; of others `pass.backward` says where a walk begins.
-template <typename T, int Keys, bool Corrects, bool Backward, bool Decays>
+// `Keys`: those of a warp. `Fours`: the block's strips are four, a warpgroup's for each part of the keys. `Backward` is of rules
+// that correct; of others `pass.backward` says where a walk begins.
+template <typename T, int Keys, bool Fours, bool Corrects, bool Backward, bool Decays>
 __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>> w) {
     using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kSteps = kSide / 8;
@@ -122,11 +126,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int number = blockIdx.y + (reverse && w.probe ? 1 : 0);
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
+    const bool grouped = Fours && has_groups();
+    const auto of_stage = [&](const Pieces<T>& all, int n) { return all.from(0, (n & (w.stages - 1)) * Keys * parts); };
     const auto fetch = [&](int n) {
         const int stage = n & (w.stages - 1), start = n * kSide;
-        copy_rows(shared.keys[stage], Head<T>(w.keys, batch, head, 0, keys), kSide, Keys * parts, start, time);
+        copy_rows(of_stage(shared.keys, n), Head<T>(w.keys, batch, head, 0, keys), kSide, Keys * parts, start, time);
         if constexpr (Backward) {
-            copy_rows(shared.queries[stage], Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start,
+            copy_rows(of_stage(shared.queries, n), Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start,
                       time);
             copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide);
         }
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                   w.strips * kTileRows, start, time);
         if constexpr (Decays) {
             if constexpr (Corrects)
-                copy_rows(shared.erase[stage], Head<T>(w.erase, batch, head, 0, keys), kSide, Keys * parts, start,
+                copy_rows(of_stage(shared.erase, n), Head<T>(w.erase, batch, head, 0, keys), kSide, Keys * parts, start,
                           time);
             copy_rows(shared.decays[stage], Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows),
                       Corrects ? kBlocks : 1, Keys * parts, 0, kBlocks);
@@ -175,12 +181,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             copies_commit();
         }
         copies_wait<0>();
+        if (grouped) show_to_groups();
         __syncthreads();
         if (w.stages == 2 && i + 1 < chunks) fetch(nth(i + 1));
         copies_commit();
-        const Matrix<T> all_keys = shared.keys[stage], k{all_keys.data + first_key, all_keys.stride};
-        const Matrix<T> all_erase = Corrects && Decays ? shared.erase[stage] : all_keys,
-                        erase{all_erase.data + first_key, all_erase.stride};
+        const Pieces<T> k = of_stage(shared.keys, n).from(0, first_key),
+                        erase = Corrects && Decays ? of_stage(shared.erase, n).from(0, first_key) : k;
         const float* const steps = shared.steps[stage].data;
         const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
         const bool records = w.record && column < slice.columns;
@@ -206,30 +212,33 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     const float* const by = shared.value_decays[stage].data + strip * kTileRows;
                     state.each([&](int, int j, float& x) { x *= by[j]; });
                 }
-                multiply_kept<kPasses, true, Part::kAll, true>(state, given, k);
+                start<kPasses, true, true>(grouped, state, given, k);
+                finish(grouped, state);
             } else {
                 const float whole = steps[kWholeGate];
                 passed_log += steps[kWholeLog];
                 state.each([&](int, int, float& x) { x *= whole; });
                 given.scale(steps + (reverse ? kFromStart : kToEnd));
-                multiply_kept<kPasses, true>(state, given, k);
-                if constexpr (kRounded<T>) multiply_kept<kPasses, true>(state, given.template rest<T>(), k);
+                start<kPasses, true>(grouped, state, given, k);
+                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, given.template rest<T>(), k);
+                finish(grouped, state);
             }
         } else {
             Strip<kSteps> read;
             read.clear();
-            const Matrix<T>& read_keys = Backward ? k : erase;
+            const Pieces<T>& read_keys = Backward ? k : erase;
             if constexpr (Decays) {
                 read_blocks<kPasses, Backward>(read, state, read_keys, decays);
             } else {
-                multiply_kept<kPasses, false>(read, state, read_keys);
+                start<kPasses, false>(grouped, read, state, read_keys);
                 if constexpr (Backward && kRounded<T>)
-                    multiply_kept<kPasses, false>(read, state.template rest<T>(), read_keys);
+                    start<kPasses, false>(grouped, read, state.template rest<T>(), read_keys);
             }
-            if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
             Strip<kSteps> given, found;
             given.load(shared.values[stage], strip * kTileRows);
             found.clear();
+            finish(grouped, read);
+            if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
             if constexpr (Backward) {
                 read.scale(steps + kToEnd);
                 multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
@@ -250,7 +259,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 const float whole = steps[kWholeGate];
                 state.each([&](int, int, float& x) { x *= whole; });
             }
-            const Matrix<T> all_queries = shared.queries[stage], q{all_queries.data + first_key, all_queries.stride};
+            const Pieces<T> q = of_stage(shared.queries, n).from(0, first_key);
             if constexpr (Backward) {
                 if (records && part == 0) {
                     Strip<kSteps> d_values = found;
@@ -258,23 +267,29 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
                 }
                 given.scale(steps + kFromStart);
-                if constexpr (!Decays) multiply_kept<kPasses, true>(state, given, q);
-                if constexpr (kRounded<T>)
-                    if (w.pass.gated) multiply_kept<kPasses, true>(state, given.template rest<T>(), q);
+                if constexpr (!Decays) {
+                    start<kPasses, true>(grouped, state, given, q);
+                    finish(grouped, state);
+                    if (kRounded<T> && w.pass.gated) {
+                        start<kPasses, true>(grouped, state, given.template rest<T>(), q);
+                        finish(grouped, state);
+                    }
+                }
                 found.scale(steps + kReadBeta);
                 found.each([](int, int, float& x) { x = -x; });
             } else {
                 found.scale(steps + kToEnd);
             }
-            const Matrix<T>& write_keys = Backward ? erase : k;
+            const Pieces<T>& write_keys = Backward ? erase : k;
             if constexpr (!Decays) {
-                multiply_kept<kPasses, true>(state, found, write_keys);
+                start<kPasses, true>(grouped, state, found, write_keys);
+                finish(grouped, state);
                 continue;
             }
             each_block<Backward>(decays, [&](int block, const float* by) {
-                const auto add = [&](Strip<kSteps>& left, const Matrix<T>& right) {
+                const auto add = [&](Strip<kSteps>& left, const Pieces<T>& right) {
                     multiply_kept<kPasses, true>(state, left.template part<2>(2 * block),
-                                                 Matrix<T>{&right(kTileRows * block, 0), right.stride});
+                                                 right.from(kTileRows * block, 0));
                 };
                 state.scale(by);
                 if constexpr (Backward) add(given, q);
@@ -307,21 +322,26 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
 
 template <typename T, bool Corrects, bool Backward, bool Decays>
 cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
-    const auto with = [&](auto keys) {
+    const auto with = [&](auto keys, auto fours) {
         const int identity = Corrects && w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
         const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
                         w.count - w.probe);
         const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w.stages,
                                             w.keys_of_warp * w.parts, w.strips, w.parts)
                                   .bytes;
-        return launch(walk<T, decltype(keys)::value, Corrects, Backward, Decays>, grid,
-                      dim3(w.strips * w.parts * kWarp), shared, stream, w);
+        return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3(w.strips * w.parts * kWarp), shared,
+                      stream, w);
+    };
+    const auto with_many = [&](auto keys) {
+        if constexpr (sizeof(T) == 2 && (Corrects ? kRounded<T> && !Decays : true))
+            if (w.strips == kGroupWarps) return with(keys, std::true_type());
+        return with(keys, std::false_type());
     };
     switch (w.keys_of_warp) {
-        case 16: return with(std::integral_constant<int, 16>());
-        case 32: return with(std::integral_constant<int, 32>());
-        case 64: return with(std::integral_constant<int, 64>());
-        default: return with(std::integral_constant<int, kMostKeys<T>>());
+        case 16: return with(std::integral_constant<int, 16>(), std::false_type());
+        case 32: return with(std::integral_constant<int, 32>(), std::false_type());
+        case 64: return with_many(std::integral_constant<int, 64>());
+        default: return with_many(std::integral_constant<int, kMostKeys<T>>());
     }
 }
 

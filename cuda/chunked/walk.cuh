@@ -39,7 +39,8 @@ struct Walks {
 
 template <typename T>
 struct WalkLayout {
-    Stages<T> keys, queries, values, erase;
+    Pieces<T> keys, queries, erase;  // stages side by side
+    Stages<T> values;
     Stages<float> inverse, steps, decays, value_decays;
     Stages<Factor<T>> scores;
     float4* exchange;
@@ -47,9 +48,9 @@ struct WalkLayout {
 
     __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, bool decayed, int stages, int key_rows,
                                    int strips, int parts)
-        : keys(carver, stages, kSide, key_rows), queries(carver, corrects && backward ? stages : 0, kSide, key_rows),
-          values(carver, stages, kSide, strips * kTileRows),
-          erase(carver, corrects && decayed ? stages : 0, kSide, key_rows) {
+        : keys(carver, kSide, stages * key_rows), queries(carver, kSide, corrects && backward ? stages * key_rows : 0),
+          erase(carver, kSide, corrects && decayed ? stages * key_rows : 0),
+          values(carver, stages, kSide, strips * kTileRows) {
         inverse.first = carver.matrix<float>(corrects ? stages * kSide : 0, kSide, 8);
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};

@@ -63,7 +63,7 @@ def build(
 
     with FileLock(folder / "lock"):  # test processes run side by side
         work = [(path, KERNELS) for path in (sorted(ROOT.glob("cuda/**/*.cu")) if sources is None else sources)]
-        work.append((SHIM / "emulation.cpp", EMULATOR))
+        work += [(path, EMULATOR) for path in sorted(SHIM.glob("*.cpp"))]
         if binding:
             torch_build = Torch.find()
             text = (ROOT / "cuda" / "binding.cpp").read_text()

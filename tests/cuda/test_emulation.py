@@ -104,3 +104,81 @@ def test_tensor_cores_cut_sums_off(probes, kind):
     d = np.empty((16, 8), dtype=np.float32)
     assert probes.run_multiply(pointer(d), pointer(a), pointer(b), pointer(c), kind) == 0
     assert (d[0] == 1).all() and (d[1:8] == 1 + digit).all() and (d[8:] == -1 - digit).all()
+
+
+GROUP_FAULTS = ("none", "not shown", "shown too early", "no fence", "no commit", "no wait", "replaced", "three warps")
+
+
+def unit_addresses(width: int, transposed: bool) -> tuple[np.ndarray, int, int]:
+    """Addresses of a right factor's units, 8 neighbours each, by row and unit; its leading and stride offsets.
+
+    Rows are the 16 inner places of 64 columns if it is transposed, else the 64 columns. They are swizzled in rows of
+    `width` units of 16 bytes or, for 1, as pieces whose columns have a gap of one between them.
+    """
+    rows, units = (16, 8) if transposed else (64, 2)
+    row, unit = np.mgrid[:rows, :units]
+    if width == 1:
+        between_units = rows * 16 + 16
+        address = unit * between_units + row * 16
+        return address, *((128, between_units) if transposed else (between_units, 128))
+    between_blocks = rows * width * 16
+    swizzled = unit % width ^ row % 8 * width // 8
+    return unit // width * between_blocks + row * width * 16 + swizzled * 16, between_blocks, 128 * width
+
+
+def multiply_in_group(probes, width, transposed, fault="none", change=0):
+    """What comes out, and the right result. `change` is added to the descriptor."""
+    random = np.random.default_rng(width)
+    a, c = random.integers(-8, 9, (64, 16)), random.integers(-8, 9, (64, 64))
+    b = random.integers(-8, 9, (16, 64))
+    address, leading, stride = unit_addresses(width, transposed)
+    memory = np.full(address.max() + 16, 0xFF, dtype=np.uint8)
+    rows = bfloat16_bits(b if transposed else b.T).reshape(*address.shape, 8)
+    for at, unit in zip(address.ravel(), rows.reshape(-1, 8), strict=True):
+        memory[at : at + 16] = unit.view(np.uint8)
+    descriptor = leading // 16 << 16 | stride // 16 << 32 | {1: 0, 8: 1, 4: 2, 2: 3}[width] << 62
+    # A thread has two rows, and of each 8 columns two: accumulators; left factors likewise, in the order of mma.sync.
+    thread, i = np.mgrid[:128, :32]
+    row, column = thread // 32 * 16 + thread % 32 // 4 + i % 4 // 2 * 8, i // 4 * 8 + thread % 4 * 2 + i % 2
+    d = c[row, column].astype(np.float32)
+    thread, i = np.mgrid[:128, :8]
+    left = bfloat16_bits(a[thread // 32 * 16 + thread % 32 // 4 + i // 2 % 2 * 8, i // 4 * 8 + thread % 4 * 2 + i % 2])
+    probes.run_multiply_in_group.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int, ctypes.c_uint64] + [ctypes.c_int] * 2
+    code = probes.run_multiply_in_group(
+        *map(pointer, (d, left, memory)), len(memory), descriptor + change, transposed, GROUP_FAULTS.index(fault)
+    )
+    return (probes.emulation_error().decode() if code else d), (c + a @ b)[row, column]
+
+
+def bfloat16_bits(x):
+    """Of small integers as bfloat16."""
+    return (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+LAYOUTS = [(width, transposed) for width in (1, 2, 4, 8) for transposed in (False, True)]
+
+
+@pytest.mark.parametrize(("width", "transposed"), LAYOUTS)
+def test_wgmma_reads_by_its_descriptor_and_a_wrong_one_is_noticed(probes, width, transposed):
+    actual, expected = multiply_in_group(probes, width, transposed)
+    assert np.array_equal(actual, expected)
+    changes = {"start": 1, "leading": 1 << 16, "stride": 1 << 32, "swizzling": 1 << 62}
+    if width > 1 and (not transposed or width == 8):
+        del changes["leading"]  # 16 inner places, or 64 columns, lie in one row
+    for change in changes.values():
+        actual, expected = multiply_in_group(probes, width, transposed, change=change)
+        assert isinstance(actual, str) or not np.array_equal(actual, expected)
+    actual, expected = multiply_in_group(probes, width, transposed, change=1 << 10)
+    assert "bytes into shared memory, of which the launch has" in actual
+
+
+@pytest.mark.parametrize("fault", GROUP_FAULTS[1:])
+def test_what_wgmma_must_wait_for_is_noticed(probes, fault):
+    actual, expected = multiply_in_group(probes, 1, False, fault)
+    messages = {"no fence": "wgmma without a wgmma.fence", "three warps": "barrier divergence"}
+    if fault in messages:
+        assert messages[fault] in actual
+    elif fault == "replaced":
+        assert not np.array_equal(actual, expected)
+    else:
+        assert np.isnan(actual).all()

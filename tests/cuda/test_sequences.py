@@ -142,6 +142,30 @@ def test_every_way_with_chunks_side_by_side_in_any_order_of_threads(emulator, ru
         assert_same(emulator.run(inputs, interval=interval, algorithm="walked"), first, "in another order")
 
 
+# Of 64 value columns to a block and 64 keys or more to a warp, which a warpgroup multiplies: a chunk and what does not
+# fill the next, 128 keys to a warp, keys that two warpgroups share.
+GROUPS = [((80, 64, 40, 64), "columns=64 stages=1"), ((66, 90, 64, 0), "columns=64"), ((70, 130, 33, 64), "columns=64")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "way", "dtype"),
+    long(
+        [*product(CHUNKED, GROUPS, [BF16]), *product(CHUNKED, GROUPS[:2], [F16])],
+        short=[(rule, GROUPS[i % len(GROUPS)], BF16) for i, rule in enumerate(CHUNKED)],
+    ),
+)
+def test_warpgroups_compute_what_warps_compute(emulator, rule, way, dtype, monkeypatch):
+    (T, K, V, interval), plan = way
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", f"walk=1 {plan}")
+    inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
+    first = emulator.run(inputs, interval=interval, algorithm="walked")
+    assert_close(first, expected(rule, inputs), TOLERANCE["walked"][dtype])
+    with emulator.schedule(1):
+        assert_same(emulator.run(inputs, interval=interval, algorithm="walked"), first, "in another order")
+    with emulator.device(80, 227 * 1024):  # which has no wgmma
+        assert_same(emulator.run(inputs, interval=interval, algorithm="walked"), first, "by each warp")
+
+
 def test_where_a_slice_of_time_is_too_much_heads_follow_one_another(emulator):
     rule = RULE["gated delta"]
     inputs = rule.inputs(B=2, T=5, H=40, K=3, V=2)

@@ -20,17 +20,18 @@ ptxas info    : Function properties for _Z13large_genericPf
 ptxas info    : Used 255 registers, 360 bytes cmem[0]
 ptxas info    : Function properties for __internal_accurate_pow
     8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to more in 'tuned'
 kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
 """
 
 
 def test_what_ptxas_says_is_read_and_warnings_and_spills_are_faults() -> None:
     """Spills, but where no shape is tuned for, and where they are small and known."""
-    (tuned, generic), (warning, spill) = read_compiler_output(OUTPUT)
+    (tuned, generic), (serialized, warning, spill) = read_compiler_output(OUTPUT)
     assert tuned.name in ("tuned<4>", "_ZN19fairseq_fastweights5tunedILi4EEEvPf")  # without a c++filt
     assert tuned == Kernel(tuned.name, "sm_80", 128, 4, 12)
     assert generic == Kernel(generic.name, "sm_80", 255, 16, 16) and generic.fault is None
-    assert warning == OUTPUT.splitlines()[-1]
+    assert [serialized, warning] == OUTPUT.splitlines()[-2:]
     assert spill == f"{tuned.name} spills registers: 4 bytes stored, 12 loaded"
     for kernel, is_fault in (
         *((Kernel(f"{name}more", "sm_80", 9, n, most), n > 0) for name, most in SMALL_SPILLS.items() for n in (0, 1)),
@@ -55,6 +56,11 @@ def test_what_does_not_compile_fails(nvcc: None, tmp_path: Path, monkeypatch: py
         source.write_text(f"__global__ void kernel() {{ {text} }}\n")
         assert check_cuda_kernels.main(["--architectures", "80", "--", str(source)]) == status
         assert says in "".join(capsys.readouterr())
+
+
+def test_an_architecture_that_nvcc_does_not_know_is_refused(nvcc: None, capsys) -> None:
+    assert check_cuda_kernels.main(["--architectures", "95"]) == 2
+    assert "error: --architectures names 95; let it name some of " in capsys.readouterr().err
 
 
 @pytest.mark.emulated  # minutes, even where all cores are free

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lock_file import wait_for
 from native_build import LIBRARIES
-from native_toolchain import HostCompiler, Torch, Unavailable
+from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable
 
 from fairseq_fastweights.ops import libraries, native
 
@@ -189,6 +189,9 @@ esac"""
         # This nvcc has no names for some, and the last is of a later kind.
         ("13.0", "", [80, 86, 89, 121, 130], "^sm_80 sm_120 compute_120$"),
         ("13.0", "8.0;9.0a+PTX", [75], "^sm_80 sm_90a compute_90a$"),
+        # For a GPU of 9.0, with what others lack; where a list has 9.0, without.
+        ("13.0", "9.0+PTX", [90], "^sm_90 compute_90$"),
+        ("13.0", "", [90], "^sm_90a$"),
         ("13.0", "", [], "no GPU here .* FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"),
         ("13.0", "", [90, 70], "compiles for 7.5, 8.0, .* GPU here is of 7.0; let CUDA_HOME name an older"),
         *(("13.0", x, [90], "names .* some of 7.5, 8.0, 9.0, 10.0, 10.3, 12.0") for x in ("Hopper", "8.0;7.0", "90")),
@@ -216,6 +219,11 @@ def test_cuda_kernels_are_for_the_gpus_here_or_what_misses_is_named(
     except Unavailable as reason:
         said = str(reason)
     assert re.search(found, said), said
+
+
+def test_machine_code_for_9_0_is_what_nvcc_knows() -> None:
+    names = [Nvcc("nvcc", version, Path(), (90,)).machine_code("90") for version in ("11.8", "12.0", "13.0")]
+    assert names == ["sm_90", "sm_90a", "sm_90a"]
 
 
 @needs_compiler

@@ -22,9 +22,6 @@
 #include <random>
 #include <string>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
-
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -191,8 +188,9 @@ void thread_main() {
 
 // ---- Shared memory -----------------------------------------------------------------------------------------------
 
-unsigned char* arena = nullptr;   // kArenaBytes, with kGuardBytes that no one may touch before and behind
-unsigned char* shared = nullptr;  // the block's, at the arena's end
+unsigned char* arena = nullptr;    // kArenaBytes, with kGuardBytes that no one may touch before and behind
+unsigned char* shared = nullptr;   // the block's, at the arena's end
+unsigned char shown[kArenaBytes];  // the block's, as wgmma sees it
 size_t shared_bytes = 0;
 
 void handle_signal(int number, siginfo_t* info, void*) {
@@ -253,6 +251,13 @@ struct Handlers {
 uint64_t block_phase = 0;
 int block_arrived = 0;
 
+struct Group {
+    uint64_t phase = 0, what = 0;
+    int arrived = 0, kind = 0;
+};
+constexpr int kGroupThreads = 128;
+Group groups[kMostThreads / kGroupThreads];
+
 struct Meeting {
     unsigned mask = 0, arrived = 0;
     int kind = 0;
@@ -286,6 +291,10 @@ void run_block() {
         thread.phase = nullptr;
         thread.open.clear();
         thread.committed.clear();
+        thread.shows_memory = thread.shows_registers = false;
+        thread.accumulators.clear();
+        thread.products.clear();
+        thread.product_groups.clear();
 #if EMULATION_ASAN
         // The frames of the thread that was here before never returned, and left their red zones.
         __asan_unpoison_memory_region(stack_of(thread), kStackBytes);
@@ -297,6 +306,8 @@ void run_block() {
         warps[w].meetings.clear();
     }
     block_arrived = 0;
+    for (Group& group : groups) group.arrived = 0;
+    std::memset(shown, 0xff, shared_bytes);
 #if EMULATION_ASAN
     __asan_unpoison_memory_region(arena, kArenaBytes);
 #endif
@@ -379,10 +390,33 @@ unsigned char* dynamic_shared() { return shared; }
 void block_barrier() {
     const uint64_t seen = block_phase;
     if (++block_arrived == thread_count) {
+        bool all = true;
+        for (int i = 0; i < thread_count; ++i) {
+            all = all && threads[i].shows_memory;
+            threads[i].shows_memory = false;
+        }
+        if (all) std::memcpy(shown, shared, shared_bytes);
         block_arrived = 0;
         ++block_phase;
     } else {
         wait_for(&block_phase, seen);
+    }
+}
+
+void meet_group(uint64_t what, int kind) {
+    if (thread_count % kGroupThreads) fail("a warpgroup of fewer than %d threads", kGroupThreads);
+    Group& group = groups[current->number / kGroupThreads];
+    if (group.arrived == 0)
+        group.what = what, group.kind = kind;
+    else if (group.what != what || group.kind != kind)
+        fail("threads of a warpgroup meet in different operations (%d, %016llx and %d, %016llx)", group.kind,
+             static_cast<unsigned long long>(group.what), kind, static_cast<unsigned long long>(what));
+    const uint64_t seen = group.phase;
+    if (++group.arrived == kGroupThreads) {
+        group.arrived = 0;
+        ++group.phase;
+    } else {
+        wait_for(&group.phase, seen);
     }
 }
 
@@ -429,6 +463,7 @@ void copies_commit() {
 void copies_wait(int pending) {
     auto& groups = current->committed;
     while (groups.size() > static_cast<size_t>(pending)) {
+        current->shows_memory = false;
         for (const Copy& copy : groups.front()) {
             if (copy.from)
                 std::memcpy(copy.to, copy.from, copy.bytes);
@@ -439,111 +474,23 @@ void copies_wait(int pending) {
     }
 }
 
-// ---- Tensor cores ------------------------------------------------------------------------------------------------
+// ---- Shared memory as wgmma sees it ------------------------------------------------------------------------------
 
-// c and products as a tensor core adds them up: all aligned to the largest, what lies below its last digit and two more
-// is cut off towards zero, and then what a float has no room for. So others found it on GPUs, which differ in how many
-// digits more there are (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
-template <int Count>
-float cut_off_sum(float c, const double (&products)[Count]) {
-    double plain = c, largest = std::fabs(c);
-    for (const double x : products) {
-        plain += x;
-        largest = std::max(largest, std::fabs(x));
-    }
-    if (plain - plain != 0 || largest == 0) return static_cast<float>(plain);
-    // `largest` is below 2^exponent, and the last digit that is kept 2^(exponent - 26).
-    uint64_t bits;
-    std::memcpy(&bits, &largest, sizeof bits);
-    const uint64_t exponent = (bits >> 52) - 1022, unit = (1023 + 26 - exponent) << 52;
-    double digits;
-    std::memcpy(&digits, &unit, sizeof digits);
-    auto sum = static_cast<int64_t>(c * digits);  // towards zero
-    for (const double x : products) sum += static_cast<int64_t>(x * digits);
-    const int beyond = 64 - 24 - __builtin_clzll(static_cast<uint64_t>(std::llabs(sum)) | 1);
-    const int64_t step = beyond > 0 ? int64_t{1} << beyond : 1;
-    return static_cast<float>(static_cast<double>(sum / step * step) / digits);
+constexpr unsigned kFirstAddress = 1024;  // not 0, as on a GPU
+
+bool has_wgmma() { return capability == 90; }
+
+void proxy_fence() { current->shows_memory = true; }
+
+unsigned shared_address(const void* pointer) {
+    return kFirstAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - shared);
 }
 
-// d = a b + c of a warp, of which each lane brings its factors as the fragments have them: `Depth` of a, half as many of b.
-// at(k) is where of a row's or a column's: the lane of its four, and the number among that lane's.
-template <int Depth, typename At>
-void multiply(float* d, const float (&mine)[Depth / 4 * 3], const float* c, int kind, At at) {
-    const Slot* slots = meet(0xffffffffu, kind, mine, sizeof mine);
-    const auto element = [&](int lane, int number) {
-        float value;
-        std::memcpy(&value, slots[lane].bytes + sizeof(float) * number, sizeof value);
-        return static_cast<double>(value);
-    };
-    const int group = lane() / 4, member = lane() % 4;
-    float sums[4];
-    for (int i = 0; i < 4; ++i) {
-        double products[Depth];
-        for (int k = 0; k < Depth; ++k) {
-            const auto [holder, of_a, of_b] = at(k, i / 2);
-            products[k] = element(group * 4 + holder, of_a) * element((2 * member + i % 2) * 4 + holder, of_b);
-        }
-        sums[i] = cut_off_sum(c[i], products);
-    }
-    for (int i = 0; i < 4; ++i) d[i] = sums[i];
-}
-
-struct Place {
-    int lane, of_a, of_b;
-};
-
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, const float* c, bool bfloat16) {
-    float mine[12];
-    for (int i = 0; i < 12; ++i) {
-        const uint32_t word = i < 8 ? a[i / 2] : b[i / 2 - 4];
-        const auto bits = static_cast<uint16_t>(i % 2 ? word >> 16 : word);
-        mine[i] = bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
-    }
-    multiply<16>(d, mine, c, bfloat16 ? 6 : 7, [](int k, int lower) {
-        return Place{k % 8 / 2, 2 * (lower + k / 8 * 2) + k % 2, 8 + k / 8 * 2 + k % 2};
-    });
-}
-
-void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b, const float* c) {
-    float mine[6];
-    for (int i = 0; i < 6; ++i) mine[i] = __uint_as_float((i < 4 ? a[i] : b[i - 4]) & ~0x1fffu);
-    multiply<8>(d, mine, c, 8, [](int k, int lower) { return Place{k % 4, lower + k / 4 * 2, 4 + k / 4}; });
-}
-
-uint32_t to_tf32(float x) {
-    const uint32_t bits = __float_as_uint(x);
-    if ((bits & 0x7f800000u) == 0x7f800000u) return bits;
-    return (bits + 0x1000u) & ~0x1fffu;  // ties away from zero
-}
-
-void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) fail("a row of ldmatrix is not aligned to 16 bytes");
-    const Slot* slots = meet(0xffffffffu, transposed ? 9 : 10, &row, sizeof row);
-    const int self = lane();
-    for (int m = 0; m < count; ++m) {
-        uint16_t pair[2];
-        for (int i = 0; i < 2; ++i) {
-            const int r = transposed ? 2 * (self % 4) + i : self / 4;
-            const int c = transposed ? self / 4 : 2 * (self % 4) + i;
-            const uint16_t* source;
-            std::memcpy(&source, slots[8 * m + r].bytes, sizeof source);
-            pair[i] = source[c];
-        }
-        std::memcpy(&registers[m], pair, 4);
-    }
-    warp_barrier(0xffffffffu);  // rows may be written anew as soon as the instruction is done
-}
-
-uint32_t movmatrix(uint32_t pair) {
-    const Slot* slots = meet(0xffffffffu, 11, &pair, sizeof pair);
-    const int row = lane() / 4, column = 2 * (lane() % 4);  // of the transpose
-    uint16_t elements[2];
-    for (int i = 0; i < 2; ++i)
-        std::memcpy(&elements[i], slots[(column + i) * 4 + row / 2].bytes + row % 2 * sizeof(uint16_t),
-                    sizeof(uint16_t));
-    uint32_t transposed;
-    std::memcpy(&transposed, elements, sizeof transposed);
-    return transposed;
+const unsigned char* seen_by_proxy(unsigned address, int bytes) {
+    if (address < kFirstAddress || address - kFirstAddress + bytes > shared_bytes)
+        fail("wgmma reads %d bytes into shared memory, of which the launch has %zu",
+             static_cast<int>(address - kFirstAddress), shared_bytes);
+    return shown + (address - kFirstAddress);
 }
 
 }  // namespace emulation

@@ -17,6 +17,19 @@ struct Copy {
     int bytes;
 };
 
+// Accumulators of wgmma that are in flight: what they will be, while the thread's registers hold NaN.
+struct Accumulators {
+    float* registers;
+    std::vector<float> sums;
+    int products;  // still to come
+};
+struct GroupProduct {
+    float left[2][16];  // this thread's two rows
+    uint64_t right;     // a descriptor
+    float* registers;   // of the accumulators
+    bool transposed, bfloat16;
+};
+
 struct Thread {
     uint3 index;
     int number;
@@ -26,6 +39,11 @@ struct Thread {
     void* stack_pointer;
     std::vector<Copy> open;                    // asynchronous copies since the last commit
     std::vector<std::vector<Copy>> committed;  // oldest first
+    bool shows_memory;                         // a fence of proxies came after all that it wrote
+    bool shows_registers;                      // wgmma.fence came since the last commit
+    std::vector<Accumulators> accumulators;
+    std::vector<GroupProduct> products;                     // since the last commit
+    std::vector<std::vector<GroupProduct>> product_groups;  // oldest first
 };
 
 extern Thread* current;
@@ -39,6 +57,8 @@ unsigned char* dynamic_shared();
 inline int lane() { return current->number & 31; }
 
 void block_barrier();
+// A warpgroup's threads, who must all bring the same.
+void meet_group(uint64_t what, int kind);
 void warp_barrier(unsigned mask);
 
 // What every lane of `mask` put in, by lane. `kind` tells operations apart: lanes must meet in the same one.
@@ -74,5 +94,20 @@ uint32_t to_tf32(float x);
 void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed);
 // movmatrix.sync.aligned.m8n8.trans.b16
 uint32_t movmatrix(uint32_t pair);
+
+// ---- Warpgroups: what code for sm_90a has beyond that; the device poses as one while its compute capability is 9.0.
+bool has_wgmma();
+// fence.proxy.async: wgmma reads what shared memory held at the last barrier that all threads came to from such a fence,
+// with nothing that they had to wait for in between; NaN before the first.
+void proxy_fence();
+// Shared memory as a descriptor names it, and `bytes` of it as wgmma sees them.
+unsigned shared_address(const void* pointer);
+const unsigned char* seen_by_proxy(unsigned address, int bytes);
+// wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{f16,bf16}: d += a b, a in registers, b in shared memory by a descriptor.
+// It happens at the wait for its group; until then `d`, `columns` / 2 registers, holds NaN.
+void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending);
 
 }  // namespace emulation

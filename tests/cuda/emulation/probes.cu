@@ -99,7 +99,53 @@ __global__ void transpose(unsigned* out, const unsigned* in) {
     out[threadIdx.x] = emulation::movmatrix(in[threadIdx.x]);
 }
 
+enum GroupFault {
+    kNone,
+    kNotShown,
+    kShownTooEarly,
+    kNoFence,
+    kNoCommit,
+    kNoWait,
+    kReplaced,
+    kThreeWarps,
+};
+
+// A product of a warpgroup: d (64, 64) += a (64, 16) b (16, 64), all of it as the registers and shared memory have it.
+__global__ void multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t descriptor,
+                                  int transposed, int fault) {
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const int self = threadIdx.x;
+    for (int i = 4 * self; i < bytes; i += 4 * blockDim.x) copy_async<4>(memory + i, b + i);
+    copies_commit();
+    if (fault == kShownTooEarly) emulation::proxy_fence();
+    copies_wait<0>();
+    if (fault != kNotShown && fault != kShownTooEarly) emulation::proxy_fence();
+    __syncthreads();
+    float sums[32];
+    unsigned left[4];
+    for (int i = 0; i < 32; ++i) sums[i] = d[32 * self + i];
+    for (int i = 0; i < 4; ++i) left[i] = a[4 * self + i];
+    if (fault != kNoFence) emulation::wgmma_fence();
+    if (fault != kThreeWarps || self >= kWarp)
+        emulation::wgmma(sums, 64, left, descriptor + (emulation::shared_address(memory) >> 4), transposed != 0, true);
+    if (fault != kNoCommit) emulation::wgmma_commit();
+    if (fault == kReplaced) {
+        __syncthreads();
+        for (int i = self; i < bytes; i += blockDim.x) memory[i] = 0;
+        emulation::proxy_fence();
+        __syncthreads();
+    }
+    if (fault != kNoWait) emulation::wgmma_wait(0);
+    for (int i = 0; i < 32; ++i) d[32 * self + i] = sums[i];
+    if (fault == kNoWait) emulation::wgmma_wait(0);
+}
+
 }  // namespace
+
+extern "C" int run_multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes,
+                                     uint64_t descriptor, int transposed, int fault) {
+    return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, descriptor, transposed, fault);
+}
 
 extern "C" int run_transpose(unsigned* out, const unsigned* in) {
     return launch(transpose, dim3(1), dim3(32), 0, nullptr, out, in);
