@@ -27,7 +27,7 @@ SMALL_SPILLS = {
     "delta_forward<": 64,
     "delta_backward<": 64,
     "local<__": 24,
-    "walk<__": 40,
+    "walk<__": 112,
     "walk<float, 64, ": 288,
 }
 """Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which
