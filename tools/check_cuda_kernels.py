@@ -26,7 +26,7 @@ SMALL_SPILLS = {
     "diagonal_forward<__half, true, true, 2>": 32,
     "delta_forward<": 64,
     "delta_backward<": 64,
-    "local<__": 24,
+    "local<__": 64,
     "walk<__": 112,
     "walk<float, 64, ": 288,
 }
