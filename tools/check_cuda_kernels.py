@@ -27,8 +27,8 @@ SMALL_SPILLS = {
     "diagonal_forward<__half, true, true, 2>": 32,
     "delta_forward<": 64,
     "delta_backward<": 64,
-    "local<__": 24,
-    "walk<__": 40,
+    "local<__": 64,
+    "walk<__": 112,
     "walk<float, 64, ": 288,
 }
 """Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which

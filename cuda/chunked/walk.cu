@@ -144,10 +144,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                           time);
             copy_rows(shared.decays[stage], Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows),
                       Corrects ? kBlocks : 1, Keys * parts, 0, kBlocks);
-            if (!Corrects && w.pass.values)
-                copy_rows(shared.value_decays[stage],
-                          Head<float>(slice.value_decays_of(head_index, n) + first, 0, slice.columns - first), 1,
-                          w.strips * kTileRows, 0, 1);
+            const int i = 4 * threadIdx.x;
+            if (!Corrects && w.pass.values && i < w.strips * kTileRows && first + i < slice.columns)
+                copy_async<16>(&shared.decays[stage](1, i), slice.value_decays_of(head_index, n) + first + i);
         }
         if constexpr (Corrects)
             copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
@@ -208,8 +207,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             given.load(shared.values[stage], strip * kTileRows);
             if (Decays || !w.pass.gated) {
                 if constexpr (Decays) state.scale(decays.data);
-                if (w.pass.values) {
-                    const float* const by = shared.value_decays[stage].data + strip * kTileRows;
+                if (Decays && w.pass.values) {
+                    const float* const by = &all_decays(1, strip * kTileRows);
                     state.each([&](int, int j, float& x) { x *= by[j]; });
                 }
                 start<kPasses, true, true>(grouped, state, given, k);

@@ -41,7 +41,8 @@ template <typename T>
 struct WalkLayout {
     Pieces<T> keys, queries, erase;  // stages side by side
     Stages<T> values;
-    Stages<float> inverse, steps, decays, value_decays;
+    Stages<float> inverse, steps;
+    Stages<float> decays;  // of keys: of blocks or, where nothing corrects, of the chunk, with those of values
     Stages<Factor<T>> scores;
     float4* exchange;
     size_t bytes;
@@ -55,11 +56,8 @@ struct WalkLayout {
         inverse.distance = kSide * inverse.first.stride;
         steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
         steps.distance = kStepNumbers;
-        decays.first = {carver.take<float>(decayed ? stages * (corrects ? kBlocks : 1) * key_rows : 0), key_rows};
-        decays.distance = (corrects ? kBlocks : 1) * key_rows;
-        value_decays.first = {carver.take<float>(decayed && !corrects ? stages * strips * kTileRows : 0),
-                              strips * kTileRows};
-        value_decays.distance = strips * kTileRows;
+        decays.distance = corrects ? kBlocks * key_rows : key_rows + strips * kTileRows;
+        decays.first = {carver.take<float>(decayed ? stages * decays.distance : 0), key_rows};
         scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
         exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
         bytes = carver.used;
