@@ -61,7 +61,7 @@ void block_barrier();
 void meet_group(uint64_t what, int kind);
 void warp_barrier(unsigned mask);
 
-// Returns what every lane of `mask` put in, by lane. `kind` tells operations apart: lanes must meet in the same one.
+// The values that the lanes of `mask` put in, by lane. `kind` tells operations apart: lanes must meet in the same one.
 constexpr int kSlotBytes = 48;
 struct Slot {
     alignas(16) unsigned char bytes[kSlotBytes];
