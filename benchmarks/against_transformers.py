@@ -10,7 +10,8 @@ models: random models of the real classes, Qwen3-Next and Kimi-Linear of about 1
 `integrations.transformers.install`: a prompt, and a token after it. Their logits are compared first. "no rule" is the
 same without the rule's work, which no implementation of the rule can beat.
 converted: the next word of a random model in the shape of SmolLM2-135M after so many words, by transformers' class, by
-this package, and with memories in some of its layers, or in all. Times are those of the processor, with one thread.
+this package, and with memories in some of its layers, or in all. Times are those of the processor, with one thread, or
+with --device cuda those of a GPU.
 --compiled NAME ... adds compiled steps of these models for a batch of one, which takes minutes each.
 """
 
@@ -24,7 +25,7 @@ import torch
 import transformers
 from harness import converted, records
 from harness.program import finish, make_parser, parse
-from harness.timing import Clock, ProcessorClock, first_calls, time_in_turns
+from harness.timing import Clock, CudaClock, ProcessorClock, clock_for, first_calls, time_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.mamba import modeling_mamba
@@ -185,11 +186,11 @@ def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
 def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
     """By the number of texts, the numbers of words that were read before."""
     shape = sizes["shape"]
-    peer = converted.llama(shape)
+    peer = converted.llama(shape).to(sizes["device"])
     models = {"source": converted.converted(peer, "", ""), PEER: peer}
     for (where, layers), mixer in itertools.product(converted.layers_of(shape).items(), converted.MEMORIES):
         models[f"{mixer} {where}"] = converted.converted(peer, mixer, layers)
-    text = torch.randint(4, shape["vocab_size"], (2, 9))
+    text = torch.randint(4, shape["vocab_size"], (2, 9), device=peer.device)
     with torch.no_grad():
         check_alike(*(models[name](text).logits for name in ("source", PEER)))
     wanted, able = sizes.get("compiled", []), [name for name in models if name != PEER]
@@ -241,7 +242,8 @@ def compare(comparison: Comparison, rounds: int, clock: Clock) -> list[dict[str,
 
     way = partial(partial, backward_too) if kind == "forward+backward" else torch.no_grad()
     calls = {name: way(call) for name, call in calls.items()}
-    warm = {name: first_calls(call, lambda: None)[1:] for name, call in calls.items()}
+    wait = torch.cuda.synchronize if isinstance(clock, CudaClock) else lambda: None
+    warm = {name: first_calls(call, wait)[1:] for name, call in calls.items()}
     seconds, _ = time_in_turns(calls, warm, clock, rounds)
     first = next(iter(seconds.values()))["median"]
     common = {"part": part, "pass": kind, "time": time}
@@ -249,21 +251,23 @@ def compare(comparison: Comparison, rounds: int, clock: Clock) -> list[dict[str,
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "--threads", "--rounds", "--out", "--quick", rounds=5)
+    parser = make_parser(__doc__, "--device", "--threads", "--rounds", "--out", "--quick", rounds=5)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument(
         "--compiled", nargs="+", metavar="NAME", help="of converted: models that torch.compile makes, too"
     )
-    parser.set_defaults(device="cpu")
     options = parse(parser)
-    if options.compiled and options.subject != "converted":
-        parser.error(f"--compiled is given; the subject must be converted, not {options.subject}")
+    is_converted = options.subject == "converted"
+    given = "--compiled" if options.compiled else "--device cuda" if options.device == "cuda" else None
+    if given and not is_converted:
+        parser.error(f"{given} is given; the subject must be converted, not {options.subject}")
     keep_freed_memory()
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick] | ({"compiled": options.compiled} if options.compiled else {})
+    where = {"device": options.device} if is_converted else {}
     # With all its weights a token takes many milliseconds, and other work on the machine would be in them.
-    clock = ProcessorClock() if options.subject == "converted" else Clock()
-    rows = [row for x in comparisons(chosen, options.quick) for row in compare(x, options.rounds, clock)]
+    clock = ProcessorClock() if is_converted and options.device == "cpu" else clock_for(options.device)
+    rows = [row for x in comparisons(chosen | where, options.quick) for row in compare(x, options.rounds, clock)]
     finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)
 
 

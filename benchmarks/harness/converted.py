@@ -61,7 +61,7 @@ def converted(source: LlamaForCausalLM, mixer: str, layers: str) -> FastWeightFo
     taken = {_our_name(name): x for name, x in source.state_dict().items()}
     wanted = {name: x.shape for name, x in model.state_dict().items()}
     taken = {name: x for name, x in taken.items() if wanted.get(name) == x.shape}
-    new = {name: 0.02 * torch.randn(shape) for name, shape in wanted.items() if name not in taken}
+    new = {name: 0.02 * torch.randn(shape, device=source.device) for name, shape in wanted.items() if name not in taken}
     model.load_state_dict(taken | new, assign=True)
     model.tie_weights()
     return model.eval().requires_grad_(False)
@@ -101,9 +101,10 @@ class Generation:
         self._step, self._in_graph = step, not isinstance(step, PreTrainedModel)
         model = step.model if self._in_graph else step
         words = model.config.vocab_size
-        self._token = torch.randint(4, words, (batch, 1))
+        self._token = torch.randint(4, words, (batch, 1), device=model.device)
         with torch.no_grad():
-            self.cache = model(torch.randint(4, words, (batch, 2)), use_cache=True).past_key_values
+            text = torch.randint(4, words, (batch, 2), device=model.device)
+            self.cache = model(text, use_cache=True).past_key_values
         for layer in self.cache.layers:
             if not hasattr(layer, "state"):
                 layer.keys, layer.values = (_longer(x, length) for x in (layer.keys, layer.values))
@@ -112,7 +113,7 @@ class Generation:
             elif "read" in layer.state:
                 layer.state["read"].fill_(length)
         if hasattr(self.cache, "advance"):
-            self.cache.advance(length - 2, torch.full((batch,), length))
+            self.cache.advance(length - 2, torch.full((batch,), length, device=model.device))
         self._states = GenerationStep.begin(self.cache) if self._in_graph else None
 
     def advance(self) -> Tensor:
@@ -125,4 +126,4 @@ class Generation:
 
 
 def _longer(x: Tensor, length: int) -> Tensor:
-    return torch.randn(*x.shape[:2], length, x.shape[3])
+    return torch.randn(*x.shape[:2], length, x.shape[3], device=x.device)

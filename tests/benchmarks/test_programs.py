@@ -76,6 +76,7 @@ ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in ("kernels"
         ([("kernels", "--figure")], "a.png", "--lengths is missing"),
         ([("kernels", "--device")], "cuda", "torch sees no GPU"),
         ([(f"{PEERS} mixers", "--compiled")], "source", "{} is given; the subject must be converted, not mixers"),
+        ([(f"{PEERS} converted", "--device")], "cuda", "{} is {}, and torch sees no GPU"),
         ([(f"{PEERS} converted", "--compiled")], "transformers", "{} has '{}'; it must have some of 'source', "),
     ],
 )
