@@ -1,4 +1,4 @@
-// What the bindings share: the kernels for a type of numbers, and how much work is worth a thread.
+// Shared by the bindings: the kernels for a type of numbers, and how much work is worth a thread.
 #pragma once
 
 #include <cstdlib>

@@ -86,7 +86,7 @@ private:
         for (index_t c = 0; c < channels; ++c) before[(past - 1) * channels + c] = x_[c];
     }
 
-    // What fills up a row is 0 again: 0 times what was not finite in the head before may have left NaN there.
+    // The rest of a row is 0 again: 0 times what was not finite in the head before may have left NaN there.
     static void take(real* row, const real* from, index_t n) {
         for (index_t i = 0; i < n; ++i) row[i] = from[i];
         for (index_t i = n; i < padded(n); ++i) row[i] = 0;

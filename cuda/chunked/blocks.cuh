@@ -181,7 +181,7 @@ struct DecayGradient {
             if (s <= t && s / kSteps == t / kSteps) to(t, s % kSteps) = to(s, t % kSteps) = value;
         });
     }
-    // Those of a square in shared memory.
+    // Weights from a square in shared memory.
     __device__ __forceinline__ void keep_weights(const SplitMatrix<T>& from) const {
         for (int i = threadIdx.x; i < kSide * kSteps; i += kTileThreads) {
             const int t = i / kSteps, s = t / kSteps * kSteps + i % kSteps;

@@ -25,7 +25,7 @@
 namespace fairseq_fastweights {
 namespace {
 
-// Of which dimensions a launch finds gradients: keys and all the rest or, where values decay, keys or values.
+// The dimensions whose gradients a launch finds: keys and all the rest or, where values decay, keys or values.
 enum class Side { kKeysAlone, kKeys, kValues };
 
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>

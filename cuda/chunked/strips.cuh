@@ -18,7 +18,7 @@ struct Strip {
         each([](int, int, float& x) { x = 0.0f; });
     }
 
-    // Of 8 M places from 8 `first` on.
+    // The 8 M places from 8 `first` on.
     template <int M>
     __device__ __forceinline__ Strip<M>& part(int first) {
         return reinterpret_cast<Strip<M>&>(value[first]);

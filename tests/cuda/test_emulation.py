@@ -127,7 +127,7 @@ def unit_addresses(width: int, transposed: bool) -> tuple[np.ndarray, int, int]:
 
 
 def multiply_in_group(probes, width, transposed, fault="none", change=0):
-    """What comes out, and the right result. `change` is added to the descriptor."""
+    """The result, and the right one. `change` is added to the descriptor."""
     random = np.random.default_rng(width)
     a, c = random.integers(-8, 9, (64, 16)), random.integers(-8, 9, (64, 64))
     b = random.integers(-8, 9, (16, 64))
@@ -151,7 +151,7 @@ def multiply_in_group(probes, width, transposed, fault="none", change=0):
 
 
 def bfloat16_bits(x):
-    """Of small integers as bfloat16."""
+    """Bits of small integers as bfloat16."""
     return (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
