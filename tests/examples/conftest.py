@@ -62,6 +62,8 @@ def tiny(table: str, row: str) -> list[str]:
         flags += ["--softmax-attention-layers", "2"]
     if found := re.fullmatch(r"(.*)-(6|12|30)(-transfer)?", row if table == "smollm2" else ""):
         flags += ["--mixers", f"softmax,{found[1]}:1"]
+        if found[1] == "gated-delta":
+            flags += ["--gated-delta-kv-heads", "2"]
     if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
         flags += ["--feature-dim", "8"]
     return flags

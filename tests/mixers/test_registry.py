@@ -61,17 +61,17 @@ def test_other_patterns_are_refused_with_the_reason():
 def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
     kind = MIXERS[name]
     others = {o: not row.default if row.type is bool else row.default + 2 for o, row in kind.options.items()}
-    if "key_heads" in others:  # a divisor of the heads
-        others["key_heads"] = 1
+    if others.pop("key_heads", None) is not None:  # of which kv_heads leaves no choice
+        assert build(name, **{option_name(name, "key_heads"): 1}).key_heads == 1
     shape = {"query_key_norm_eps": 1.0}  # which joint_norm needs
     named = {option_name(name, option): value for option, value in others.items()}
     mixer, default = build(name, **named, **shape), build(name)
     assert mixer.num_heads == {None: 1, **HEADS}[kind.heads]
     assert "dropout" not in kind.shared or default.dropout_module.p == 0
-    for option, row in kind.options.items():
-        assert getattr(mixer, option) == others[option] != getattr(default, option), option
-        assert mixer.settings().get(option, others[option]) == others[option]
-        assert getattr(default, option) == row.default or row.default == 0
+    for option, value in others.items():
+        assert getattr(mixer, option) == value != getattr(default, option), option
+        assert mixer.settings().get(option, value) == value
+        assert getattr(default, option) == kind.options[option].default or kind.options[option].default == 0
     assert mixer.bounded == (not mixer.carries)
     linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
     biased = {part for part, x in linear.items() if x.bias is not None}
