@@ -27,9 +27,8 @@ class DeltaNet(GatedDelta):
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
         gate: whether what is read is gated.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `kv_heads` and
-            `backend`, which
-            `GatedDelta` describes.
+        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `kv_heads` and `backend`,
+            which `GatedDelta` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
