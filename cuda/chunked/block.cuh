@@ -106,9 +106,10 @@ __device__ __forceinline__ void multiply_split(Tile& tile, int begin, int end, c
 struct Walk {
     int row, column, width, rows_on, columns_on;
 
-    __device__ __forceinline__ explicit Walk(int width)
-        : row(threadIdx.x / width), column(threadIdx.x - row * width), width(width), rows_on(blockDim.x / width),
-          columns_on(blockDim.x - rows_on * width) {}
+    __device__ __forceinline__ explicit Walk(int width) : Walk(width, threadIdx.x, blockDim.x) {}
+    __device__ __forceinline__ Walk(int width, int thread, int threads)
+        : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
+          columns_on(threads - rows_on * width) {}
 
     __device__ __forceinline__ void next() {
         row += rows_on;
@@ -132,7 +133,34 @@ struct Head {
     __device__ __forceinline__ Head(const Sequence& x, int batch, int head, int column, int dim)
         : data(static_cast<T*>(x.data) + batch * x.batch + head * x.head + column), stride(x.time), dim(dim - column) {}
     __device__ __forceinline__ Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
+
+    // True if `columns` of its rows are whole pieces of 16 bytes, but for those beyond its end.
+    __device__ __forceinline__ bool in_pieces(int columns) const {
+        constexpr int kPiece = 16 / sizeof(T);
+        return (reinterpret_cast<uintptr_t>(data) | stride * sizeof(T)) % 16 == 0 &&
+               (dim % kPiece == 0 || dim >= columns);
+    }
 };
+
+// Starts to copy a piece of 16 bytes; zeros if it is not there.
+template <typename T>
+__device__ __forceinline__ void copy_piece(T* to, const T* from, bool there) {
+    if (there)
+        copy_async<16>(to, from);
+    else
+        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+}
+// Copies rows that are not in pieces, as copy_rows does.
+template <typename Path, typename To, typename T>
+__device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from, int rows, Path at, int start,
+                                              int time) {
+#pragma unroll 1
+    for (; at.row < rows; at.next()) {
+        const int row = at.row, column = at.column;
+        to(row, column) =
+            start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column] : narrow<T>(0.0f);
+    }
+}
 
 // Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends. `Path`: a
 // thread's way through them, a Walk or like one.
@@ -140,23 +168,11 @@ template <typename Path = Walk, typename To, typename T>
 __device__ __forceinline__ void copy_rows(const To& to, const Head<T>& from, int rows, int columns, int start,
                                           int time) {
     constexpr int kPiece = 16 / sizeof(T);
-    const bool aligned = (reinterpret_cast<uintptr_t>(from.data) | from.stride * sizeof(T)) % 16 == 0 &&
-                         (from.dim % kPiece == 0 || from.dim >= columns);
-    if (aligned) {
-        for (Path at(columns / kPiece); at.row < rows; at.next()) {
-            const int row = at.row, column = at.column * kPiece;
-            T* const target = &to(row, column);
-            if (start + row < time && column < from.dim)
-                copy_async<16>(target, from.data + (start + row) * from.stride + column);
-            else
-                *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-        }
-    } else {
-        for (Path at(columns); at.row < rows; at.next()) {
-            const int row = at.row, column = at.column;
-            to(row, column) = start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column]
-                                                                      : narrow<T>(0.0f);
-        }
+    if (!from.in_pieces(columns)) return copy_elements(to, from, rows, Path(columns), start, time);
+    for (Path at(columns / kPiece); at.row < rows; at.next()) {
+        const int row = at.row, column = at.column * kPiece;
+        copy_piece(&to(row, column), from.data + (start + row) * from.stride + column,
+                   start + row < time && column < from.dim);
     }
 }
 
@@ -178,14 +194,14 @@ __device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int st
         tile.each_part([&](int j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                Pair<T>* const target = reinterpret_cast<Pair<T>*>(first + half * 8 * to.stride + 8 * j);
+                T* const target = first + half * 8 * to.stride + 8 * j;
                 float x = tile.value[j][2 * half], y = tile.value[j][2 * half + 1];
                 if (add) {
-                    const Pair<T> before = *target;
+                    const Pair<T> before = *reinterpret_cast<const Pair<T>*>(target);
                     x += widen<float>(before.x);
                     y += widen<float>(before.y);
                 }
-                *target = narrow_pair<T>(x, y);
+                put_pair(target, x, y);
             }
         });
         return;

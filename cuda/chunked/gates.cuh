@@ -41,12 +41,12 @@ struct ChunkGates {
     __device__ __forceinline__ float& whole() const { return steps[11 * chunk]; }
     __device__ __forceinline__ float& whole_log() const { return steps[11 * chunk + 1]; }
 
-    // After `log_gate`, and a barrier. Each thread takes the products from one step on.
+    // After `log_gate`, and a barrier. The products from one step on are found by as many threads as there are.
     __device__ __forceinline__ void find_blocks(bool complement) const {
-        const int s = opaque_thread();
-        if (s >= chunk) return;
+        const int thread = opaque_thread(), s = thread % chunk, part = thread / chunk;
+        const int parts = min(static_cast<int>(blockDim.x) / chunk, kGateBlock);
+        if (part >= parts) return;
         const int column = s % kGateBlock, first = s - column;
-        write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
         float logs[kGateBlock];  // all at once: what is stored in between could be what is loaded, to the compiler
 #pragma unroll
         for (int i = 0; i < kGateBlock; ++i) logs[i] = log_gate()[first + i];
@@ -55,8 +55,10 @@ struct ChunkGates {
         for (int i = 0; i < kGateBlock; ++i) {
             if (i <= column) before += logs[i];
             if (i > column) after += logs[i];
-            if (i >= column) within(first + i, column) = expf(after);
+            if (i >= column && (i & (parts - 1)) == part) within(first + i, column) = expf(after);
         }
+        if (part > 0) return;
+        write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
         start_log()[s] = before;
         start()[s] = expf(before);
         end_log()[s] = after;

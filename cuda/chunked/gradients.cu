@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     constexpr bool kTurned = Of == Side::kValues;
+    constexpr bool kAhead = !Decays;  // there is room for the first parts of all at once
     const GradientLayout<T, Corrects, Gated, Decays, Of != Side::kKeysAlone> shared(Carver(memory), key_part,
                                                                                     value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     const bool complement = !Corrects && p.complement != 0;
     const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
     const auto copy_values = [&](int value, int values) {
-        copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
+        copy_steps(shared.d_out, value_head(p.d_out, value), values, start, time);
         copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
         if constexpr (Corrects)
             copy_found(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
@@ -93,9 +94,13 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     };
     const Sequence& from_erase = Decays && p.erase.data != nullptr ? p.erase : p.k;
     const auto copy_keys = [&](int key, int keys) {
-        copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
-        copy_rows(shared.q, key_head(p.q, key), kSide, keys, start, time);
-        if constexpr (Corrects && Decays) copy_rows(shared.erase, key_head(from_erase, key), kSide, keys, start, time);
+        copy_steps(shared.k, key_head(p.k, key), keys, start, time);
+        copy_steps(shared.q, key_head(p.q, key), keys, start, time);
+        if constexpr (Corrects && Decays) copy_steps(shared.erase, key_head(from_erase, key), keys, start, time);
+    };
+    const auto copy_states = [&](int key, int keys, int value, int values) {
+        copy_state(shared.state, slice.states, key, keys, value, values);
+        copy_state(shared.d_state, slice.d_states, key, keys, value, values);
     };
     const auto arrive = [] {
         copies_commit();
@@ -103,11 +108,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         __syncthreads();
     };
 
+    const typename ChunkSteps<Gated>::Step own_step(p.beta, p.log_gate, batch, head, start, time);
     for (int i = thread; i < 2 * kSide; i += kTileThreads) {
         shared.d_beta[i] = 0.0f;
         if constexpr (Gated) gradient.read()[i] = gradient.written()[i] = gradient.write_strength()[i] = 0.0f;
     }
-    steps.find(p.beta, p.log_gate, complement, batch, head, start, time);
     // The same lane each time adds to a step's sum of a tile across.
     const auto add_to = [&](float* sums, const Tile& tile, int t, float sum) {
         sums[tile.column / kTileColumns * kSide + t] += sum;
@@ -118,12 +123,25 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
         copy_pairs<T, Decays>(shared.d_scores, slice.d_scores, slice.d_rest, slice.index(at.local, at.n));
     else if constexpr (Decays && !Corrects)
         copy_pairs<T, Decays>(shared.pairs, slice.scores, slice.rest, slice.index(at.local, at.n));
-    if (Decays && all_keys) copy_keys(0, slice.key_rows);
+    if (kAhead || all_keys) copy_keys(0, min(key_part, slice.key_rows));
+    if constexpr (kAhead) {  // what is needed first comes before the rest
+        copies_commit();
+        copy_values(0, min(value_part, slice.columns));
+        copies_commit();
+        copy_states(0, min(key_part, slice.key_rows), 0, min(value_part, slice.columns));
+        copies_commit();
+    }
+    steps.find(own_step, complement);
     for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
         const int keys = min(key_part, slice.key_rows - key);
-        if (key > 0) __syncthreads();
-        copy_keys(key, keys);
-        arrive();
+        if (key > 0) {
+            __syncthreads();
+            copy_keys(key, keys);
+            arrive();
+        } else {
+            copies_wait<2>();
+            __syncthreads();
+        }
         if (!has_pairs(products)) continue;
         if constexpr (Corrects) multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
         if constexpr (Gated || !Corrects) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
@@ -136,9 +154,14 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     }
     for (int value = Of == Side::kKeysAlone ? 0 : slice.columns; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
-        if (value > 0) __syncthreads();
-        copy_values(value, values);
-        arrive();
+        if (kAhead && value == 0) {
+            copies_wait<1>();
+            __syncthreads();
+        } else {
+            if (value > 0) __syncthreads();
+            copy_values(value, values);
+            arrive();
+        }
         if (has_pairs(d_scores)) {
             multiply_stored<kPasses, false, !Corrects>(d_scores, 0, values, shared.d_out, shared.update);
             if constexpr (Corrects)
@@ -208,8 +231,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             __syncthreads();
             if (value == 0 && !all_keys) copy_keys(key, keys);
             if (!all_values) copy_values(value, values);
-            copy_state(shared.state, slice.states, key, keys, value, values);
-            copy_state(shared.d_state, slice.d_states, key, keys, value, values);
+            if (!kAhead || key > 0 || value > 0) copy_states(key, keys, value, values);
             arrive();
             if constexpr (Gated)
                 for (Walk i(keys); i.row < values; i.next())
@@ -314,9 +336,9 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
                 const int keys = min(key_part, slice.key_rows - key);
                 if (!there) {
                     __syncthreads();
-                    if (!all_keys || Decays) copy_rows(shared.k, key_head(k, key), kSide, keys, start, time);
+                    if (!all_keys || Decays) copy_steps(shared.k, key_head(k, key), keys, start, time);
                     if (!all_values && key == 0)
-                        copy_rows(shared.d_out, value_head(p.d_out, value), kSide, values, start, time);
+                        copy_steps(shared.d_out, value_head(p.d_out, value), values, start, time);
                     copy_state(shared.d_state, slice.d_states, key, keys, value, values);
                     arrive();
                 }

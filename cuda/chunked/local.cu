@@ -24,6 +24,13 @@ constexpr int kLocalKeys = !Decays          ? kWidest
                            : sizeof(T) == 4 ? 16
                                             : 32;
 
+// Blocks of a multiprocessor that registers are held down for.
+template <typename T, bool Decays, bool Backward>
+constexpr int kLocalBlocks = sizeof(T) == 4 ? 1
+                             : Decays       ? 2
+                             : Backward     ? 3
+                                            : 4;
+
 template <typename T, bool Gated>
 struct LocalLayout {
     DecayedRows<T> q, k, erase;  // without decays `rows` alone
@@ -154,7 +161,8 @@ __device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matr
 }
 
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward>
-__global__ void __launch_bounds__(kTileThreads) local(const Local given, const Slice<Factor<T>> slice) {
+__global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward>)
+    local(const Local given, const Slice<Factor<T>> slice) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kLocalKeys<T, Decays>;
     constexpr bool kScores = Decays || Backward;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -164,17 +172,26 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
     const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
     const int64_t index = slice.index(at.local, at.n);
 
-    Tile products = own_tile(kSide), scores = products;
-    for (int key = 0; key < slice.key_rows; key += kKeys) {
-        const int keys = min(kKeys, slice.key_rows - key);
+    const auto copy_keys = [&](int key) {
         const auto copy = [&](const Matrix<T>& to, const Sequence& from) {
-            copy_rows(to, Head<T>(from, batch, head, key, given.sizes.key_dim), kSide, keys, start, time);
+            copy_steps(to, Head<T>(from, batch, head, key, given.sizes.key_dim), min(kKeys, slice.key_rows - key),
+                       start, time);
         };
-        if (key > 0) __syncthreads();
         copy(shared.k.rows, given.k);
         if constexpr (kScores) copy(shared.q.rows, given.q);
         if constexpr (Corrects && Decays) copy(shared.erase.rows, given.erase);
         copies_commit();
+    };
+    const typename ChunkSteps<Gated>::Step own_step(given.strengths, given.log_gate, batch, head, start, time);
+    copy_keys(0);
+    steps.find(own_step, false);
+    Tile products = own_tile(kSide), scores = products;
+    for (int key = 0; key < slice.key_rows; key += kKeys) {
+        const int keys = min(kKeys, slice.key_rows - key);
+        if (key > 0) {
+            __syncthreads();
+            copy_keys(key);
+        }
         if constexpr (Decays) {
             const BlockColumn own(keys);
             float gates[kSteps];
@@ -198,7 +215,6 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
             if constexpr (kScores) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q.rows, shared.k.rows);
         }
     }
-    steps.find(given.strengths, given.log_gate, false, batch, head, start, time);
     if (has_pairs(products)) {
         const auto square_of = [&](Factor<T>* all) { return Matrix<Factor<T>>{all + index * kSide * kSide, kSide}; };
         if (kScores && slice.scores != nullptr) {
@@ -225,10 +241,16 @@ __global__ void __launch_bounds__(kTileThreads) local(const Local given, const S
         if (warp >= kSide / kTileRows) return;
         Strip<kSide / 8> inverse;
         find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
-        float* const to = slice.inverse + index * kSide * kSide + warp * kTileRows;
-        inverse.each([&](int t, int s, float& value) {
-            if (t >= warp * kTileRows) to[t * kSide + s] = as_right_factor<T>(value);
-        });
+        // Of this lane's elements the first; how far the others are from it is known before the kernel runs.
+        float* const to =
+            slice.inverse + index * kSide * kSide + warp * kTileRows + 2 * (warp_lane() % 4) * kSide + warp_lane() / 4;
+#pragma unroll
+        for (int n = 0; n < kSide / 8; ++n) {
+            if (8 * n < warp * kTileRows) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                to[(8 * n + i % 2) * kSide + i / 2 * 8] = as_right_factor<T>(inverse.value[n][i]);
+        }
     }
 }
 
@@ -240,7 +262,7 @@ __global__ void __launch_bounds__(kSide)
     Carver carver(memory);
     const ChunkSteps<true> steps(carver);
     const Place at(slice, sizes);
-    steps.find(Sequence{}, log_gate, complement, at.batch, at.head, at.start, sizes.time);
+    steps.find({Sequence{}, log_gate, at.batch, at.head, at.start, sizes.time}, complement);
     steps.store(slice.steps + slice.index(at.local, at.n) * kStepNumbers);
 }
 

@@ -34,7 +34,7 @@ struct OutputLayout {
 };
 
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
-__global__ void __launch_bounds__(kTileThreads, 2)
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 && !Values ? 3 : 2)
     outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int key_part,
             const int value_part) {
     using F = Factor<T>;
@@ -46,21 +46,39 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
     const F* const states = slice.state_of(slice.states, at.local, at.n);
 
-    shared.steps.find(Sequence{}, p.log_gate, !Corrects && p.complement != 0, batch, head, start, time);
-    Tile scores = own_tile(kSide);
-    if constexpr (Decays) {
-        copy_pairs<T, Decays>(shared.scores, slice.scores, slice.rest, slice.index(at.local, at.n));
-        if (slice.key_rows <= key_part) copy_rows(shared.q, key_head(queries, 0), kSide, slice.key_rows, start, time);
-    }
-    for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
+    const auto copy_keys = [&](int key) {
         const int keys = min(key_part, slice.key_rows - key);
-        if (key > 0) __syncthreads();
-        copy_rows(shared.q, key_head(queries, key), kSide, keys, start, time);
-        copy_rows(shared.k, key_head(p.k, key), kSide, keys, start, time);
-        copies_commit();
-        copies_wait<0>();
+        copy_steps(shared.q, key_head(queries, key), keys, start, time);
+        if constexpr (!Decays) copy_steps(shared.k, key_head(p.k, key), keys, start, time);
+    };
+    const auto copy_values = [&](int key, int value) {
+        const int keys = min(key_part, slice.key_rows - key), values = min(value_part, slice.columns - value);
+        copy_found(shared.state, states + value * slice.key_rows + key, slice.key_rows, values, keys);
+        if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
+    };
+
+    const typename ChunkSteps<Gated>::Step own_step(Sequence{}, p.log_gate, batch, head, start, time);
+    // The first parts of all are on their way at once, those that are needed first before the others.
+    Tile scores = own_tile(kSide);
+    const bool all_keys = slice.key_rows <= key_part;
+    if constexpr (Decays) copy_pairs<T, Decays>(shared.scores, slice.scores, slice.rest, slice.index(at.local, at.n));
+    if (!Decays || all_keys) copy_keys(0);
+    copies_commit();
+    copy_values(0, 0);
+    copies_commit();
+    shared.steps.find(own_step, !Corrects && p.complement != 0);
+    for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
+        if (key > 0) {
+            __syncthreads();
+            copy_keys(key);
+            copies_commit();
+            copies_wait<0>();
+        } else {
+            copies_wait<1>();
+        }
         __syncthreads();
-        if (has_pairs(scores)) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
+        if (has_pairs(scores))
+            multiply_stored<kPasses, false, true>(scores, 0, min(key_part, slice.key_rows - key), shared.q, shared.k);
     }
     if (!Decays && has_pairs(scores)) {
         shared.steps.keep_pairs(scores, true);
@@ -73,9 +91,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         for (int key = 0; key < slice.key_rows; key += key_part) {
             const int keys = min(key_part, slice.key_rows - key);
             __syncthreads();
-            if (slice.key_rows > key_part) copy_rows(shared.q, key_head(queries, key), kSide, keys, start, time);
-            copy_found(shared.state, states + value * slice.key_rows + key, slice.key_rows, values, keys);
-            if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
+            if (!all_keys) copy_steps(shared.q, key_head(queries, key), keys, start, time);
+            if (key > 0 || value > 0) copy_values(key, value);
             copies_commit();
             copies_wait<0>();
             __syncthreads();

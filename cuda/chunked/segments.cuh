@@ -133,18 +133,21 @@ inline int first_blocks(const Plan& plan, const Sizes& sizes) {
     return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
 }
 
-// M a matrix: 16 columns of a head's state to a block, 4 of them and a row to a thread, whose sums do not wait for one
-// another.
-constexpr int kCarriedColumns = 16;
+// M a matrix: 4 columns of a head's state to a block. Four neighbouring threads have a row of M, of which each takes every fourth
+// four numbers, so that what a warp reads at once lies together.
+constexpr int kCarriedColumns = 4, kCarryLanes = 4;
 
 static __global__ void __launch_bounds__(256) carry_transformed(const Segments segments, const Carry carry) {
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int rows = carry.key_dim, head = blockIdx.x, first = blockIdx.y * kCarriedColumns;
-    const int columns = min(kCarriedColumns, carry.value_dim - first), count = rows * kCarriedColumns;
+    const int columns = min(kCarriedColumns, carry.value_dim - first), count = round_up(rows, 4) * kCarriedColumns;
     float *state = reinterpret_cast<float*>(memory), *next = state + count;
+    const int lane = threadIdx.x % kCarryLanes, rows_on = blockDim.x / kCarryLanes;
+    const bool fours = rows % 4 == 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         const int row = i / kCarriedColumns, column = i % kCarriedColumns;
-        state[i] = column < columns && carry.first != nullptr
+        next[i] = 0.0f;
+        state[i] = row < rows && column < columns && carry.first != nullptr
                        ? static_cast<const float*>(
                              carry.first)[(static_cast<int64_t>(head) * rows + row) * carry.value_dim + first + column]
                        : 0.0f;
@@ -153,25 +156,39 @@ static __global__ void __launch_bounds__(256) carry_transformed(const Segments s
         const int64_t index = segments.index(carry.reverse ? segments.count - 1 - step : step, head);
         const bool last = step == segments.count - 1;  // what that segment makes of it, nobody asked
         __syncthreads();
-        for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x) {
-            const int row = i / kCarriedColumns, column = i % kCarriedColumns;
-            float* const place = segments.states + (index * rows + row) * carry.value_dim + first + column;
-            const float* const passed = segments.passed + (index * rows + row) * rows;
-            float sums[4] = {};
+        for (int begin = 0; begin < rows; begin += rows_on) {  // whole warps, which add up together
+            const int row = begin + threadIdx.x / kCarryLanes;
+            const bool there = row < rows && lane < columns;
+            float* const place = segments.states + (index * rows + row) * carry.value_dim + first + lane;
+            const float before = there ? *place : 0.0f;
+            const float* const passed = segments.passed + (index * rows + min(row, rows - 1)) * rows;
+            float sums[kCarriedColumns] = {};
 #pragma unroll 4
-            for (int k = 0; !last && k < rows; ++k) {
-                const float4 x = *reinterpret_cast<const float4*>(state + k * kCarriedColumns + column);
-                sums[0] += passed[k] * x.x;
-                sums[1] += passed[k] * x.y;
-                sums[2] += passed[k] * x.z;
-                sums[3] += passed[k] * x.w;
+            for (int k = 4 * lane; !last && k < rows; k += 4 * kCarryLanes) {
+                float by[4] = {};
+                if (fours) {
+                    load_row(by, passed + k);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) by[i] = k + i < rows ? passed[k + i] : 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float4 x = *reinterpret_cast<const float4*>(state + (k + i) * kCarriedColumns);
+                    sums[0] += by[i] * x.x;
+                    sums[1] += by[i] * x.y;
+                    sums[2] += by[i] * x.z;
+                    sums[3] += by[i] * x.w;
+                }
             }
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                if (column + c >= columns) continue;
-                next[i + c] = last ? 0.0f : place[c] + sums[c];
-                place[c] = state[i + c];
-            }
+            for (int c = 0; c < kCarriedColumns; ++c)
+                for (int distance = 1; distance < kCarryLanes; distance *= 2)
+                    sums[c] += __shfl_xor_sync(kAllLanes, sums[c], distance);
+            if (!there) continue;
+            const float sum = lane == 0 ? sums[0] : lane == 1 ? sums[1] : lane == 2 ? sums[2] : sums[3];
+            next[row * kCarriedColumns + lane] = last ? 0.0f : before + sum;
+            *place = state[row * kCarriedColumns + lane];
         }
         float* const before = state;
         state = next;
@@ -183,7 +200,7 @@ inline cudaError_t launch_carry_transformed(const Segments& segments, const Size
                                             bool reverse, cudaStream_t stream) {
     const Carry carry{first, reverse, sizes.key_dim, sizes.value_dim};
     const dim3 grid(segments.heads, (sizes.value_dim + kCarriedColumns - 1) / kCarriedColumns);
-    const size_t shared = 2 * sizeof(float) * sizes.key_dim * kCarriedColumns;
+    const size_t shared = 2 * sizeof(float) * round_up(sizes.key_dim, 4) * kCarriedColumns;
     return launch(carry_transformed, grid, dim3(256), shared, stream, segments, carry);
 }
 

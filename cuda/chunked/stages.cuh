@@ -1,9 +1,8 @@
 // How passes with chunks side by side divide their work, what it should take, and the launches that both have in common.
-//
-// None of the numbers here was fitted to a measurement of these kernels: see `WalkCosts`.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "../carried_decays.cuh"
 #include "tiles.cuh"
@@ -11,33 +10,37 @@
 
 namespace fairseq_fastweights {
 
-// Cycles of an H200, predicted: a prototype's local stage took 3,500 cycles of a multiprocessor for a chunk, and its walk
-// without outputs 2,500 (64 keys) and 3,500 (128) for a chunk of 64 steps with one block on a multiprocessor; others are
-// these by the ratio of their products, and walks of rules that do not correct by that of their instructions.
+// Cycles of an H200, fitted to the times of each kernel in 12 shapes of the benchmarks, in bfloat16. `parts` are keys times values
+// over 64 * 64; stages that take all chunks at once count a multiprocessor's cycles for a chunk.
 struct WalkCosts {
-    double local;          // of a multiprocessor for a chunk, and of the delta rule half as much again for each 64 keys
-    double chain, of_key;  // of a chunk of a walk, and for each key of a warp
-    double tile;           // of the last stage: of a multiprocessor for a chunk, and for each 64 keys and 64 values
+    double local, local_of_keys;           // and for each 64 keys; with decays of values, of keys and of values
+    double chain, of_key;                  // of a chunk of a walk, and for each key of a warp
+    double last, last_of_part, of_values;  // of the last stage, for each part, and for each 64 values
 };
-constexpr WalkCosts kDeltaCosts[2] = {{3000, 1500, 16, 3500}, {4500, 2600, 34, 12000}};  // forwards, backwards
-constexpr WalkCosts kSumCosts[2] = {{600, 900, 10, 3500}, {600, 900, 10, 9000}};
-// With decays of keys, of which nothing has been measured: as many cycles as the others, and twice those that a local stage and
-// gradients have instructions for beyond them.
-constexpr WalkCosts kDeltaDecayCosts[2] = {{11000, 1700, 24, 4500}, {12500, 2800, 48, 38000}};
-constexpr WalkCosts kDecayCosts[2] = {{7000, 950, 11, 3500}, {7000, 950, 11, 23000}};
-constexpr WalkCosts kTwoDecayCosts[2] = {{7000, 950, 11, 7000}, {7000, 950, 11, 45000}};  // of values as well
+constexpr WalkCosts kSumCosts[2] = {{0, 0, 600, 32, 1700, 2000, 0},
+                                    {0, 0, 600, 30, 4100, 5600, 0}};  // forwards, backwards
+constexpr WalkCosts kGatedCosts[2] = {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}};
+constexpr WalkCosts kDeltaCosts[2] = {{2400, 900, 2700, 18, 1600, 2000, 0}, {3700, 2300, 400, 85, 7200, 6400, 0}};
+constexpr WalkCosts kGatedDeltaCosts[2] = {{4000, 860, 2800, 17, 3100, 2100, 0}, {5900, 2300, 480, 93, 17000, 9200, 0}};
+// With decays of keys alone nothing was measured: half of what both take, where both are found.
+constexpr WalkCosts kDecayCosts[2] = {{1600, 7000, 320, 40, 1800, 2100, 0}, {2300, 9900, 320, 30, 20000, 12000, 0}};
+constexpr WalkCosts kTwoDecayCosts[2] = {{3200, 7000, 320, 40, 1100, 2050, 5700},
+                                         {4600, 9900, 320, 30, 22000, 23000, 19000}};
+constexpr WalkCosts kDeltaDecayCosts[2] = {{7200, 15000, 2000, 27, 1750, 2100, 0},
+                                           {6900, 20000, 4900, 70, 44000, 31000, 0}};
 constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
     if (pass.values) return kTwoDecayCosts[backward];
     if (pass.decays) return pass.corrects ? kDeltaDecayCosts[backward] : kDecayCosts[backward];
+    if (pass.gated) return pass.corrects ? kGatedDeltaCosts[backward] : kGatedCosts[backward];
     return pass.corrects ? kDeltaCosts[backward] : kSumCosts[backward];
 }
+constexpr double kWalkStart = 3900;    // of a walk, before its first chunk
+constexpr double kFreeWarps = 4.5;     // of a multiprocessor, that do not slow one another down
+constexpr double kCarryMatrix = 2300;  // for each segment, where what passes it is a matrix of 64 keys
+// Times as long as in bfloat16: in float32 and float16; where nothing corrects and where that is; forwards and backwards.
+constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, {1.3, 1.7}}};
 constexpr double kPartForwards = 1.5,
                  kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
-constexpr double kFreeWarps = 8;         // of a multiprocessor, that do not slow one another down
-constexpr double kUnrounded =
-    3;  // times as long, in float32 and float16, as in bfloat16; the other kernels took 1.3 to 3.2 times, measured
-constexpr double kClearMargin =
-    1.2;  // by which these must be predicted to be faster than blocks that do all in one chain
 
 struct WalkPlan {
     RulePass pass;
@@ -60,7 +63,7 @@ inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const 
     const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
     const double waves = blocks / wave * together(at_once) +
                          (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
-    return kLaunch + chunks * waves * (costs.chain + costs.of_key * plan.keys);
+    return kLaunch + waves * (kWalkStart + chunks * (costs.chain + costs.of_key * plan.keys));
 }
 
 // A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
@@ -114,7 +117,7 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
     double cycles = cycles_of_walks(plan, device, costs, of_values * segments, plan.segment);
     if (segments > 1) {
         const int64_t of_identity = corrects ? static_cast<int64_t>(plan.heads) * blocks_of(sizes.key_dim) : 0;
-        cycles += kCarry + kCarryOver * segments +
+        cycles += kCarry + (corrects ? kCarryMatrix * sizes.key_dim / 64 : kCarryOver) * segments +
                   cycles_of_walks(plan, device, costs, (of_values + of_identity) * (segments - 1), plan.segment);
     }
     if (backward) {
@@ -123,14 +126,12 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
             cycles_of_walks(plan, device, costs_of(plan.pass, false), of_values * walks, std::min(length, plan.slice));
     }
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
-    const double keys = (sizes.key_dim + 63) / 64, values = (sizes.value_dim + 63) / 64;
+    const double keys = sizes.key_dim / 64.0, values = sizes.value_dim / 64.0;
+    const int sides = of_both ? 2 : 1;  // launches of a local stage, and backwards of the last one
     if (corrects || gated || decays)
-        cycles += kLaunch + chunks * costs.local *
-                                (of_both    ? keys + values
-                                 : decays   ? keys
-                                 : corrects ? (2 + keys) / 3
-                                            : 1);
-    return cycles + kLaunch + chunks * costs.tile * keys * values;
+        cycles += sides * kLaunch + chunks * (costs.local + costs.local_of_keys * (of_both ? keys + values : keys));
+    return cycles + (backward ? sides : 1) * kLaunch +
+           chunks * (costs.last + costs.last_of_part * keys * values + costs.of_values * std::ceil(values));
 }
 
 // The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
@@ -161,7 +162,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
 
     const auto weigh = [&](int segments) {
         plan.segment = (plan.slice + segments - 1) / segments;
-        plan.cycles = slices * kClearMargin * (kRounded<T> ? 1 : kUnrounded) *
+        plan.cycles = slices * (kRounded<T> ? 1 : kOtherTypes[sizeof(T) == 2][pass.corrects][pass.backward]) *
                       cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
         best = plan;
@@ -170,7 +171,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     for (plan.strips = 4; plan.strips >= 1; plan.strips /= 2) {
         if (plan.strips * plan.parts > kMostWarps || 16 * plan.strips >= 2 * round_up(sizes.value_dim, 16)) continue;
         if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
-        for (plan.stages = 2; plan.stages >= 1; --plan.stages) {
+        for (plan.stages = kMostStages; plan.stages >= 1; plan.stages /= 2) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
             plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan.stages,
                                         plan.keys * plan.parts, plan.strips, plan.parts)
@@ -245,6 +246,7 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
     w.parts = plan.parts;
     w.strips = plan.strips;
     w.stages = plan.stages;
+    w.asked_threads = AskedPlan().threads;
     w.record = 1;
     w.pass = plan.pass;
     return w;

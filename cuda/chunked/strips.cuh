@@ -87,7 +87,7 @@ struct Strip {
     template <typename F>
     __device__ __forceinline__ void store(F* to, int stride, int places) {
         each_pair([&](int place, int j, float& x, float& y) {
-            if (place < places) *reinterpret_cast<Pair<F>*>(to + j * stride + place) = narrow_pair<F>(x, y);
+            if (place < places) put_pair(to + j * stride + place, x, y);
         });
     }
 
@@ -106,7 +106,7 @@ struct Strip {
                         const unsigned pair =
                             transpose_matrix(narrow_pair<T>(value[n][2 * half], value[n][2 * half + 1]).bits());
                         T* const place = to.data + step * to.stride + 8 * half + 2 * member;
-                        if (step < time) *reinterpret_cast<Pair<T>*>(place) = Pair<T>::of_bits(pair);
+                        if (step < time) *reinterpret_cast<unsigned*>(place) = pair;
                     }
                 }
                 return;

@@ -58,6 +58,15 @@ __device__ __forceinline__ Pair<T> narrow_pair(float x, float y) {
     }
 }
 
+// Writes neighbours at once: of a Pair the compiler writes each element of 16 bits by itself.
+template <typename T>
+__device__ __forceinline__ void put_pair(T* to, float x, float y) {
+    if constexpr (sizeof(T) == 2)
+        *reinterpret_cast<unsigned*>(to) = narrow_pair<T>(x, y).bits();
+    else
+        *reinterpret_cast<Pair<T>*>(to) = narrow_pair<T>(x, y);
+}
+
 // ---- Instructions ------------------------------------------------------------------------------------------------
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
 //   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
@@ -436,9 +445,7 @@ __device__ __forceinline__ void load_row(float (&to)[Count], const float* from) 
 // A tile's elements to a matrix in shared memory, two at a time.
 template <typename T>
 __device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
-    tile.each_pair([&](int row, int column, float x, float y) {
-        *reinterpret_cast<Pair<T>*>(&to(row, column)) = narrow_pair<T>(x, y);
-    });
+    tile.each_pair([&](int row, int column, float x, float y) { put_pair(&to(row, column), x, y); });
 }
 
 // The scaling of a product's inner places: by floats, or with a null pointer not at all.

@@ -19,25 +19,46 @@ __device__ __forceinline__ bool is_in(const Tile& tile, int columns) { return ti
 // True if a pair of the tile has s <= t.
 __device__ __forceinline__ bool has_pairs(const Tile& tile) { return tile.column < tile.row + kTileRows; }
 
+constexpr int kWidest = 64;  // keys, or values, that are taken at once
+
+// f(row, column) for this thread's pieces of 16 bytes of up to kSide rows of up to kWidest numbers. A thread has one column,
+// which is found without a division.
+template <typename T, typename F>
+__device__ __forceinline__ void each_piece(int rows, int columns, F f) {
+    constexpr int kPiece = 16 / sizeof(T), kAcross = kWidest / kPiece, kDown = kTileThreads / kAcross;
+    const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
+    if (column >= columns) return;
+#pragma unroll
+    for (int row = 0; row < kSide; row += kDown)
+        if (first + row < rows) f(first + row, column);
+}
+
+// Starts to copy a chunk's steps, from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
+template <typename T>
+__device__ __forceinline__ void copy_steps(const Matrix<T>& to, const Head<T>& from, int columns, int start, int time) {
+    if (!from.in_pieces(columns)) return copy_elements(to, from, kSide, Walk(columns), start, time);
+    each_piece<T>(kSide, columns, [&](int row, int column) {
+        copy_piece(&to(row, column), from.data + (start + row) * from.stride + column,
+                   start + row < time && column < from.dim);
+    });
+}
+
 // Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
 template <typename F>
 __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, int stride, int rows, int columns) {
-    constexpr int kPiece = 16 / sizeof(F);
-    for (Walk at(columns / kPiece); at.row < rows; at.next())
-        copy_async<16>(&to(at.row, at.column * kPiece), from + at.row * stride + at.column * kPiece);
+    each_piece<F>(rows, columns,
+                  [&](int row, int column) { copy_async<16>(&to(row, column), from + row * stride + column); });
 }
 
-// Starts to copy the blocks of a square on and below the diagonal.
+// Starts to copy the blocks of a square on and below the diagonal, by `threads` threads, of which this is number `thread`.
 template <typename F>
-__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from) {
+__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from, int thread, int threads) {
     constexpr int kPiece = 16 / sizeof(F), kAcross = kSide / kPiece;
-    for (int i = threadIdx.x; i < kSide * kAcross; i += blockDim.x) {
-        const int row = i / kAcross, column = i % kAcross * kPiece;
+    const int column = thread % kAcross * kPiece;
+#pragma unroll 2
+    for (int row = thread / kAcross; row < kSide; row += threads / kAcross)
         if (column / kTileRows <= row / kTileRows) copy_async<16>(&to(row, column), from + row * kSide + column);
-    }
 }
-
-constexpr int kWidest = 64;  // keys, or values, that are taken at once
 
 // A chunk's gates, what steps of the delta rule write of their errors, and strengths of writes, in shared memory.
 template <bool Gated>
@@ -48,13 +69,22 @@ struct ChunkSteps {
     __host__ __device__ explicit ChunkSteps(Carver& carver)
         : gates(carver, Gated ? kSide : 0), beta(carver.take<float>(kSide)) {}
 
-    // Ends with a barrier.
-    __device__ __forceinline__ void find(const Sequence& strengths, const Sequence& log_gate, bool complement,
-                                         int batch, int head, int start, int time) const {
+    // A step's strength and log gate. They are loaded before copies are begun, behind which they would have to wait.
+    struct Step {
+        float strength, log_gate;
+
+        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
+                                        int start, int time)
+            : strength(load_step(strengths, batch, head, start, kSide, time)),
+              log_gate(Gated ? load_step(log_gate, batch, head, start, kSide, time) : 0.0f) {}
+    };
+
+    // Of each thread's step. Ends with a barrier.
+    __device__ __forceinline__ void find(const Step& own, bool complement) const {
         const int thread = threadIdx.x;
-        if (thread < kSide) beta[thread] = load_step(strengths, batch, head, start, kSide, time);
+        if (thread < kSide) beta[thread] = own.strength;
         if constexpr (Gated) {
-            if (thread < kSide) gates.log_gate()[thread] = load_step(log_gate, batch, head, start, kSide, time);
+            if (thread < kSide) gates.log_gate()[thread] = own.log_gate;
             __syncthreads();
             gates.find_blocks(complement);
             __syncthreads();
@@ -101,8 +131,11 @@ using Pairs = SplitMatrix<T, Decays>;
 // Starts to copy those of a chunk from the workspace.
 template <typename T, bool Decays, typename F>
 __device__ __forceinline__ void copy_pairs(const Pairs<T, Decays>& to, const F* big, const F* rest, int64_t index) {
-    copy_lower(to.parts[0], big + index * kSide * kSide);
-    if constexpr (Pairs<T, Decays>::kSplit) copy_lower(to.parts[1], rest + index * kSide * kSide);
+    const auto copy = [&](int part, const F* from) {
+        copy_lower(to.parts[part], from + index * kSide * kSide, threadIdx.x, kTileThreads);
+    };
+    copy(0, big);
+    if constexpr (Pairs<T, Decays>::kSplit) copy(1, rest);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
@@ -121,7 +154,7 @@ __device__ __forceinline__ void copy_writes(const Matrix<U>& to, const Slice<F>&
     if constexpr (Corrects)
         copy_found(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, kSide);
     else
-        copy_rows(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), kSide, values, at.start, sizes.time);
+        copy_steps(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), values, at.start, sizes.time);
 }
 
 }  // namespace fairseq_fastweights

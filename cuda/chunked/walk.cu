@@ -102,6 +102,21 @@ __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchan
         }
 }
 
+// Starts to copy `Columns` columns of `rows` steps, from `first` on, by `warps` warps, of which this is number `warp`: a lane has one
+// column, and steps of one distance from one another.
+template <int Columns, typename To, typename T>
+__device__ __forceinline__ void copy_columns(const To& to, const Head<T>& from, int first, int warp, int warps,
+                                             int rows, int start, int time) {
+    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kWarp / kAcross;
+    const int column = first + warp_lane() % kAcross * kPiece, begin = warp * kDown + warp_lane() / kAcross;
+    const T* piece = from.data + (start + begin) * from.stride + column;
+    const int64_t on = warps * kDown * from.stride;
+    const int there = column < from.dim ? time - start : 0;
+#pragma unroll 4
+    for (int row = begin; row < rows; row += warps * kDown, piece += on)
+        copy_piece(&to(row, column), piece, row < there);
+}
+
 // `Keys`: those of a warp. `Fours`: the block's strips are four, a warpgroup's for each part of the keys. `Backward` is of rules
 // that correct; of others `pass.backward` says where a walk begins.
 template <typename T, int Keys, bool Fours, bool Corrects, bool Backward, bool Decays>
@@ -111,15 +126,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Slice<F>& slice = w.slice;
     const bool reverse = Corrects ? Backward : w.pass.backward;
-    const int parts = w.parts, warp = threadIdx.x / kWarp;
-    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, w.strips, parts);
-    const int strip = warp % w.strips, part = warp / w.strips, first_key = part * Keys;
+    const int parts = w.parts, strips = Fours ? kGroupWarps : w.strips, threads = strips * parts * kWarp;
+    // Some warps only copy for the others, if there are such. All lanes have the same number of their warp, as the compiler sees so.
+    const int own_warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0), warps = strips * parts;
+    const bool copier = own_warp >= warps, copies = copier || static_cast<int>(blockDim.x) == threads;
+    const int warp = copier ? own_warp - warps : own_warp, thread = warp * kWarp + warp_lane();
+    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, strips, parts);
+    const int strip = warp % strips, part = warp / strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
     const int batch = (slice.first_head + head_index) / w.sizes.heads,
               head = (slice.first_head + head_index) % w.sizes.heads;
     const int of_values = w.blocks_of(w.sizes.value_dim);
     const bool transformation = Corrects && block >= of_values;  // of a probe
-    const int first = (transformation ? block - of_values : block) * w.strips * kTileRows,
+    const int first = (transformation ? block - of_values : block) * strips * kTileRows,
               column = first + strip * kTileRows;
     const int keys = w.sizes.key_dim, columns = transformation ? keys : w.sizes.value_dim, time = w.sizes.time;
     // Nobody asks what the slice's last segment makes of zeros, or backwards its first.
@@ -130,29 +149,40 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const auto of_stage = [&](const Pieces<T>& all, int n) { return all.from(0, (n & (w.stages - 1)) * Keys * parts); };
     const auto fetch = [&](int n) {
         const int stage = n & (w.stages - 1), start = n * kSide;
-        copy_rows(of_stage(shared.keys, n), Head<T>(w.keys, batch, head, 0, keys), kSide, Keys * parts, start, time);
+        // A warp copies a part of the steps of the keys, and of the columns, that it multiplies by.
+        const auto copy_keys = [&](const Pieces<T>& to, const Sequence& x) {
+            const Head<T> from(x, batch, head, 0, keys);
+            if (from.in_pieces(Keys * parts))
+                copy_columns<Keys>(of_stage(to, n), from, first_key, strip, strips, kSide, start, time);
+            else
+                copy_elements(of_stage(to, n), from, kSide, Walk(Keys * parts, thread, threads), start, time);
+        };
+        copy_keys(shared.keys, w.keys);
         if constexpr (Backward) {
-            copy_rows(of_stage(shared.queries, n), Head<T>(w.queries, batch, head, 0, keys), kSide, Keys * parts, start,
-                      time);
-            copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide);
+            copy_keys(shared.queries, w.queries);
+            copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide, thread,
+                       threads);
         }
-        copy_rows(shared.values[stage], Head<T>(w.values, batch, head, first, transformation ? 0 : columns), kSide,
-                  w.strips * kTileRows, start, time);
+        const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
+        if (values.in_pieces(strips * kTileRows))
+            copy_columns<kTileRows>(shared.values[stage], values, strip * kTileRows, part, parts, kSide, start, time);
+        else
+            copy_elements(shared.values[stage], values, kSide, Walk(strips * kTileRows, thread, threads), start, time);
         if constexpr (Decays) {
-            if constexpr (Corrects)
-                copy_rows(of_stage(shared.erase, n), Head<T>(w.erase, batch, head, 0, keys), kSide, Keys * parts, start,
-                          time);
-            copy_rows(shared.decays[stage], Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows),
-                      Corrects ? kBlocks : 1, Keys * parts, 0, kBlocks);
-            const int i = 4 * threadIdx.x;
-            if (!Corrects && w.pass.values && i < w.strips * kTileRows && first + i < slice.columns)
+            if constexpr (Corrects) copy_keys(shared.erase, w.erase);
+            copy_columns<Keys>(shared.decays[stage],
+                               Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows), first_key,
+                               strip, strips, Corrects ? kBlocks : 1, 0, kBlocks);
+            const int i = 4 * thread;
+            if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
                 copy_async<16>(&shared.decays[stage](1, i), slice.value_decays_of(head_index, n) + first + i);
         }
         if constexpr (Corrects)
-            copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide);
+            copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide, thread,
+                       threads);
         else if (!w.pass.gated)
             return;
-        for (int i = 4 * threadIdx.x; i < kStepNumbers; i += 4 * blockDim.x)
+        for (int i = 4 * thread; i < kStepNumbers; i += 4 * threads)
             copy_async<16>(shared.steps[stage].data + i, slice.steps + slice.index(head_index, n) * kStepNumbers + i);
     };
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
@@ -170,20 +200,33 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     }
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int chunks = end - begin;
-    if (w.stages == 2) fetch(nth(0));
-    copies_commit();
-    for (int i = 0; i < chunks; ++i) {
-        const int n = nth(i), stage = n & (w.stages - 1);
-        if (w.stages == 1) {
-            if (i > 0) __syncthreads();
-            fetch(n);
+    // So many chunks are on their way while one is worked on.
+    const int ahead = w.stages - 1;
+    if (copies)
+        for (int i = 0; i < ahead; ++i) {
+            if (i < chunks) fetch(nth(i));
             copies_commit();
         }
-        copies_wait<0>();
-        if (grouped) show_to_groups();
+    for (int i = 0; i < chunks; ++i) {
+        const int n = nth(i), stage = n & ahead;
+        if (ahead == 0 && i > 0) __syncthreads();
+        if (copies) {
+            if (ahead == 0) {
+                fetch(n);
+                copies_commit();
+            }
+            if (ahead > 1)
+                copies_wait<kMostStages - 2>();
+            else
+                copies_wait<0>();
+            if (grouped) show_to_groups();
+        }
         __syncthreads();
-        if (w.stages == 2 && i + 1 < chunks) fetch(nth(i + 1));
-        copies_commit();
+        if (ahead > 0 && copies) {
+            if (i + ahead < chunks) fetch(nth(i + ahead));
+            copies_commit();
+        }
+        if (copier) continue;
         const Pieces<T> k = of_stage(shared.keys, n).from(0, first_key),
                         erase = Corrects && Decays ? of_stage(shared.erase, n).from(0, first_key) : k;
         const float* const steps = shared.steps[stage].data;
@@ -237,9 +280,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             given.load(shared.values[stage], strip * kTileRows);
             found.clear();
             finish(grouped, read);
-            if (parts > 1) sum_parts_of(read, shared.exchange, strip, w.strips, part, parts);
+            if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
             if constexpr (Backward) {
-                read.scale(steps + kToEnd);
+                if (w.pass.gated) read.scale(steps + kToEnd);
                 multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
                 multiply_kept<kPasses, true, Part::kLower>(found, read, shared.inverse[stage]);
             } else {
@@ -254,7 +297,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (records && part == 0)
                 found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
                             kSide, kSide);
-            if constexpr (!Decays) {
+            if (!Decays && w.pass.gated) {
                 const float whole = steps[kWholeGate];
                 state.each([&](int, int, float& x) { x *= whole; });
             }
@@ -265,7 +308,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     d_values.scale(steps + kBeta);
                     d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
                 }
-                given.scale(steps + kFromStart);
+                if (w.pass.gated) given.scale(steps + kFromStart);
                 if constexpr (!Decays) {
                     start<kPasses, true>(grouped, state, given, q);
                     finish(grouped, state);
@@ -276,7 +319,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 }
                 found.scale(steps + kReadBeta);
                 found.each([](int, int, float& x) { x = -x; });
-            } else {
+            } else if (w.pass.gated) {
                 found.scale(steps + kToEnd);
             }
             const Pieces<T>& write_keys = Backward ? erase : k;
@@ -296,9 +339,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             });
         }
     }
+    if (copier) return;
     if constexpr (!Corrects && Decays) {
         if (w.probe && block == 0)
-            for (int i = threadIdx.x; i < keys + columns; i += blockDim.x) {
+            for (int i = thread; i < keys + columns; i += threads) {
                 float log = 0.0f;
                 for (int n = begin; n < end; ++n)
                     log += i < keys        ? slice.decays_of(head_index, n)[slice.key_rows + i]
@@ -306,7 +350,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                                            : 0.0f;
                 w.passed[(static_cast<int64_t>(number) * slice.heads + head_index) * (keys + columns) + i] = expf(log);
             }
-    } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && threadIdx.x == 0) {
+    } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && thread == 0) {
         w.passed[static_cast<int64_t>(number) * slice.heads + head_index] = expf(passed_log);
     }
     const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
@@ -328,7 +372,12 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
         const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w.stages,
                                             w.keys_of_warp * w.parts, w.strips, w.parts)
                                   .bytes;
-        return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3(w.strips * w.parts * kWarp), shared,
+        // As many warps again copy for the others where multiprocessors have a block at most: measured to pay with these rules and keys.
+        const int warps = w.strips * w.parts;
+        const bool fit = Corrects && keys <= 64 && w.parts == 1 && 2 * warps <= kMostWarps;
+        const bool alone = static_cast<int64_t>(grid.x) * grid.y <= multiprocessors();
+        const int copiers = fit && (w.asked_threads > 0 ? w.asked_threads > warps * kWarp : alone) ? warps : 0;
+        return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3((warps + copiers) * kWarp), shared,
                       stream, w);
     };
     const auto with_many = [&](auto keys) {

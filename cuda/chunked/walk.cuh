@@ -29,6 +29,7 @@ struct Walks {
     float* passed;             // of a probe: what walks make of the identity, or their gates or decays multiplied
     int length, count;         // chunks of a walk; walks of the slice
     int keys_of_warp, parts, strips, stages;  // as in WalkPlan
+    int asked_threads;                        // of a block; 0: as many as it should have
     int probe;                                // 1: only what walks make of zeros, and `passed`
     int record;                               // 1: leaves the chunks' states and updates
 
@@ -64,7 +65,8 @@ struct WalkLayout {
     }
 };
 
-constexpr int kMostWarps = 8;  // of a walk's block
+constexpr int kMostWarps = 8;   // of a walk's block
+constexpr int kMostStages = 4;  // 1, 2 or 4 chunks that it has room for
 // Keys of a warp: of factors that are multiplied in tf32 more would not stay in registers.
 template <typename T>
 constexpr int kMostKeys = kRounded<T> ? 128 : 64;

@@ -57,6 +57,10 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const bool inside = (self & (width - 1)) >= static_cast<int>(by);
     return emulation::shuffle(mask, value, inside ? self - static_cast<int>(by) : self, 4);
 }
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source) {
+    return emulation::shuffle(mask, value, source, 1);
+}
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;

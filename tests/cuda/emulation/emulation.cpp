@@ -291,7 +291,7 @@ void run_block() {
         thread.phase = nullptr;
         thread.open.clear();
         thread.committed.clear();
-        thread.shows_memory = thread.shows_registers = false;
+        thread.shows_memory = thread.hides_memory = thread.shows_registers = false;
         thread.accumulators.clear();
         thread.products.clear();
         thread.product_groups.clear();
@@ -390,12 +390,13 @@ unsigned char* dynamic_shared() { return shared; }
 void block_barrier() {
     const uint64_t seen = block_phase;
     if (++block_arrived == thread_count) {
-        bool all = true;
+        bool shows = false, hides = false;
         for (int i = 0; i < thread_count; ++i) {
-            all = all && threads[i].shows_memory;
+            shows = shows || threads[i].shows_memory;
+            hides = hides || threads[i].hides_memory;
             threads[i].shows_memory = false;
         }
-        if (all) std::memcpy(shown, shared, shared_bytes);
+        if (shows && !hides) std::memcpy(shown, shared, shared_bytes);
         block_arrived = 0;
         ++block_phase;
     } else {
@@ -463,7 +464,7 @@ void copies_commit() {
 void copies_wait(int pending) {
     auto& groups = current->committed;
     while (groups.size() > static_cast<size_t>(pending)) {
-        current->shows_memory = false;
+        current->hides_memory = true;
         for (const Copy& copy : groups.front()) {
             if (copy.from)
                 std::memcpy(copy.to, copy.from, copy.bytes);
@@ -480,7 +481,10 @@ constexpr unsigned kFirstAddress = 1024;  // not 0, as on a GPU
 
 bool has_wgmma() { return capability == 90; }
 
-void proxy_fence() { current->shows_memory = true; }
+void proxy_fence() {
+    current->shows_memory = true;
+    current->hides_memory = false;
+}
 
 unsigned shared_address(const void* pointer) {
     return kFirstAddress + static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - shared);

@@ -39,7 +39,8 @@ struct Thread {
     void* stack_pointer;
     std::vector<Copy> open;                    // asynchronous copies since the last commit
     std::vector<std::vector<Copy>> committed;  // oldest first
-    bool shows_memory;                         // a fence of proxies came after all that it wrote
+    bool shows_memory;                         // a fence of proxies came since the last barrier
+    bool hides_memory;                         // no such fence came after copies that it waited for
     bool shows_registers;                      // wgmma.fence came since the last commit
     std::vector<Accumulators> accumulators;
     std::vector<GroupProduct> products;                     // since the last commit
@@ -97,8 +98,8 @@ uint32_t movmatrix(uint32_t pair);
 
 // ---- Warpgroups: what code for sm_90a has beyond that; the device poses as one while its compute capability is 9.0.
 bool has_wgmma();
-// fence.proxy.async: wgmma reads what shared memory held at the last barrier that all threads came to from such a fence,
-// with nothing that they had to wait for in between; NaN before the first.
+// fence.proxy.async: wgmma reads what shared memory held at the last barrier to which threads came from such a fence, and none
+// with copies that it had waited for and not shown so; NaN before the first.
 void proxy_fence();
 // Shared memory as a descriptor names it, and `bytes` of it as wgmma sees them.
 unsigned shared_address(const void* pointer);
