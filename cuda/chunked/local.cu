@@ -58,25 +58,25 @@ struct LocalLayout {
         bytes = carver.used;
     }
 
-    // With the logs of a block's key dimension `gates`: all that products take of it.
+    // With the logs of a block's key dimension `gates`: all that products take of it, but for erase keys or, `of_erase`, of these.
     template <bool Corrects>
-    __device__ __forceinline__ void write_decayed(const BlockColumn& at, float (&gates)[kSteps]) const {
+    __device__ __forceinline__ void write_decayed(const BlockColumn& at, bool of_erase, float (&gates)[kSteps]) const {
         float log = 0.0f;
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) log += gates[t];
         exponentiate(gates);
         const int b = at.block, i = at.column;
+        if (Corrects && of_erase)
+            return write_operands<false>(block_of(erase.rows, b), block_of(k.rows, b), erase.levels_of(b),
+                                         block_of(erase.scaled, b), block_of(k.scaled, b), gates, i);
         write_operands(block_of(q.rows, b), block_of(k.rows, b), q.levels_of(b), block_of(q.scaled, b),
                        block_of(k.scaled, b), gates, i);
-        if constexpr (Corrects)
-            write_operands<false>(block_of(erase.rows, b), block_of(k.rows, b), erase.levels_of(b),
-                                  block_of(erase.scaled, b), block_of(k.scaled, b), gates, i);
         totals(b, i) = product_of(gates);
         logs(b, i) = log;
     }
     // After that and a barrier: what the slice has of decays, for its key dimension `key`.
     template <bool Corrects, bool Backward, typename F>
-    __device__ __forceinline__ void store_decayed(const BlockColumn& at, const float (&gates)[kSteps],
+    __device__ __forceinline__ void store_decayed(const BlockColumn& at, bool of_erase, const float (&gates)[kSteps],
                                                   const Slice<F>& slice, const Place& place, int key) const {
         const int b = at.block, i = at.column;
         const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
@@ -86,9 +86,9 @@ struct LocalLayout {
 #pragma unroll
             for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t));
         };
+        if (Corrects && of_erase) return copy(slice.erased, erase.scaled);
         if constexpr (Corrects) {
             copy(slice.written, k.scaled);
-            copy(slice.erased, erase.scaled);
         } else {
             const Column<T> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
             float product = 1.0f;
@@ -193,16 +193,20 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
             copy_keys(key);
         }
         if constexpr (Decays) {
-            const BlockColumn own(keys);
+            BlockColumn own(keys);
+            static_assert(2 * kBlocks * kKeys <= kTileThreads, "erase keys are of as many threads again");
+            const bool of_erase = Corrects && own.block >= kBlocks;
+            if (of_erase) own.block -= kBlocks;
             float gates[kSteps];
             if (own.there())
                 load_logs<T>(gates, given.log_key_decay, batch, head, key + own.column, given.sizes.key_dim,
                              start + own.block * kSteps, time);
             copies_wait<0>();
             __syncthreads();
-            if (own.there()) shared.template write_decayed<Corrects>(own, gates);
+            if (own.there()) shared.template write_decayed<Corrects>(own, of_erase, gates);
             __syncthreads();
-            if (own.there()) shared.template store_decayed<Corrects, Backward>(own, gates, slice, at, key + own.column);
+            if (own.there())
+                shared.template store_decayed<Corrects, Backward>(own, of_erase, gates, slice, at, key + own.column);
         }
         copies_wait<0>();
         __syncthreads();
@@ -241,7 +245,7 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
         if (warp >= kSide / kTileRows) return;
         Strip<kSide / 8> inverse;
         find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
-        // Of this lane's elements the first; how far the others are from it is known before the kernel runs.
+        // This lane's first element; how far the others are from it is known before the kernel runs.
         float* const to =
             slice.inverse + index * kSide * kSide + warp * kTileRows + 2 * (warp_lane() % 4) * kSide + warp_lane() / 4;
 #pragma unroll

@@ -79,7 +79,7 @@ struct ChunkSteps {
               log_gate(Gated ? load_step(log_gate, batch, head, start, kSide, time) : 0.0f) {}
     };
 
-    // Of each thread's step. Ends with a barrier.
+    // Takes each thread's step. Ends with a barrier.
     __device__ __forceinline__ void find(const Step& own, bool complement) const {
         const int thread = threadIdx.x;
         if (thread < kSide) beta[thread] = own.strength;
