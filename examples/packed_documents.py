@@ -48,23 +48,28 @@ class Packer:
         return rows
 
 
+def check(files: list[str]) -> None:
+    """Raises ValueError if there are files of several kinds, or of another kind than can be read, or one is missing."""
+    kinds = {Path(file).suffix for file in files}
+    if len(kinds) > 1 or not kinds <= {".json", ".jsonl", ".txt"}:
+        raise ValueError(f"FILES end in {', '.join(sorted(kinds))}; all must end in .jsonl, .json or .txt, and alike")
+    for file in files:
+        if not Path(file).is_file():
+            raise ValueError(f"FILES have {file}, which is no file")
+
+
 def stream(files: list[str], tokenizer: Any, length: int, buffer: int, seed: int) -> Any:
     """The packed rows of the documents in files, which are read as they are needed, shuffled in a buffer.
 
     Args:
-        files: their names, all of one kind.
+        files: their names, as `check` takes them.
         tokenizer: gives each document what begins a text.
         length: of rows, in tokens.
         buffer: number of documents from which the next is drawn.
         seed: of the draws.
-
-    Raises:
-        ValueError: if there are files of several kinds, or of another kind.
     """
-    kinds = {Path(file).suffix for file in files}
-    if len(kinds) > 1 or not kinds <= {".json", ".jsonl", ".txt"}:
-        raise ValueError(f"FILES end in {', '.join(sorted(kinds))}; all must end in .jsonl, .json or .txt, and alike")
-    how: dict[str, Any] = {"path": "text", "sample_by": "paragraph"} if kinds == {".txt"} else {"path": "json"}
+    text = Path(files[0]).suffix == ".txt"
+    how: dict[str, Any] = {"path": "text", "sample_by": "paragraph"} if text else {"path": "json"}
     documents = datasets.load_dataset(**how, data_files=files, split="train", streaming=True)
     documents = documents.filter(lambda row: row["text"].strip()).shuffle(seed=seed, buffer_size=buffer)
     numbers = documents.map(
@@ -89,6 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate at its peak (default: 1e-4)")
     options = parser.parse_args(arguments)
+    try:
+        check(options.files)  # before a model is loaded
+    except ValueError as error:
+        parser.error(str(error))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
     training = transformers.TrainingArguments(

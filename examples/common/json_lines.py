@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,11 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
     with open_to_append(path) as file:
         with suppress(OSError):  # a file system without such locks
             fcntl.lockf(file, fcntl.LOCK_EX)  # what another process is writing is no half line
-        _drop_half_line(file)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         if file.write(line) != len(line):
             raise OSError(f"{path} could not be written whole: is the disk full?")
         os.fsync(file.fileno())
-
-
-def drop_half_line(path: Path) -> bool:
-    """Cuts off what comes after the last end of line; returns whether there was something."""
-    if not path.exists():
-        return False
-    with open_to_append(path) as file:
-        return _drop_half_line(file)
-
-
-def _drop_half_line(file: FileIO) -> bool:
-    file.seek(0)
-    text = file.read()
-    whole = text.rfind(b"\n") + 1
-    if whole == len(text):
-        return False
-    file.truncate(whole)
-    os.fsync(file.fileno())
-    return True
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

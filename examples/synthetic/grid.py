@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from common.commands import one_thread
 from common.interruptions import undisturbed
-from common.json_lines import append_line, drop_half_line
+from common.json_lines import append_line
 from common.steps import Screen, StepError
 
 from synthetic.results import Result, file_of, read_results
@@ -124,9 +124,6 @@ class Grid(Screen):
         dies. The others are stopped then, as they are on any exception; their points will begin anew; ResultsError
         for a file of results that cannot be used.
         """
-        for setting in sorted({point.setting for point in points}):
-            if drop_half_line(file_of(self.folder, setting)):
-                self.say(f"{file_of(self.folder, setting)} ended with half a line, which is dropped")
         finished: dict[str, Result] = {}
         for setting in {point.setting for point in points}:
             finished |= read_results(file_of(self.folder, setting))

@@ -1,12 +1,12 @@
 import sys
-from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs a program in this process, which saves its start; returns what it ends with, "" if it comes to its end."""
 
     def run_here(name: str, *arguments: object) -> str:

@@ -1,18 +1,22 @@
-"""The programs run, on tiny cases, leave results that can be read, and refuse what makes no sense."""
+"""The programs run, on tiny cases, leave results that can be read, and measure tokens as generation makes them."""
 
 import itertools
 import json
 import re
-from collections import Counter
+from copy import deepcopy
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import all_cpu
+import generation
 import pytest
 import report
 import torch
-from harness import pages
-from harness.updates import Update
+import translation
+from generation import TRANSFORMER, Generation
+from torch.utils._pytree import tree_map
 
 FACTS = ("part", "name", "model", "pass", "implementation", "rule")
 
@@ -63,42 +67,103 @@ def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypa
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
 
 
-PEERS = "against_transformers --quick"
-ROUNDS = [("generation", "--batch"), *((name, "--rounds") for name in ("kernels", "training", "sliding_window"))]
+REFUSED = """
+generation --batch; training --rounds; sliding_window --rounds; all_cpu --threads: 0 1.5 many: positive whole number
+all_cpu --budget: 0 -1 nan inf long: is not a positive number of seconds
+kernels --rules; kernels --shapes; updates --models: tiny: invalid choice: 'tiny'
+kernels --figure: a.png: --lengths is missing
+kernels --device; against_transformers converted --quick --device: cuda: torch sees no GPU
+against_transformers mixers --compiled: source: --compiled is given; the subject must be converted, not mixers
+against_transformers converted --compiled: transformers: it must have some of 'source'
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "values", "message"),
-    [
-        ([*ROUNDS, ("all_cpu", "--threads")], "0 -1 1.5 many", "argument {}: {} is not a positive whole number"),
-        ([("all_cpu", "--budget")], "0 -1 nan inf long", "argument {}: {} is not a positive number of seconds"),
-        ([("kernels", "--rules"), ("kernels", "--shapes")], "tiny", "argument {}: invalid choice: 'tiny'"),
-        ([("kernels", "--figure")], "a.png", "--lengths is missing"),
-        ([("kernels", "--device")], "cuda", "torch sees no GPU"),
-        ([(f"{PEERS} mixers", "--compiled")], "source", "{} is given; the subject must be converted, not mixers"),
-        ([(f"{PEERS} converted", "--device")], "cuda", "{} is {}, and torch sees no GPU"),
-        ([(f"{PEERS} converted", "--compiled")], "transformers", "{} has '{}'; it must have some of 'source', "),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options, values: str, message: str, monkeypatch, run) -> None:
+@pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
+def test_what_makes_no_sense_is_refused(line: str, monkeypatch, run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if options[0][0].startswith(PEERS):
+    calls, values, message = line.split(": ", 2)
+    if "against_transformers" in calls:
         pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
         monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)
-    for (words, option), value in itertools.product(options, values.split()):
-        assert message.format(option, value) in run(*words.split(), option, value), words
+    for call, value in itertools.product(calls.split("; "), values.split()):
+        said = run(*call.split(), value)
+        assert message in said and call.split()[-1] in said, call
 
 
-def test_what_was_counted_is_recorded_and_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Update(
-        {"forward": Counter(mm=3, graph_0_cpp_fused_add_0=1), "optimizer": Counter(_fused_adamw_=1)},
-        ["cpu at trainer.py:1"],
-    )
-    monkeypatch.setattr("updates.watch", lambda data, model, precision, way: known)
-    monkeypatch.setattr("training.prepare", lambda folder, settings: folder)
-    options = "--models delta --precisions bf16 --ways compile --out".split()
-    assert run("updates", *options, tmp_path / "out.json") == ""
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"][0]["most"] == {"mm": 3, "graph_0_cpp_fused_add_0": 1, "_fused_adamw_": 1}
-    cells = [cell.strip() for cell in pages.render(record).splitlines()[2].split("|")[1:-1]]
-    assert cells == ["delta", "bf16", "compiled", "5", "1", "4", "0", "1", "1"]
+SETTINGS = generation.QUICK_SETTINGS
+ROWS = SETTINGS["batch"]
+build = cache(partial(generation.build, settings=SETTINGS, backend="chunkwise", longest=40))
+
+
+def shapes(state: dict[str, Any]) -> list[tuple[str, str, torch.Size]]:
+    return sorted((key, n, x.shape) for key, buffer in state.items() for n, x in buffer.items() if x is not None)
+
+
+@pytest.mark.parametrize("most_read", [3, 20])
+@pytest.mark.parametrize("name", [TRANSFORMER, *generation.RULES])
+def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, most_read: int) -> None:
+    model, tokens = build(name), torch.randint(4, SETTINGS["words"], (ROWS, 20))
+    state, generated = {}, {}
+    with torch.no_grad():
+        for end in range(1, 15):
+            model(tokens[:, :end], incremental_state=state)
+            generated[end] = shapes(state)
+    rolling = Generation(model, tokens).go_on(name, 2)
+    assert shapes(rolling.state) == generated[2]
+    rolling.go_on(name, 12, most_read)
+    assert rolling.length == 12 and shapes(rolling.state) == generated[12]
+    for end in (13, 14):  # and it goes on as generation does
+        assert rolling.advance().shape == (ROWS, 1, len(model.decoder.dictionary))
+        assert rolling.length == end and shapes(rolling.state) == generated[end]
+    sizes = generation.memory(model, name, tokens, 12, "cpu")
+    assert sizes["state bytes"] == sum(4 * x.numel() for *_, x in generated[12]) < sizes["peak bytes"]
+
+
+CALLS = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_decoder": 3, "step": 3}
+
+
+@pytest.mark.parametrize("beam", translation.BEAMS)
+@pytest.mark.parametrize("name", [translation.TRANSFORMER, *translation.MAPS])
+def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: int) -> None:
+    rows, source, length = translation.QUICK_SETTINGS["hypotheses"], torch.tensor([4, 9, 7]), 5
+    model, dictionary = translation.build(name, settings=translation.QUICK_SETTINGS, longest=8)
+    generator = translation.build_generator(deepcopy(model), dictionary, beam, length=length + 1)
+    hypotheses = translation.hypotheses_after(generator, name, source, length, rows)
+    calls: list[tuple[str, Any]] = []  # of the models and of the search, with the shapes of their first arguments
+
+    def noting(called: str, call: Any, *given: Any) -> Any:
+        calls.append((called, tree_map(lambda x: getattr(x, "shape", x), given[: CALLS[called]])))
+        return call(*given)
+
+    for called in CALLS:
+        owner = generator.search if called == "step" else generator.model
+        setattr(owner, called, partial(noting, called, getattr(owner, called)))
+    translation.advance(generator, hypotheses)
+    [best, *_], *_ = generator.generate([], translation.sample(source, rows // beam))
+    assert len(best["tokens"]) == length + 2  # as many as were asked for, and the symbol that ends them
+    measured, first, *others = calls[:4], calls[4:7], *(calls[i : i + 4] for i in range(7, len(calls), 4))
+    # A row for each hypothesis is made of the encoder's output first, and no order is asked for at the first token.
+    assert len(first) == 3 and [len(step) for step in others] == [4] * (length + 1)
+    assert measured == others[length - 1]
+
+
+@pytest.mark.slow
+def test_a_converted_model_goes_on_after_a_context() -> None:
+    pytest.importorskip("transformers")
+    converted = import_module("harness.converted")
+    source = converted.llama(converted.TINY | {"num_hidden_layers": 2})
+    hybrid = converted.converted(source, "window-sum", "2")
+    ours, theirs = hybrid.model.layers[0].fc2, source.model.layers[0].mlp.down_proj
+    assert ours.weight.data_ptr() == theirs.weight.data_ptr()  # it is not there twice
+    logits, length = [], 70
+    for step in (source, hybrid, converted.compiled(hybrid, backend="eager")):
+        torch.manual_seed(0)
+        made = converted.Generation(step, batch=2, length=length)
+        logits.append([made.advance() for _ in range(2)][-1])
+        if step is hybrid:
+            attention, memory = (layer.state for layer in made.cache.layers)
+            assert attention["keys"].shape[2] == length + 2 and memory["state"].any()  # words have left its window
+            assert memory["read"].tolist() == made.cache.read.tolist() == [length + 2] * 2
+        elif step is source:
+            assert made.cache.get_seq_length() == length + 2
+    torch.testing.assert_close(logits[2], logits[1])

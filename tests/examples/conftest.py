@@ -22,9 +22,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from tests.conftest import command, import_plugin
+from tests.conftest import ROOT, command, import_plugin
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
@@ -33,23 +32,17 @@ sys.path += [str(EXAMPLES / folder) for folder in ("", "gpt2", "smollm2", "wmt14
 import reproduce as reproduce_command  # noqa: E402
 from common import steps  # noqa: E402
 
-Result = subprocess.CompletedProcess[str]
-
+SIZES = "--{0}-layers {1} --{0}-embed-dim {2} --{0}-ffn-embed-dim {3} --{0}-attention-heads {4} "
+WIDTHS = "--decoder-input-dim 32 --decoder-output-dim 32 "
+BANDS = "--adaptive-input-cutoff 50,100 --adaptive-softmax-cutoff 50,100"
+LLAMA = "--kv-heads 2 --max-target-positions 64 --rms-norm-eps 1e-6 --rotary-dim 8 --rotary-base 10000"
 TINY = {
-    "wikitext103": """--decoder-layers 1 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
-        --decoder-ffn-embed-dim 8 --decoder-attention-heads 2 --adaptive-input-cutoff 50,100
-        --adaptive-softmax-cutoff 50,100""",
-    "gpt2": """--decoder-layers 2 --decoder-embed-dim 64 --decoder-attention-heads 2 --decoder-ffn-embed-dim 256
-        --max-target-positions 24""",
+    "wikitext103": SIZES.format("decoder", 1, 32, 8, 2) + WIDTHS + BANDS,
+    "gpt2": SIZES.format("decoder", 2, 64, 256, 2) + "--max-target-positions 24",
     # Heads of 8, of which 2 dimensions are turned; retention has 4 or 8 heads.
-    "xatl": """--decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 28 --decoder-attention-heads 2
-        --rotary-dim 2 --max-target-positions 24""",
-    "wmt14": """--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 --decoder-embed-dim 32
-        --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2
-        --decoder-attention-heads 2""",
-    "smollm2": """--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32
-        --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --kv-heads 2 --max-target-positions 64
-        --rms-norm-eps 1e-6 --rotary-dim 8 --rotary-base 10000""",
+    "xatl": SIZES.format("decoder", 2, 16, 28, 2) + "--rotary-dim 2 --max-target-positions 24",
+    "wmt14": SIZES.format("encoder", 1, 32, 32, 2) + SIZES.format("decoder", 1, 32, 32, 2),
+    "smollm2": SIZES.format("decoder", 2, 32, 64, 4) + WIDTHS + LLAMA,
 }
 TINY["finetuning"] = TINY["wikitext103"]
 """Small models by the folder of a table: at a call's end these options override what the call sets."""
@@ -88,11 +81,13 @@ def options(words: list[str]) -> dict[str, str]:
     return {a: "" if b.startswith("--") else b for a, b in zip(words, following, strict=True) if a.startswith("--")}
 
 
-def run_script(script: Path, *arguments: object, env: Mapping[str, object] | None = None, cwd: Path = ROOT) -> Result:
-    """Runs a script, in the repository's root, with this Python's fairseq."""
-    settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in (env or {}).items()}}
+def run_script(script: Path, *arguments: object, fails: bool = False, cwd: Path = ROOT, **env: object) -> str:
+    """Runs a script, in the repository's root, with this Python's fairseq; returns what it said."""
+    settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
     words = [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails, done
+    return done.stdout + done.stderr
 
 
 def write_programs(folder: Path, bodies: Mapping[str, str]) -> str:
@@ -106,10 +101,8 @@ def write_programs(folder: Path, bodies: Mapping[str, str]) -> str:
 STUB = """
 printf "%s\\0" "${0##*/}" "$@" > "$CALLS/$(date +%s%N)"
 for word; do
-    case ${before:-} in
-        --destdir) dest=$word ;;
-        --trainpref) encoded=${word%/*} ;;
-    esac
+    [ "${before:-}" != --destdir ] || dest=$word
+    [ "${before:-}" != --trainpref ] || encoded=${word%/*}
     before=$word
 done
 """
@@ -125,13 +118,13 @@ class Programs:
         folder.mkdir()
         self.path = write_programs(folder, {name: STUB + body for name, body in bodies.items()})
 
-    def run(self, script: Path, *arguments: object, env: Mapping[str, object] | None = None) -> tuple[Result, list]:
-        """The result, and the calls in their order."""
+    def run(self, script: Path, *arguments: object, **how: Any) -> tuple[str, list]:
+        """Returns what the script said, and the calls in their order; `how` is as of `run_script`."""
         calls = self.folder / "calls"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
-        result = run_script(script, *arguments, env={"PATH": self.path, "CALLS": calls, **(env or {})})
-        return result, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
+        said = run_script(script, *arguments, **{"PATH": self.path, "CALLS": calls, **how})
+        return said, [call.read_text().rstrip("\0").split("\0") for call in sorted(calls.iterdir())]
 
 
 @pytest.fixture
@@ -147,33 +140,30 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
     return call
 
 
-def child(words: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BinaryIO) -> None:
-    """One of fairseq's programs, in a copy of this process: as if it had been started by itself."""
-    os.setsid()
-    os.dup2(stdout.fileno(), 1)
-    os.dup2(stdout.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
-    logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.chdir(cwd)
-    os.environ.update(env)
-    command(program(words), *words[1:])
-
-
 def program(words: Sequence[str]) -> str:
     return Path(words[0]).name.removeprefix("fairseq-").replace("-", "_")
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps whose programs are fairseq's begin as `child`, which saves the seconds that importing it takes."""
+    """Steps whose programs are fairseq's run in copies of this process, which saves the seconds of importing it."""
+
+    def child(words: Sequence[str], how: Mapping[str, Any]) -> None:
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(how["stdout"].fileno(), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
+        logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(how["cwd"])
+        os.environ.update(how["env"])
+        command(program(words), *words[1:])
 
     def popen(words: Sequence[str], **how: Any) -> Any:
         if not Path(words[0]).name.startswith("fairseq-"):
             return subprocess.Popen(words, **how)
         import_module(f"fairseq_cli.{program(words)}")
-        arguments = words, how["cwd"], how["env"], how["stdout"]
-        process = multiprocessing.get_context("fork").Process(target=child, args=arguments)
+        process = multiprocessing.get_context("fork").Process(target=child, args=(words, how))
         process.start()
         return SimpleNamespace(pid=process.pid, returncode=None, wait=lambda timeout=None: process.join(timeout))
 
@@ -181,8 +171,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Runs reproduce.py, and returns its status and what it wrote to stdout and stderr."""
+def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[str, str]]:
+    """Runs reproduce.py, and returns what it wrote to stdout and stderr."""
 
     def stream(words: list[str], *sinks: BinaryIO) -> int:
         caplog.clear()
@@ -196,11 +186,14 @@ def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[
     for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
         monkeypatch.delenv(name, raising=False)
 
-    def call(*words: object, **env: str) -> tuple[int, str, str]:
+    def call(*words: object, fails: bool = False, **env: str) -> tuple[str, str]:
         with monkeypatch.context() as patch:
             for name, value in env.items():
                 patch.setenv(name, value)
-            return reproduce_command.main([str(word) for word in words]), *capsys.readouterr()
+            status = reproduce_command.main([str(word) for word in words])
+        said = capsys.readouterr()
+        assert status == fails, said
+        return said.out, said.err
 
     return call
 
@@ -211,8 +204,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     draw = random.Random(1)
     vocabulary = ["the", "<unk>", ",", ".", "@-@", "–", "日本", "naïve"] + [f"w{i}" for i in range(10_200)]
-    for split, texts in (("train", [vocabulary, *([40] * 8)]), ("valid", [40] * 4), ("test", [40] * 4)):
-        paragraphs = [draw.choices(vocabulary[:40], k=words) if isinstance(words, int) else words for words in texts]
+    for split, first, drawn in (("train", [vocabulary], 8), ("valid", [], 4), ("test", [], 4)):
+        paragraphs = first + [draw.choices(vocabulary[:40], k=40) for _ in range(drawn)]
         lines = [" \n", " = Title = \n", " \n", *(f" {' '.join(words)} \n" for words in paragraphs)]
         (folder / f"wiki.{split}.tokens").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -222,8 +215,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tokens` as prepare.sh leaves them."""
     out = tmp_path_factory.mktemp("data") / "bin"
-    texts = [w for split in ("train", "valid", "test") for w in (f"--{split}pref", f"{tokens}/wiki.{split}.tokens")]
-    command("preprocess", "--only-source", "--destdir", str(out), *texts)
+    texts = " ".join(f"--{split}pref {tokens}/wiki.{split}.tokens" for split in ("train", "valid", "test"))
+    command("preprocess", *f"--only-source --destdir {out} {texts}".split())
     return out
 
 
@@ -245,42 +238,36 @@ OTHERS = ["naïve – 日本 👩‍🔬\ttabs, \r\nand an end of text <|endofte
 DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, "is it?"]}
 
 
-def prepare_documents(source: Path, folder: Path, script: str) -> Path:
-    """`DOCUMENTS`, in two of the forms that prepare.sh takes, as it leaves them."""
-    (train := folder / "text" / "train").mkdir(parents=True)
-    (train / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
-    lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in OTHERS]
-    (train / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (folder / "text" / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
-    result = run_script(EXAMPLES / script, folder / "bin", source, folder / "text", env={"WORKERS": 2})
-    assert result.returncode == 0, result.stderr
-    return folder / "bin"
-
-
-def convert(folder: Path, neox: bool, **sizes: int) -> Path:
-    """A model with random weights, through the conversion."""
+def convert(folder: Path, neox: bool, script: str, **sizes: int) -> Path:
+    """A model with random weights, through the conversion; beside it, in `data`, what `script` makes of `DOCUMENTS`."""
     import_plugin()
     from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
     from tests.conversion import sources
 
-    from_huggingface(sources.save(folder / "huggingface", sources.model(neox, **sizes)), folder / "converted")
-    return folder / "converted"
+    from_huggingface(sources.save(folder / "huggingface", sources.model(neox, **sizes)), folder / "source")
+    (train := folder / "text" / "train").mkdir(parents=True)  # in two of the forms that prepare.sh takes
+    (train / "00.txt").write_text(FIRST + "\n", encoding="utf-8")
+    lines = [json.dumps({"text": document, "meta": {}}) + "\n" for document in OTHERS]
+    (train / "01.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "text" / "val.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS["valid"]), encoding="utf-8")
+    run_script(EXAMPLES / script, folder / "data", folder / "source", folder / "text", WORKERS=2)
+    return folder / "source"
 
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted GPT-2. Head dimension 32: keys of 4 and 16 numbers are folded, those of 32 are not."""
-    return convert(tmp_path_factory.mktemp("gpt2"), neox=False, n_embd=64, n_head=2)
+    return convert(tmp_path_factory.mktemp("gpt2"), False, "gpt2/prepare.sh", n_embd=64, n_head=2)
 
 
 @pytest.fixture(scope="session")
-def gpt2_data(gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_documents(gpt2, tmp_path_factory.mktemp("gpt2-data"), "gpt2/prepare.sh")
+def pythia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(tmp_path_factory.mktemp("pythia"), True, "xatl/prepare.sh")
 
 
 @pytest.fixture(scope="session")
-def smollm2_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data that examples/smollm2 makes, with a random model's file in place of the published one."""
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that examples/smollm2 converts, beside `data`; in place of the published one a random one."""
     import gguf
 
     from tests.conversion import llamas, test_gguf
@@ -291,23 +278,5 @@ def smollm2_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "valid", "test"):
         (folder / f"wiki.{split}.tokens").write_text(f" {'the cat ' * 24}sat on the mat . \n" * 4)
     env = {"GGUF": folder / "model.gguf", "VALID_WORDS": 60, "TEST_WORDS": 10, "WORKERS": 1}
-    result = run_script(EXAMPLES / "smollm2" / "prepare.sh", folder / "out", folder, env=env)
-    assert result.returncode == 0, result.stderr
-    return folder / "out" / "data"
-
-
-@pytest.fixture(scope="session")
-def smollm2(smollm2_data: Path) -> Path:
-    """The converted model beside them."""
-    return smollm2_data.with_name("source")
-
-
-@pytest.fixture(scope="session")
-def pythia(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted GPT-NeoX."""
-    return convert(tmp_path_factory.mktemp("pythia"), neox=True)
-
-
-@pytest.fixture(scope="session")
-def pythia_data(pythia: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_documents(pythia, tmp_path_factory.mktemp("pythia-data"), "xatl/prepare.sh")
+    run_script(EXAMPLES / "smollm2" / "prepare.sh", folder / "out", folder, **env)
+    return folder / "out" / "source"

@@ -1,24 +1,27 @@
-"""examples/reproduce.py: the command lines of the papers' rows, what is refused, and what is kept."""
+"""examples/reproduce.py: command lines, what is refused and what is kept; pages, tables and estimates of rows."""
 
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-import papers
 import pytest
+from papers import SCALED, TABLES, drawing, estimate, ledger, overview, report, rows
+from papers.estimate import Estimate, Size, Speed
+from papers.grid import plan
 
-from .conftest import EXAMPLES, options, refused, reproduce_command, shell_words
+from .conftest import EXAMPLES, ROOT, options, refused, reproduce_command, shell_words
+from .test_reproduce_rows import SCORED, SHARED
 
-ROWS = [(name, row) for name, table in papers.TABLES.items() for row in table.rows]
+ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 FILES = """CONVERTED/model.pt CONVERTED/dict.txt TRAINED/checkpoint_best.pt TRAINED/checkpoint_last.pt TRAINED/dict.txt
     UNFINISHED/checkpoint_best.pt DATA/dict.txt OTHER/dict.txt""".split()
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
-    """Folders with the files that the command looks for, of which only one has something in it."""
     for path in (tmp_path / name for name in FILES):
         path.parent.mkdir(exist_ok=True)
         path.write_text("of another model 1\n" if path.parent.name == "OTHER" else "")
@@ -27,9 +30,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 def printed(reproduce, *words: object, **env: str) -> list[list[str]]:
     """The commands of a call, the programs without their folders."""
-    status, out, err = reproduce("--print", *words, **env)
-    assert status == 0, err
-    commands = [shlex.split(line) for line in out.splitlines()]
+    commands = [shlex.split(line) for line in reproduce("--print", *words, **env)[0].splitlines()]
     return [[Path(first).name, *others] for first, *others in commands]
 
 
@@ -84,16 +85,17 @@ is for nothing. FAVOR+ and DPFP: Table 6, and d_dot = 2 m or 2 nu d_key with d_k
 
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=lambda name: name)
 def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) -> None:
-    recipe = papers.TABLES[table].rows[row].recipe
+    recipe = TABLES[table].rows[row].recipe
     (train,) = printed(reproduce, table, row, "train", *["S"] * recipe.sources, "D", "O")
     asked = options(train)
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[str, str] = {}
     for option, _, cases in (line.partition(": ") for line in WANTED.strip().splitlines()):
         for pattern, value in (case.split(" = ") for case in cases.split("; ")):
-            found = re.search(pattern, f"{table} {row}")
-            wanted.setdefault(option, []).extend([found.expand(value)] if found else [])
-    for option in wanted.keys() if table.startswith("choi") else wanted.keys() - {"--max-update"}:
-        assert asked.get(option, "-") == next(iter(wanted[option]), "-"), option
+            if found := re.search(pattern, f"{table} {row}"):
+                wanted.setdefault(option, found.expand(value))
+    for option in dict.fromkeys(re.findall("^(--[a-z-]+):", WANTED, re.MULTILINE)):
+        if option != "--max-update" or table.startswith("choi"):
+            assert asked.get(option, "-") == wanted.get(option, "-"), option
     for option, given in {
         "--no-token-positional-embeddings": "positions-no" in row or table == "schlag-table4",
         "--unfreeze-threshold": row == "wo-lit",
@@ -107,14 +109,13 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) 
 
 @pytest.mark.parametrize("table", reproduce_command.ALL)
 def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce) -> None:
-    listed = [line for line in reproduce("--list", table)[1].splitlines() if line.startswith("|")]
+    listed = [line for line in reproduce("--list", table)[0].splitlines() if line.startswith("|")]
     assert len(listed) > 2 + 2
     assert "\n".join(listed) in (EXAMPLES / reproduce_command.ALL[table].folder / "README.md").read_text()
 
 
 @refused("""
 --list mao -> TABLE is mao; it must be one of schlag-table1, schlag-table2,
- -> it takes TABLE ROW train|evaluate
 schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
 mao-table1 add-baseline train DATA OUT -> mao-table1 add-baseline train takes SOURCE DATA OUT
 schlag-table2 small-delta-network train nowhere OUT -> DATA is nowhere, which holds no dict.txt; prepare.sh makes it
@@ -134,13 +135,12 @@ mao-table3 decay-32 train UNFINISHED DATA OUT -> there is no dict.txt beside
 choi-table2 400m-scratch-mha train CONVERTED OTHER OUT -> whose dict.txt is not that of SOURCE
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict, words: list, message: str, places: dict, reproduce):
-    status, out, err = reproduce(*(places.get(word, word) for word in words), **env)
-    assert status == 1 and message in err and not out
+    out, err = reproduce(*(places.get(word, word) for word in words), fails=True, **env)
+    assert message in err and not out
     assert not places["OUT"].exists() and len(list(places["TRAINED"].iterdir())) == 3
 
 
 def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
-    """A score of another evaluation is measured again, and not shown; a failure is no score."""
     data, out, runs, failures = places["DATA"], places["TRAINED"], [], [1]
     for name in ("valid.bin", "valid.idx", "test.bin"):
         (data / name).write_text(name)
@@ -151,27 +151,157 @@ def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, mo
         return failures.pop() if failures else 0
 
     def score(*given: str, data: Path = data, **env: str) -> str:
+        """The reason why it was measured again, and the number."""
         words = ("schlag-table2", "small-delta-network", "evaluate", data, out, *given)
-        _, said, err = reproduce(*words, SPLITS="valid", MODE="context-0", **env)
-        return said.replace(f"{out}: ", "").replace("valid, context-0", "V").removesuffix("00\n") + err
+        said, err = reproduce(*words, fails=bool(failures), SPLITS="valid", MODE="context-0", **env)
+        return " ".join(re.findall(r"(?<=log ).*(?=\)\n)|(?<=Perplexity: )\d+(?=\.00\n)", said)) + err
 
     monkeypatch.setattr(reproduce_command, "stream", stream)
     failed = score()
-    assert "\none\ntwo\nx | Loss" in failed and "context-0-valid.log.unfinished says more" in failed
-    again = "scoring V (context-0-valid.log is of other"
-    assert score() == "scoring V\nV: Perplexity: 2." and score() == "V: Perplexity: 2."
-    assert score("--fp16") == f"{again} options)\nV: Perplexity: 3." and score("--fp16") == "V: Perplexity: 3."
-    assert score(FASTWEIGHTS_CPU_ISA="scalar") == f"{again} options and kernels)\nV: Perplexity: 4."
+    assert "one\ntwo\nx | Loss" in failed and "context-0-valid.log.unfinished says more" in failed
+    assert score() == score() == "2" and score("--fp16") == "is of other options 3" and score("--fp16") == "3"
+    assert score(FASTWEIGHTS_CPU_ISA="scalar") == "is of other options and kernels 4"
     (data / "test.bin").write_text("another test set")
     shutil.copytree(data, tmp_path / "copy")
-    assert score() == f"{again} kernels)\nV: Perplexity: 5." and score(data=tmp_path / "copy") == "V: Perplexity: 5."
+    assert score() == "is of other kernels 5" and score(data=tmp_path / "copy") == "5"
     for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 6):
         (data / name).write_text('{"valid": {"subwords": 1, "words": 1}}')
-        assert score() == f"{again} data)\nV: Perplexity: {number}."
+        assert score() == f"is of other data {number}"
     (out / "checkpoint_best.pt").write_text("other weights")
-    assert score(data=tmp_path / "copy") == f"{again} model and data)\nV: Perplexity: 10."
-    for said in (b"", b"scored: []\n"):
-        (out / "context-0-valid.log").write_bytes(said)
-        assert score().startswith("scoring V (context-0-valid.log does not say what it is of)\nV: Perplexity: 1")
-    assert "Perplexity: 13." in score(CHECKPOINT="checkpoint_last.pt") and runs[-1] == f"{out}/checkpoint_last.pt"
-    assert score() == "V: Perplexity: 12."
+    assert score(data=tmp_path / "copy") == "is of other model and data 10"
+    (out / "context-0-valid.log").write_text("scored: []\n")
+    assert score() == "does not say what it is of 11"
+    assert score(CHECKPOINT="checkpoint_last.pt") == "12" and runs[-1] == f"{out}/checkpoint_last.pt"
+    assert score() == "11"
+
+
+def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
+    """A former one of the same commands on other data is trained and scored again, as far as it read what changed."""
+    data, source = tmp_path / "data", tmp_path / "source.pt"
+    data.mkdir()
+    (tmp_path / "dict.txt").touch()
+    for path in (source, *map(data.joinpath, ("dict.txt", "train.bin", "valid.bin", "test.bin"))):
+        path.write_text("before")
+
+    def planned() -> tuple[object, str]:
+        (run,) = plan("wikitext2", SCALED["wikitext2"], ["delta"], [1], rows.Places(data, tmp_path, source))
+        return run, ledger.data_digest(data)
+
+    read = [data / name for name in ("valid.bin", "train.bin", "dict.txt")]
+    for path in (tmp_path / "other.txt", data / "test.bin", *read, source):
+        run, digest = planned()
+        kept = entry("delta", 1, table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
+        assert run.is_in(kept, digest) and run.is_in(replace(kept, inputs=""), digest)  # an old line does not say it
+        path.write_text("after")
+        now, digest = planned()
+        trained, scored = (now.steps[i].key != run.steps[i].key for i in range(2))
+        assert trained == (path in [*read, source]) and scored == (path.parent == data or path == source), path
+        assert now.is_in(kept, digest) != scored
+
+
+def entry(row: str, seed: int, bleu: float = 0.0, **others: object) -> ledger.Entry:
+    known = {"table": "multi30k", "commands": [], "commit": "c", "code": "", "data": "", "versions": {"torch": "2"}}
+    known |= {"processor": "p", "seconds": 3600.0, "parameters": 10, "scores": {"test BLEU": bleu}}
+    return ledger.Entry(row=row, seed=seed, **known | {"valid": [(1, 9.0), (2, 8.0)]} | others)
+
+
+def test_a_claim_holds_if_its_whole_interval_does() -> None:
+    for softmax, dpfp, least, verdict in (
+        ([39.0, 39.1], [30.0, 30.1], 0, "yes"),
+        ([30.0, 30.1], [39.0, 39.1], 0, "no"),
+        ([39.0, 36.0], [37.0, 37.1], 0, "open: the interval holds both"),
+        ([39.0], [30.0], 10, "open: one seed, and against it"),
+        ([39.0], [], 0, "not run"),
+    ):
+        found = [*(entry("softmax", 1, x) for x in softmax), *(entry("dpfp", 1, x) for x in dpfp)]
+        claim = rows.Claim("more", ("softmax", "test BLEU"), ("dpfp", "test BLEU"), at_least=least)
+        assert report.verdict(claim, found)[1] == verdict
+
+
+def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
+    of_gpus = {"gpu": "H100", "gpus": 2, "precision": ledger.precision(["--fp16"]), "without_kernels": ["chunkwise"]}
+    entries = [entry("softmax", 1, 39.0), entry("softmax", 2, 39.2), entry("linear", 1, 36.5, **of_gpus)]
+    made = report.block("multi30k", SCALED["multi30k"], entries)
+    softmax = r"\| softmax +\| +2 \| +10 \| 1.00 \| +8.00 ± 0.00 \| +39.10 ± 1.27 \| +26.6 \| +27.7 \|"
+    assert re.search(softmax, re.sub(" +", " ", made)) and " 36.50 |" in made and "not run" in made
+    assert "GPUs: 2 x H100. Precision: float16." in made and "Trained (without kernels): chunkwise." in made
+    for name in ("data", "inputs"):
+        mixed = [entry("linear", 1, 36.5, **{name: of}) for of in "xy"]
+        with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
+            report.block("multi30k", SCALED["multi30k"], mixed)
+    scores = [("source", 1, 8.0), ("sum-6", 1, 16.0), ("sum-6", 2, 16.0)]  # log(16) is by a third above log(8)
+    losses = [entry(row, n, table="smollm2", scores={"test, context-0": x}) for row, n, x in scores]
+    made = report.block("smollm2", SCALED["smollm2"], losses)
+    assert " 0.00 |" in made and " 33.33 ± 0.00 |" in made
+    for change in ({"commands": []}, {"row": "gone"}, {"table": "gone"}, {"seed": 9}):  # other commands by now
+        assert all(report.is_stale(replace(now, **change)) for now in ledger.read_ledger(ledger.COMMITTED)), change
+
+
+def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
+    entries = ledger.read_ledger(ledger.COMMITTED)
+    assert report.current(entries) == entries
+    for name in ("convert.md", "results.md"):
+        text = (report.DOCS / name).read_text(encoding="utf-8")
+        assert report.page(name, text, entries) == text and text.count(": made by examples/reproduce.py") > 0
+    with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
+        report.page("results.md", text, [])
+
+
+def test_a_table_has_figures_of_its_curves_its_claims_and_its_states(tmp_path: Path) -> None:
+    scores = {"test, context-192": 41.0, "test, carried": 40.0, "state": 8192.0}
+    states = [entry(row, 1, table="wikitext2", scores=scores) for row in ("delta", "gated")]
+    for name, entries, drawn in (
+        ("multi30k", [entry("softmax", n, valid=[(2, 8.0)]) for n in (1, 2)], ""),  # a point is no curve
+        # One with a model that others start from, and differences of which some are a hundred times the others.
+        ("conversion", ledger.read_ledger(ledger.COMMITTED), "claims curves"),
+        ("wikitext2", states, "curves states"),
+    ):
+        drawing.draw_table(name, SCALED[name], entries, tmp_path)
+        assert {path.name for path in tmp_path.glob(f"{name}-*")} == {f"{name}-{x}.png" for x in drawn.split()}
+    made = report.block("wikitext2", SCALED["wikitext2"], states, pictures=True)
+    assert "](wikitext2-states.png)" in made and " 8,192 |" in made
+
+
+def test_a_table_of_any_ledger_is_printed_unless_it_is_damaged(tmp_path: Path, reproduce) -> None:
+    ledger.append_entry(book := tmp_path / "ledger", entry("softmax", 1, 39.0))
+    said, warned = reproduce("report", "multi30k", "--ledger", book)
+    assert said.startswith("| model ") and " 39.00 |" in said
+    assert warned == "multi30k softmax, seed 1: its row has other commands by now; it is kept\n"
+    book.write_text('{"table": "multi30k"}\n')
+    assert "line 1 is no entry of a ledger; remove the line" in reproduce("report", "--ledger", book, fails=True)[1]
+
+
+GPU = {"gigabytes": 10, "terabytes per second": 2.0, "teraflops": {"bf16": 100, "fp32": 10}}
+SIZE = Size(words=1000, updates=3600, most=4, batches=None, layers=2, products=10**6, parameters=10**8, kept=10**5)
+SPEED = Speed(0.5, 0.25, 4.0, Size(1000, 1, 1, None, 4, 10**6, 1, 1))
+
+
+def test_the_bounds_are_what_was_worked_out_by_hand() -> None:
+    # 6e9 operations at 50 TFLOP/s, 0.2 GB moved three times; 0.5 s for twice the layers, 0.25 s at twice the speed.
+    half = Estimate(6e9 / 50e12 + 0.6e9 / 2e12, 0.25 + 0.25 * 2, 2.0 + 0.2, 3.6, 1)
+    single = Estimate(6e9 / 5e12 + 1.2e9 / 2e12, 0.25 + 0.25 * 2 * 2, 1.6 + 0.4, 3.6, 1)
+    for precision, expected in (("bf16", half), ("fp32", single)):
+        assert vars(estimate.estimate(SIZE, GPU, precision, [SPEED])) == pytest.approx(vars(expected))
+    # 2 GB of parameters, 0.2 of numbers that a word keeps: in 2.16 GB half of a batch has room, in 1.8 none.
+    for most, gigabytes, batches in ((4, 2.4, 2), (4, 2.0, 4), (1, 2.0, 1)):
+        found = estimate.estimate(replace(SIZE, most=most), GPU | {"gigabytes": gigabytes}, "bf16", [SPEED])
+        assert (found.batches, found.most) == (batches, pytest.approx(0.25 * batches + 0.5))
+    with pytest.raises(rows.RowError, match="--precision is fp16; this GPU has bf16, fp32"):
+        estimate.estimate(SIZE, GPU, "fp16", [SPEED])
+
+
+@pytest.mark.slow
+def test_the_page_of_gpus_has_the_estimates_of_all_rows(reproduce) -> None:
+    assert reproduce("estimate")[0].strip() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "ROW is decay-99; it must" in reproduce("estimate", "mao-table3", "--rows", "decay-99", fails=True)[1]
+
+
+def test_the_page_of_papers_is_what_its_generator_makes_and_true_of_tests() -> None:
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert overview.page() == page, "run python tools/papers_page.py"
+    assert all(f"`{name} {row}`" in page for name, table in TABLES.items() for row in table.rows)
+    tested = {" ".join(name.split()[:2]): count for name, count in SCORED.items() if name.split()[0] in TABLES}
+    tested |= {"mao-table2 gpt2": 0} | {f"schlag-table4 {row}": 1 for row in SHARED}
+    told = re.findall(r"^.*`((?:schlag|mao|choi)-table\d [\w-]+)`(.*)$", page, flags=re.MULTILINE)
+    assert {name for name, rest in told if "trained" in re.sub("trained as", "", rest)} == tested.keys()
+    assert {name for name, rest in told if "scored" in rest} == {name for name, count in tested.items() if count}

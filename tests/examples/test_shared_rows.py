@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from common import steps
-from papers import grid, ledger, row_runner
+from papers import grid, ledger
 from sequence_parallel.run import RULES
 from sequence_parallel.run import run as run_in_parallel
 
@@ -55,36 +56,28 @@ def test_rows_of_a_killed_process_are_its_jobs_of_an_ended_one_free(tmp_path: Pa
     assert f"slow-1: left to process {second.pid} on " in said and not err and rows_kept(tmp_path) == ["a", "b"]
     os.kill(int(jobs(tmp_path)[1][-1]), signal.SIGKILL)
     (tmp_path / "out" / "go").touch()
-    last = start("long", tmp_path)
-    assert not last.communicate(timeout=300)[1] and rows_kept(tmp_path) == ["a", "b", "slow"]
+    assert not start("long", tmp_path).communicate(timeout=300)[1] and rows_kept(tmp_path) == ["a", "b", "slow"]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch, reproduce):
-    """Runs a table in this process, on a machine with these GPUs."""
-
-    def call(name: str, *options: str, gpus: str = "", **env: str) -> tuple[int, str, str]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reproduce_command, "ALL", dict(reproduce_command.ALL))
-            for place, attribute in ((steps.Runner, "pause"), (row_runner, "ASKED"), (grid, "visible")):
-                patch.setattr(place, attribute, getattr(place, attribute))
-            tiny_table.register(reproduce_command.ALL, gpus.split())
-            (tmp_path / "data").mkdir(exist_ok=True)
-            return reproduce("run", name, tmp_path / "data", tmp_path / "out", *options, **env)
+    def call(name: str, *options: str, gpus: str = "", **how: Any) -> tuple[str, str]:
+        monkeypatch.setattr(reproduce_command, "ALL", reproduce_command.ALL | tiny_table.TABLES)
+        monkeypatch.setattr(steps.Runner, "pause", 0.02)
+        monkeypatch.setattr(grid, "visible", gpus.split)
+        (tmp_path / "data").mkdir(exist_ok=True)
+        return reproduce("run", name, tmp_path / "data", tmp_path / "out", *options, **how)
 
     return call
 
 
 def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: Path) -> None:
-    status, said, err = run("failing", "--jobs", "2")
-    assert status == 1 and rows_kept(tmp_path) == ["a", "b"] and "  | what went wrong" in said
-    assert err.splitlines() == [
-        "error: 2 of 6 commands failed or were not run:",
-        "  broken, seed 1 failed: exit status 1",
-        "  broken, seed 1: test was not run, as it uses what failed",
-    ]
-    status, said, err = run("failing")
-    assert status == 1 and said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
+    said, err = run("failing", "--jobs", "2", fails=True)
+    assert rows_kept(tmp_path) == ["a", "b"] and "  | what went wrong" in said
+    assert err.startswith("error: 2 of 6 commands failed or were not run:\n  broken, seed 1 failed: exit status 1\n")
+    assert err.endswith("  broken, seed 1: test was not run, as it uses what failed\n")
+    said, err = run("failing", fails=True)
+    assert said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
 
 
 @pytest.mark.parametrize(
@@ -98,50 +91,44 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
 )
 def test_each_job_has_its_gpus(gpus, env, options, most, given, run, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    status, said, err = run("tiny", *options.split(), gpus=gpus, TOGETHER=str(most), **env)
-    assert status == 0 and ("a, seed 1 (GPU " in said) == ("-" not in given["train"]), err
+    said, _ = run("tiny", *options.split(), gpus=gpus, TOGETHER=str(most), **env)
+    assert ("a, seed 1 (GPU " in said) == ("-" not in given["train"])
+    happened = jobs(tmp_path)
+    assert max(accumulate(1 if what == "begin" else -1 for what, *_ in happened)) == most
     for verb, names in given.items():
-        assert {name for _, kind, _, name, _ in jobs(tmp_path) if kind == verb} == names
-    at_work, at_once = [], 0
-    for what, _, _, names, pid in jobs(tmp_path):
-        if what == "end":
-            at_work.remove((names, pid))
-            continue
-        assert "--jobs" in options or all(names != other for other, _ in at_work)
-        at_work.append((names, pid))
-        at_once = max(at_once, len(at_work))
-    assert at_once == most
+        assert {name for _, kind, _, name, _ in happened if kind == verb} == names
+    for name in {job[3] for job in happened if "--jobs" not in options}:  # one at a time has it
+        of_it = [what for what, _, _, names, _ in happened if names == name]
+        assert of_it == ["begin", "end"] * (len(of_it) // 2)
 
 
 def test_a_run_is_kept_once_with_its_options_and_is_of_no_others(run, tmp_path: Path) -> None:
-    """Options reach training, and some of them scoring."""
     options = "--rows a -- --lr 1 --cpu --num-workers 0 -- --fp16 --".split()
-    assert run("tiny", "--rows", "a", gpus="0 1", GPUS="4")[2].startswith("error: GPUS is 4; it must be at most 2, ")
-    assert run("tiny", *options)[0] == 0
+    assert "error: GPUS is 4; it must be at most 2, " in run("tiny", gpus="0 1", fails=True, GPUS="4")[1]
+    run("tiny", *options)
     (found,) = ledger.read_ledger(book := tmp_path / "out" / "ledger.jsonl")
     train, score = (line.split(" job ")[1] for line in found.commands)
     assert train == "train a OUT --lr 1 --cpu --num-workers 0 --seed 1"
     assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
-    assert run("tiny", *options)[1].startswith("1 of 1 runs are in ")
+    assert run("tiny", *options)[0].startswith("1 of 1 runs are in ")
     book.unlink()  # as if the run had been ended before it wrote down what it did
-    assert run("tiny", *options)[0] == 0 and ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
-    status, _, err = run("tiny", "--rows", "a")
-    assert status == 1 and "a-1 was begun with another command or data; name another OUT, or delete it" in err
-    assert run("tiny", "--rows", "b", "--", "--cpu", DEVICE="gpu")[0] == 0
+    run("tiny", *options)
+    assert ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
+    assert "a-1 was begun with another command or data; name another OUT" in run("tiny", fails=True)[1]
+    run("tiny", "--rows", "b", "--", "--cpu", DEVICE="gpu")
     assert not any("--cpu" in line for line in ledger.read_ledger(book)[-1].commands)
-    assert run("tiny", DEVICE="cuda")[2] == "error: DEVICE is cuda; it must be cpu or gpu\n"
+    assert run("tiny", DEVICE="cuda", fails=True)[1] == "error: DEVICE is cuda; it must be cpu or gpu\n"
 
 
 def test_an_array_of_slurms_shares_a_tables_rows(tmp_path: Path) -> None:
-    path = write_programs(
-        tmp_path, {"srun": 'exec "$@"', "python": f'shift; exec {sys.executable} {tiny_table.__file__} "$@"'}
-    )
+    python = f'shift; exec {sys.executable} {tiny_table.__file__} "$@"'
+    path = write_programs(tmp_path, {"srun": 'exec "$@"', "python": python})
     (tmp_path / "data").mkdir()
     words = ["bash", EXAMPLES / "distributed/rows.sbatch", "tiny", tmp_path / "data", tmp_path / "out", "--jobs", "1"]
     array = [subprocess.Popen(words, env=os.environ | {"PATH": path}, cwd=ROOT) for _ in range(3)]
     assert [job.wait(timeout=300) for job in array] == [0] * 3 and rows_kept(tmp_path) == list("abcde")
-    done = Counter((what, verb, row) for what, verb, row, *_ in jobs(tmp_path))
-    assert set(done.values()) == {1} and len(done) == 2 * 2 * 5
+    done = [job[:3] for job in jobs(tmp_path)]
+    assert all(done.count(job) == 1 for job in done) and len(done) == 2 * 2 * 5
 
 
 @pytest.mark.slow
@@ -154,9 +141,8 @@ def test_two_nodes_of_slurms_train_one_model(our_fairseq, corpus, tmp_path):
     env["PATH"] = write_programs(tmp_path, programs)
     flags = [*TASK, *SMALL_MODEL, *QUIET, *"--tokens-per-sample 16 --batch-size 4 --disable-validation".split()]
     flags += [*"--optimizer adam --lr 0.01 --max-update 2 --save-dir".split(), tmp_path / "checkpoints"]
-    result = run_script(EXAMPLES / "distributed" / "train.sbatch", corpus, *flags, env=env)
-    assert result.returncode == 0, result.stderr
-    assert "training on 2 devices" in result.stdout and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
+    said = run_script(EXAMPLES / "distributed" / "train.sbatch", corpus, *flags, **env)
+    assert "training on 2 devices" in said and (tmp_path / "checkpoints" / "checkpoint_last.pt").is_file()
 
 
 def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,5 +153,4 @@ def test_segments_in_processes_are_one_text(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = {"processes": 2, "batch": 2, "time": 37, "heads": 2, "key_dim": 5, "value_dim": 3}
     found = run_in_parallel(Namespace(**sizes, rules=RULES, measure=False), torch.float64)
     assert [row[:2] for row in found] == [(rule, rank) for rule in RULES for rank in range(2)]
-    # Sums in another order.
-    assert all(difference < 1e-12 for _, _, difference, *_ in found), found
+    assert all(difference < 1e-12 for _, _, difference, *_ in found), found  # sums in another order
