@@ -306,9 +306,23 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked/local.cu",
-        "copy_rows(to, Head<T>(from, batch, head, key, given.sizes.key_dim)",
-        "copy_rows(to, Head<T>(from, batch, head, 0, given.sizes.key_dim)",
+        "copy_steps(to, Head<T>(from, batch, head, key, given.sizes.key_dim)",
+        "copy_steps(to, Head<T>(from, batch, head, 0, given.sizes.key_dim)",
     ),
+    Fault("cuda/chunked/local.cu", "to[(8 * n + i % 2) * kSide", "to[(8 * n + i / 2) * kSide"),
+    Fault("cuda/chunked/local.cu", "if (of_erase) own.block -= kBlocks;", ""),
+    Fault("cuda/chunked/tiles.cuh", "if (column >= columns) return;\n", ""),
+    Fault("cuda/chunked/tiles.cuh", "beta[thread] = own.strength;", "beta[thread] = 1.0f;"),
+    Fault(
+        "cuda/chunked/tiles.cuh", "(column / kTileRows <= row / kTileRows)", "(column / kTileRows < row / kTileRows)"
+    ),
+    Fault("cuda/chunked/gates.cuh", "(i & (parts - 1)) == part", "i >= part"),
+    Fault(
+        "cuda/chunked/outputs.cu",
+        "if (key > 0 || value > 0) copy_values(key, value);",
+        "if (key > 0) copy_values(key, value);",
+    ),
+    Fault("cuda/chunked/gradients.cu", "if (!kAhead || key > 0 || value > 0) copy_states", "if (!kAhead) copy_states"),
     # The walk
     Fault("cuda/chunked/strips.cuh", "value[2 * j + i / 2][i % 2 * 2 + 1]", "value[2 * j + i % 2][i / 2 * 2 + 1]"),
     Fault(
@@ -327,12 +341,20 @@ CUDA = (
     Fault("cuda/chunked/walk.cu", "for (int p = 0; p < parts; ++p)", "for (int p = 1; p < parts; ++p)"),
     Fault("cuda/chunked/walk.cu", "n % interval == 0)", "n % interval == 1)"),
     Fault("cuda/chunked/walk.cu", "? w.first : w.others;", "? w.first : w.first;"),
-    Fault("cuda/chunked/walk.cu", "if (w.stages == 2) fetch(nth(0));", ""),
-    Fault("cuda/chunked/walk.cu", "show_to_groups();\n        __syncthreads();", "show_to_groups();"),
+    Fault("cuda/chunked/walk.cu", "if (i < chunks) fetch(nth(i));", ""),
+    Fault("cuda/chunked/walk.cu", "copies_wait<kMostStages - 2>();", "copies_wait<kMostStages - 1>();"),
+    Fault("cuda/chunked/walk.cu", "fetch(nth(i + ahead));", "fetch(nth(i + 1));"),
+    Fault("cuda/chunked/walk.cu", "copier ? own_warp - warps : own_warp", "own_warp"),
+    Fault("cuda/chunked/walk.cu", "        if (copier) continue;\n", ""),
+    Fault("cuda/chunked/walk.cu", "column < from.dim ? time - start : 0", "time - start"),
+    Fault("cuda/chunked/walk.cu", "warps * kDown * from.stride;", "warps * from.stride;"),
+    Fault(
+        "cuda/chunked/walk.cu", "show_to_groups();\n        }\n        __syncthreads();", "show_to_groups();\n        }"
+    ),
     Fault("cuda/chunked/walk.cu", "read.scale(steps + kReadBeta);", "read.scale(steps + kBeta);"),
     Fault("cuda/chunked/walk.cu", "            found.scale(steps + kToEnd);\n", ""),
-    without("cuda/chunked/walk.cu", "            read.scale(steps + kToEnd);\n"),
-    without("cuda/chunked/walk.cu", "            given.scale(steps + kFromStart);\n"),
+    Fault("cuda/chunked/walk.cu", "if (w.pass.gated) read.scale(steps + kToEnd);", ""),
+    Fault("cuda/chunked/walk.cu", "if (w.pass.gated) given.scale(steps + kFromStart);", ""),
     without("cuda/chunked/walk.cu", "            found.each([](int, int, float& x) { x = -x; });\n"),
     Fault(
         "cuda/chunked/walk.cu",
@@ -418,7 +440,7 @@ CUDA = (
         "                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, given.template rest<T>(), k);",
     ),
     Fault("cuda/chunked/tiles.cuh", "to_end(step) * strength(step)", "to_end(step)"),
-    Fault("cuda/chunked/local.cu", "log_gate, complement, at.batch", "log_gate, false, at.batch"),
+    Fault("cuda/chunked/local.cu", "at.start, sizes.time}, complement);", "at.start, sizes.time}, false);"),
     Fault("cuda/chunked/outputs.cu", "x *= shared.steps.strength(s);", ""),
     Fault("cuda/chunked/gradients.cu", "value *= steps.strength(s);", ""),
     Fault("cuda/chunked/gradients.cu", "sum * steps.strength(t)", "sum"),
@@ -485,9 +507,11 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked/segments.cuh",
-        "sums[2] += passed[k] * x.z;",
-        "sums[2] -= passed[k] * x.z;",
+        "sums[2] += by[i] * x.z;",
+        "sums[2] -= by[i] * x.z;",
     ),
+    Fault("cuda/chunked/segments.cuh", "round_up(rows, 4) * kCarriedColumns;", "rows * kCarriedColumns;"),
+    Fault("cuda/chunked/segments.cuh", "k += 4 * kCarryLanes", "k += 4"),
     Fault("cuda/chunked/checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
     # A step
     Fault("cuda/recurrent/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),

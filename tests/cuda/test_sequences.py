@@ -101,7 +101,7 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
 
 
 # Of chunks side by side: parts of keys and values in the last stage, keys that several warps share, several blocks of a
-# head, one buffer and two, slices of time, segments of slices.
+# head, one buffer, two and four, slices of time, segments of slices, warps that copy for the others or none.
 SIDE_BY_SIDE = [
     *[((1, 1, 1, 64), ""), ((70, 20, 72, 64), "columns=32"), ((130, 16, 9, 128), "slice=1")],
     *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=32 stages=1"), ((65, 130, 20, 64), "stages=1")],
@@ -111,6 +111,7 @@ MORE_WALKS = [
     *[((63, 64, 64, 64), ""), ((64, 40, 130, 0), ""), ((400, 16, 16, 128), "slice=4 segments=2")],
     *[((90, 260, 20, 64), ""), ((40, 512, 40, 64), ""), ((40, 24, 512, 64), "")],
     *[((700, 8, 24, 256), "stages=2 segments=3"), ((129, 300, 80, 64), "")],
+    *[((330, 20, 16, 128), "stages=2 threads=32"), ((330, 64, 33, 64), "columns=32 stages=4 threads=64")],
 ]
 
 
@@ -144,7 +145,10 @@ def test_every_way_with_chunks_side_by_side_in_any_order_of_threads(emulator, ru
 
 # Of 64 value columns to a block and 64 keys or more to a warp, which a warpgroup multiplies: a chunk and what does not
 # fill the next, 128 keys to a warp, keys that two warpgroups share.
-GROUPS = [((80, 64, 40, 64), "columns=64 stages=1"), ((66, 90, 64, 0), "columns=64"), ((70, 130, 33, 64), "columns=64")]
+GROUPS = [
+    *[((80, 64, 40, 64), "columns=64 stages=1"), ((66, 90, 64, 0), "columns=64")],
+    *[((70, 130, 33, 64), "columns=64"), ((140, 64, 50, 0), "columns=64 threads=128")],
+]
 
 
 @pytest.mark.parametrize(
