@@ -3,9 +3,9 @@
     python benchmarks/cuda_costs.py [plans.csv]
 
 The file is what benchmarks/cuda_plans.py --out writes; by default, the one of an H200 that is in the repository. For
-each kernel, with and without a gate, in bfloat16 and in float32, it prints the numbers in the order of `Costs`, and by
-how much a call takes longer, on average and at most, with the plan that they say is the fastest than with the one that
-was.
+each kernel that goes through chunks one after another, with and without a gate, in bfloat16 and in float32, it prints
+the numbers in the order of `Costs`, and by how much a call takes longer, on average and at most, with the plan that
+they say is the fastest than with the one that was.
 """
 
 import argparse
@@ -96,9 +96,9 @@ def read(path: Path) -> dict[tuple[str, str, str], list[Plan]]:
     groups: dict[tuple[str, str, str], list[Plan]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):
-            if not row["chunk"]:
+            if not row["chunk"] or row["walk"] != "0":
                 continue
-            numbers = (int(row[name]) for name in ("interval", *NUMBERS))
+            numbers = (int(row[name]) for name in ("interval", *NUMBERS) if name != "walk")
             backward = row["pass"] == "backward"
             plan = Plan(row["shape"], row["dtype"], row["rule"], backward, *numbers, float(row["ms"]))
             gate = "gated" if "gated" in plan.rule else ""

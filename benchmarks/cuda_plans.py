@@ -32,7 +32,7 @@ CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages"
 DEVICE = "cuda"
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 # Of a file's row, the numbers of a plan: none, where steps follow one another.
-NUMBERS = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once")
+NUMBERS = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "walk")
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     if (ordinary := ways[2].plan) is not None:
         kept = ("walk", "columns", "stages") if ordinary["walk"] else CHOICES
         plans += [{**{name: ordinary[name] for name in kept}, "segments": segments} for segments in SEGMENTS]
-    plans += [{"walk": 1, "columns": columns, "stages": stages} for columns in (16, 32, 64) for stages in (1, 2)]
+    plans += [{"walk": 1, "columns": columns, "stages": stages} for columns in (16, 32, 64) for stages in (1, 2, 4)]
     # What cannot be had falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
     return ways + [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
@@ -116,18 +116,13 @@ def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int,
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all.
-
-    Without walks: the costs that the file is for are not of them.
-    """
+    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all."""
     names = ("dtype", "shape", "rule", "pass", "interval")
     new = path.with_name(f".{path.name}.new")
     with new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*names, *NUMBERS, "ms"])
         for row in rows:
-            if (row["plan"] or {}).get("walk"):
-                continue
             plan = [(row["plan"] or {}).get(number, "") for number in NUMBERS]
             writer.writerow([*(row[name] for name in names), *plan, f"{median(row) * 1e3:.4g}"])
     new.replace(path)

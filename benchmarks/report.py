@@ -78,6 +78,7 @@ def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
         for row in csv.DictReader(file):
             if row["dtype"] == "bfloat16":
                 way = "step by step" if not row["chunk"] else "{chunk} x {columns}, {segments}".format(**row)
+                way += ", side by side" if row["walk"] == "1" else ""
                 times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
                 times[way] = min(float(row["ms"]), times.get(way, math.inf))
     return calls
