@@ -39,13 +39,12 @@ def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_p
     assert list(lines[0]) == [*"dtype shape rule pass interval".split(), *cuda_plans.NUMBERS, "ms"]
     for kind in ("forward", "backward"):
         ways = [line for line in lines if line["pass"] == kind and line["walk"] != "1"]
-        assert sum(line["pass"] == kind for line in lines) == len(ways) + 2
+        assert sum(line["pass"] == kind and float(line["ms"]) > 0 for line in lines) == len(ways) + 2
         # The first is what is chosen if nobody asks; each is there once.
         plans = [tuple(int(way[name]) for name in ("chunk", "columns", "segments")) for way in ways if way["chunk"]]
         assert plans[0] == (64, 32, 4) and ways[1]["chunk"] == "" and len(plans) == len(set(plans)) == len(ways) - 1
         assert set(plans) == TILES | {(64, 32, segments) for segments in cuda_plans.SEGMENTS}
-        assert all((way["shape"], way["rule"], way["interval"]) == ("mt-big", "gated_delta", "64") for way in ways)
-        assert all(float(way["ms"]) > 0 for way in ways)
+        assert {(way["shape"], way["rule"], way["interval"]) for way in ways} == {("mt-big", "gated_delta", "64")}
 
     def wrong(*inputs: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
         out, state = ops.gated_delta_rule(*inputs, **options)
