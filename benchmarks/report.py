@@ -88,6 +88,8 @@ def plans(path: Path) -> str:
     """The fastest ways to do the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
     for (shape, rule), passes in ways(path).items():
+        if any("step by step" not in times for times in passes.values()):
+            continue  # measured side by side alone
         fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
         cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
         pair = (

@@ -83,9 +83,29 @@ struct Strip {
         }
     }
 
-    // To rows of `stride` places each in global memory, a row for each column; only places below `places`.
+    // To rows of `stride` places each in global memory, a row for each column; only places below `places`, a multiple of 4. Two
+    // lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that memory takes at once.
     template <typename F>
     __device__ __forceinline__ void store(F* to, int stride, int places) {
+        if constexpr (sizeof(F) == 2) {
+            static_assert(N % 2 == 0, "two groups of places are exchanged");
+            const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                const int place = 8 * (n + odd) + member / 2 * 4;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
+                    const unsigned first = narrow_pair<F>(x[0], x[1]).bits(),
+                                   second = narrow_pair<F>(y[0], y[1]).bits();
+                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
+                    if (place < places)
+                        *reinterpret_cast<uint2*>(to + (group + 8 * half) * stride + place) =
+                            make_uint2(odd ? other : first, odd ? second : other);
+                }
+            }
+            return;
+        }
         each_pair([&](int place, int j, float& x, float& y) {
             if (place < places) put_pair(to + j * stride + place, x, y);
         });

@@ -202,19 +202,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int chunks = end - begin;
     // So many chunks are on their way while one is worked on.
     const int ahead = w.stages - 1;
-    if (copies)
-        for (int i = 0; i < ahead; ++i) {
-            if (i < chunks) fetch(nth(i));
-            copies_commit();
-        }
-    for (int i = 0; i < chunks; ++i) {
-        const int n = nth(i), stage = n & ahead;
-        if (ahead == 0 && i > 0) __syncthreads();
+    const auto arrive = [&] {  // the first of those that are on their way
         if (copies) {
-            if (ahead == 0) {
-                fetch(n);
-                copies_commit();
-            }
             if (ahead > 1)
                 copies_wait<kMostStages - 2>();
             else
@@ -222,11 +211,18 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (grouped) show_to_groups();
         }
         __syncthreads();
-        if (ahead > 0 && copies) {
+    };
+    for (int i = -ahead; i < chunks; ++i) {
+        if (ahead > 0 && i >= 0) arrive();
+        if (ahead == 0 && i > 0) __syncthreads();
+        if (copies) {
             if (i + ahead < chunks) fetch(nth(i + ahead));
             copies_commit();
         }
+        if (i < 0) continue;
+        if (ahead == 0) arrive();
         if (copier) continue;
+        const int n = nth(i), stage = n & ahead;
         const Pieces<T> k = of_stage(shared.keys, n).from(0, first_key),
                         erase = Corrects && Decays ? of_stage(shared.erase, n).from(0, first_key) : k;
         const float* const steps = shared.steps[stage].data;
