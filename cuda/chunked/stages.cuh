@@ -17,7 +17,7 @@ struct WalkCosts {
     double chain, of_key;                  // of a chunk of a walk, and for each key of a warp
     double last, last_of_part, of_values;  // of the last stage, for each part, and for each 64 values
 };
-constexpr WalkCosts kSumCosts[2] = {{0, 0, 600, 32, 1700, 2000, 0},
+constexpr WalkCosts kSumCosts[2] = {{0, 0, 600, 37, 1700, 2000, 0},
                                     {0, 0, 600, 30, 4100, 5600, 0}};  // forwards, backwards
 constexpr WalkCosts kGatedCosts[2] = {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}};
 constexpr WalkCosts kDeltaCosts[2] = {{2400, 900, 2700, 18, 1600, 2000, 0}, {3700, 2300, 400, 85, 7200, 6400, 0}};
