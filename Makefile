@@ -67,7 +67,7 @@ mutation: setup
 # Tables and reference are made of the code; a broken link is an error.
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
-	@echo 'The site is in site/index.html; search needs a server: python3 -m http.server --directory site'
+	@echo 'The site is in site/index.html'
 
 # On a machine without a network: no set-up, whatever torch there is.
 gpu-check:
