@@ -345,7 +345,7 @@ CUDA = (
     Fault("cuda/chunked/strips.cuh", "odd ? first : second, 1", "odd ? second : first, 1"),
     Fault("cuda/chunked/walk.cu", "copies_wait<kMostStages - 2>();", "copies_wait<kMostStages - 1>();"),
     Fault("cuda/chunked/walk.cu", "fetch(nth(i + ahead));", "fetch(nth(i + 1));"),
-    Fault("cuda/chunked/walk.cu", "copier ? own_warp - warps : own_warp", "own_warp"),
+    Fault("cuda/chunked/walk.cu", "if (copier) warp -= warps;", ""),
     Fault("cuda/chunked/walk.cu", "        if (copier) continue;\n", ""),
     Fault("cuda/chunked/walk.cu", "column < from.dim ? time - start : 0", "time - start"),
     Fault("cuda/chunked/walk.cu", "warps * kDown * from.stride;", "warps * from.stride;"),

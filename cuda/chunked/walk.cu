@@ -108,14 +108,19 @@ template <int Columns, typename To, typename T>
 __device__ __forceinline__ void copy_columns(const To& to, const Head<T>& from, int first, int warp, int warps,
                                              int rows, int start, int time) {
     constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kWarp / kAcross;
+    constexpr int kTogether = sizeof(T) == 2 ? 4 : 1;  // in float32 registers would not do
     const int column = first + warp_lane() % kAcross * kPiece, begin = warp * kDown + warp_lane() / kAcross;
     const T* piece = from.data + (start + begin) * from.stride + column;
     const int64_t on = warps * kDown * from.stride;
     const int there = column < from.dim ? time - start : 0;
-#pragma unroll 4
+#pragma unroll kTogether
     for (int row = begin; row < rows; row += warps * kDown, piece += on)
         copy_piece(&to(row, column), piece, row < there);
 }
+
+// True of walks whose copies are a part of the chain that counts, by measurement: others took as long with warps that only copy, or longer.
+template <typename T, int Keys, bool Corrects>
+constexpr bool kMayHaveCopiers = sizeof(T) == 2 && Keys <= 64 && Corrects;
 
 // `Keys`: those of a warp. `Fours`: the block's strips are four, a warpgroup's for each part of the keys. `Backward` is of rules
 // that correct; of others `pass.backward` says where a walk begins.
@@ -128,9 +133,16 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const bool reverse = Corrects ? Backward : w.pass.backward;
     const int parts = w.parts, strips = Fours ? kGroupWarps : w.strips, threads = strips * parts * kWarp;
     // Some warps only copy for the others, if there are such. All lanes have the same number of their warp, as the compiler sees so.
-    const int own_warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0), warps = strips * parts;
-    const bool copier = own_warp >= warps, copies = copier || static_cast<int>(blockDim.x) == threads;
-    const int warp = copier ? own_warp - warps : own_warp, thread = warp * kWarp + warp_lane();
+    int warp = static_cast<int>(threadIdx.x) / kWarp, thread = threadIdx.x;
+    bool copier = false, copies = true;
+    if constexpr (kMayHaveCopiers<T, Keys, Corrects>) {
+        const int warps = strips * parts;
+        warp = __shfl_sync(kAllLanes, warp, 0);
+        copier = warp >= warps;
+        copies = copier || static_cast<int>(blockDim.x) == threads;
+        if (copier) warp -= warps;
+        thread = warp * kWarp + warp_lane();
+    }
     const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, strips, parts);
     const int strip = warp % strips, part = warp / strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
@@ -368,9 +380,9 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
         const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w.stages,
                                             w.keys_of_warp * w.parts, w.strips, w.parts)
                                   .bytes;
-        // As many warps again copy for the others where multiprocessors have a block at most: measured to pay with these rules and keys.
+        // As many warps again copy for the others, where multiprocessors have a block at most.
         const int warps = w.strips * w.parts;
-        const bool fit = Corrects && keys <= 64 && w.parts == 1 && 2 * warps <= kMostWarps;
+        const bool fit = kMayHaveCopiers<T, keys, Corrects> && w.parts == 1 && 2 * warps <= kMostWarps;
         const bool alone = static_cast<int64_t>(grid.x) * grid.y <= multiprocessors();
         const int copiers = fit && (w.asked_threads > 0 ? w.asked_threads > warps * kWarp : alone) ? warps : 0;
         return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3((warps + copiers) * kWarp), shared,
