@@ -132,12 +132,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const Slice<F>& slice = w.slice;
     const bool reverse = Corrects ? Backward : w.pass.backward;
     const int parts = w.parts, strips = Fours ? kGroupWarps : w.strips, threads = strips * parts * kWarp;
-    // Some warps only copy for the others, if there are such. All lanes have the same number of their warp, as the compiler sees so.
     int warp = static_cast<int>(threadIdx.x) / kWarp, thread = threadIdx.x;
-    bool copier = false, copies = true;
+    // Lanes have the same number, as the compiler sees so: a warpgroup's products in ways that lanes part on follow one another.
+    if constexpr (sizeof(T) == 2) warp = __shfl_sync(kAllLanes, warp, 0);
+    bool copier = false, copies = true;  // some warps only copy for the others, if there are such
     if constexpr (kMayHaveCopiers<T, Keys, Corrects>) {
         const int warps = strips * parts;
-        warp = __shfl_sync(kAllLanes, warp, 0);
         copier = warp >= warps;
         copies = copier || static_cast<int>(blockDim.x) == threads;
         if (copier) warp -= warps;
