@@ -22,7 +22,9 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
         with suppress(OSError):  # a file system without such locks
             fcntl.lockf(file, fcntl.LOCK_EX)  # what another process is writing is no half line
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+        text = file.read()
+        if text[-1:] not in (b"", b"\n"):  # else, without locks, what others wrote since would be cut off
+            file.truncate(text.rfind(b"\n") + 1)
         if file.write(line) != len(line):
             raise OSError(f"{path} could not be written whole: is the disk full?")
         os.fsync(file.fileno())

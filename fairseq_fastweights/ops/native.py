@@ -110,10 +110,10 @@ def cuda_plan(
 
     Returns:
         "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
-        whose inputs there is room for (backwards 1); "threads" of a block; "segments" of the time side by side, as
-        suits the current device, whatever `capability` is; "at_once": blocks that a multiprocessor has room for, 4 at
-        most; "shared": bytes of a block's memory; "walk": 1 where chunks are worked on side by side but for their
-        states, 0 where all of a chunk follows the one before.
+        whose inputs there is room for (backwards 1); "threads" of a block, without those that only copy; "segments" of
+        the time side by side, as suits the current device, whatever `capability` is; "at_once": blocks that a
+        multiprocessor has room for, 4 at most; "shared": bytes of a block's memory; "walk": 1 where chunks are worked
+        on side by side but for their states, 0 where all of a chunk follows the one before.
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
