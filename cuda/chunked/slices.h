@@ -29,8 +29,8 @@ auto with_rule(const RulePass& pass, F f) {
 
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
 // notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
-constexpr int kSide = kLongestChunk;  // a chunk here
-constexpr int kBlocks = 4;            // of a chunk, with decays of keys
+constexpr int kSide = 64;   // steps of a chunk
+constexpr int kBlocks = 4;  // of a chunk, with decays of keys
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
