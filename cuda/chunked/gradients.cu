@@ -180,8 +180,9 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     if (Of == Side::kKeysAlone && has_pairs(d_scores)) {
         if constexpr (Corrects) {
             if constexpr (Decays) {
-                const F* const found = slice.products + slice.index(at.local, at.n) * kSide * kSide;
-                products.each([&](int t, int s, float& value) { value = widen<float>(found[t * kSide + s]); });
+                const LowerBlocks<F> found = slice.lower_of(slice.products, at.local, at.n);
+                products.each(
+                    [&](int t, int s, float& value) { value = found.has(t, s) ? widen<float>(found(t, s)) : 0.0f; });
             }
             steps.keep_pairs(products, false);
             d_system.each([](int, int, float& value) { value = -value; });
