@@ -78,11 +78,10 @@ struct Slice {
     float* value_decays;
     F *values, *d_outs, *d_scores, *d_rest;
 
-    __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
-        return static_cast<int64_t>(head) * chunks + (n - begin);
-    }
+    // Of a chunk among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
+    __host__ __device__ __forceinline__ int64_t index(int head, int n) const { return head * chunks + (n - begin); }
     __device__ __forceinline__ F* state_of(F* all, int head, int n) const {
-        return all + index(head, n) * columns * key_rows;
+        return all + index(head, n) * (columns * key_rows);
     }
     // Those of a chunk's square.
     template <typename Number>
@@ -90,13 +89,13 @@ struct Slice {
         return {all + index(head, n) * kLower, kBlockSide};
     }
     __device__ __forceinline__ F* rows_of(F* all, int head, int n) const {
-        return all + index(head, n) * columns * kSide;
+        return all + index(head, n) * (columns * kSide);
     }
     __device__ __forceinline__ float* decays_of(int head, int n) const {
-        return decays + index(head, n) * decay_rows * key_rows;
+        return decays + index(head, n) * (decay_rows * key_rows);
     }
     __device__ __forceinline__ float* value_decays_of(int head, int n) const {
-        return value_decays + index(head, n) * 2 * columns;
+        return value_decays + index(head, n) * (2 * columns);
     }
     // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
     template <typename T>

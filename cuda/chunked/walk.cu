@@ -156,9 +156,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int number = blockIdx.y + (reverse && w.probe ? 1 : 0);
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
-    // Chunks in the order of the walk: the first, and what is added to its number for the next.
-    const int from = reverse ? end - 1 : begin, on = reverse ? -1 : 1, steps_on = on * kSide, chunks = end - begin;
-    const int64_t first_step = static_cast<int64_t>(from) * kSide;
+    const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
     const bool grouped = Fours && has_groups(), gated = w.pass.gated;
     const int stage_on = static_cast<int>(&shared.keys(0, Keys * parts) - shared.keys.data);
     const auto of_stage = [&](const Pieces<T>& all, int stage) {
@@ -167,39 +165,24 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
     // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
-    constexpr int kWarps = Fours ? kGroupWarps : 0;
+    constexpr int kWarps = Fours ? kGroupWarps : 0, kThreads = kWarps * kWarp;
     const auto head_of_keys = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, keys); };
     using KeyCopies = PieceCopies<Keys, kSide, kWarps, T>;
     const auto copies_of = [&](const Pieces<T>& to, const Sequence& x) {
-        return KeyCopies(to, head_of_keys(x), first_step, steps_on, first_key, Keys * parts, strip, strips);
+        return KeyCopies(to, head_of_keys(x), first_key, Keys * parts, strip, strips);
     };
-    KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
-              copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
-              copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
+    const KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
+                    copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
+                    copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
     const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
-    PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
-        shared.values.first, values, first_step, steps_on, Fours ? 0 : strip * kTileRows, strips * kTileRows,
-        Fours ? strip : part, parts);
-    PieceCopies<Keys, Corrects ? kBlocks : 1, kWarps, float> copies_of_decays(
-        shared.decays.first,
-        Head<float>(Decays ? slice.decays_of(head_index, from) : nullptr, slice.key_rows, slice.key_rows), 0,
-        on * slice.decay_rows, first_key, Keys, strip, strips);
-    const float* value_decays = nullptr;  // this thread's
-    if (Decays && !Corrects && w.pass.values && 4 * thread < min(strips * kTileRows, slice.columns - first))
-        value_decays = slice.value_decays_of(head_index, from) + first + 4 * thread;
-    const bool of_all = !Fours || part == 0;
-    RowCopies<kLower, kWarps * kWarp, float> copies_of_inverse(slice.lower_of(slice.inverse, head_index, from).data,
-                                                               thread, threads);
-    RowCopies<kLower, kWarps * kWarp, F> copies_of_scores(slice.lower_of(slice.scores, head_index, from).data, thread,
-                                                          threads);
-    RowCopies<kStepNumbers, kWarps * kWarp, float> copies_of_steps(
-        slice.steps + slice.index(head_index, from) * kStepNumbers, thread, threads);
-    const auto fetch = [&](int i, int stage) {
-        const int start = (from + on * i) * kSide, left = time - start;
-        const auto copy_keys = [&](const Pieces<T>& all, const Sequence& x, KeyCopies& how) {
+    const PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
+        shared.values.first, values, Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
+    const auto fetch = [&](int n, int stage) {
+        const int start = n * kSide;
+        const auto copy_keys = [&](const Pieces<T>& all, const Sequence& x, const KeyCopies& how) {
             const Pieces<T> to = of_stage(all, stage);
             if (how.in_pieces)
-                how.copy(to, left);
+                how.copy(to, start, time);
             else
                 copy_elements(to, head_of_keys(x), kSide, Walk(Keys * parts, thread, threads), start, time);
         };
@@ -208,34 +191,35 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if constexpr (Corrects && Decays) copy_keys(shared.erase, w.erase, copies_of_erase);
         if (!copies_of_values.in_pieces)
             copy_elements(shared.values[stage], values, kSide, Walk(strips * kTileRows, thread, threads), start, time);
-        else if (of_all)
-            copies_of_values.copy(shared.values[stage], left);
+        else if (!Fours || part == 0)
+            copies_of_values.copy(shared.values[stage], start, time);
         if constexpr (Decays) {
-            copies_of_decays.copy(shared.decays[stage], kBlocks);
-            if (value_decays != nullptr) {
-                copy_async<16>(&shared.decays[stage](1, 4 * thread), value_decays);
-                value_decays += on * 2 * slice.columns;
-            }
+            const Matrix<float> to = shared.decays[stage];
+            const Head<float> decays(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows);
+            PieceCopies<Keys, Corrects ? kBlocks : 1, kWarps, float>(to, decays, first_key, Keys, strip, strips)
+                .copy(to, 0, kBlocks);
+            const int i = 4 * thread;
+            if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
+                copy_async<16>(&to(1, i), slice.value_decays_of(head_index, n) + first + i);
         }
-        if (!of_all) return;
-        if constexpr (Backward) copies_of_scores.copy(shared.scores[stage].data, LowerStages<F>::kStride, on * kLower);
+        if (Fours && part > 0) return;
+        if constexpr (Backward)
+            copy_numbers<kLower, kThreads>(shared.scores[stage].data, LowerStages<F>::kStride,
+                                           slice.lower_of(slice.scores, head_index, n).data, thread, threads);
         if constexpr (Corrects)
-            copies_of_inverse.copy(shared.inverse[stage].data, LowerStages<float>::kStride, on * kLower);
-        if (Corrects || gated) copies_of_steps.copy(shared.steps[stage].data, 16, on * kStepNumbers);
+            copy_numbers<kLower, kThreads>(shared.inverse[stage].data, LowerStages<float>::kStride,
+                                           slice.lower_of(slice.inverse, head_index, n).data, thread, threads);
+        if (Corrects || gated)
+            copy_numbers<kStepNumbers, kThreads>(
+                shared.steps[stage].data, 16, slice.steps + slice.index(head_index, n) * kStepNumbers, thread, threads);
     };
 
-    // Where the results of the walk's chunks go.
     const bool records = w.record && column < slice.columns, records_steps = records && part == 0;
-    RowStore<F> states(
-        slice.state_of(reverse ? slice.d_states : slice.states, head_index, from) + column * slice.key_rows + first_key,
-        slice.key_rows, on * slice.columns * slice.key_rows);
-    RowStore<F> found_rows(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, from) + column * kSide,
-                           kSide, on * slice.columns * kSide);
     const Head<T> d_values(w.d_values, batch, head, column, columns);
-    StepStore<T> d_value_steps(d_values, first_step, steps_on);
+    const StepStore<T> d_value_steps(d_values);
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int interval = w.sizes.interval / kSide;
-    int until_kept = chunks;  // chunks before the first whose state is kept
+    int until_kept = end - begin;  // chunks before the first whose state is kept
     float* kept = w.kept;
     if (!reverse && kept != nullptr) {
         const int nth = max(1, (begin + interval - 1) / interval);
@@ -255,7 +239,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                        columns);
     }
     // So many chunks are on their way while one is worked on.
-    const int ahead = w.stages - 1;
+    const int ahead = w.stages - 1, chunks = end - begin;
     const auto arrive = [&] {  // the first of those that are on their way
         if (copies) {
             if (ahead > 1)
@@ -270,20 +254,24 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if (ahead > 0 && i >= 0) arrive();
         if (ahead == 0 && i > 0) __syncthreads();
         if (copies) {
-            if (i + ahead < chunks) fetch(i + ahead, (i + ahead) & ahead);
+            if (i + ahead < chunks) fetch(nth(i + ahead), (i + ahead) & ahead);
             copies_commit();
         }
         if (i < 0) continue;
         if (ahead == 0) arrive();
         if (copier) continue;
-        const int stage = i & ahead;
+        const int n = nth(i), stage = i & ahead;
         const Pieces<T> k = of_stage(shared.keys, stage).from(0, first_key),
                         erase = Corrects && Decays ? of_stage(shared.erase, stage).from(0, first_key) : k;
         const float* const steps = shared.steps[stage].data;
         const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
-        if (records) states.store(state, slice.key_rows - first_key);
-        if (until_kept == i) {
-            store_state(state, kept, first_key, keys, column, columns);
+        if (records)
+            store_strip(state,
+                        slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
+                            column * slice.key_rows + first_key,
+                        slice.key_rows, slice.key_rows - first_key);
+        if (!Backward && until_kept == i) {
+            store_state(state, kept, first_key, opaque(keys), column, opaque(columns));
             kept += state_floats;
             until_kept += interval;
         }
@@ -337,7 +325,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                     for (int b = 0; b < 4; ++b) errors.value[a][b] -= read.value[a][b];
                 multiply_by_inverse<kPasses, false>(found, errors, shared.inverse[stage]);
             }
-            if (records_steps) found_rows.store(found, kSide);
+            if (records_steps)
+                store_strip(found,
+                            slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
+                            kSide, kSide);
             if (!Decays && gated) {
                 const float whole = steps[kWholeGate];
                 state.each([&](int, int, float& x) { x *= whole; });
@@ -347,11 +338,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 if (records_steps) {
                     Strip<kSteps> by_strength = found;
                     by_strength.scale(steps + kBeta);
-                    const int first_of_chunk = (from + on * i) * kSide;
                     if (d_value_steps.paired)
-                        d_value_steps.store(by_strength, time - first_of_chunk);
+                        d_value_steps.store(by_strength, n * kSide, time);
                     else
-                        by_strength.store_steps(d_values, first_of_chunk, time);
+                        by_strength.store_steps(d_values, n * kSide, time);
                 }
                 if constexpr (!Decays) {
                     if (gated) {

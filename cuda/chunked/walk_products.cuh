@@ -28,9 +28,15 @@ struct GivenStrip {
         for (int e = 0; e < N / 2; ++e)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const Pair<T> pair = Pair<T>::of_bits(bits[e][i]);
-                strip.value[2 * e + i / 2][i % 2 * 2] = widen<float>(pair.x);
-                strip.value[2 * e + i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
+                float* const two = &strip.value[2 * e + i / 2][i % 2 * 2];
+                if constexpr (kRounded<T>) {  // the upper half of a float: an instruction each
+                    two[0] = __uint_as_float(bits[e][i] << 16);
+                    two[1] = __uint_as_float(bits[e][i] & 0xffff0000u);
+                } else {
+                    const Pair<T> pair = Pair<T>::of_bits(bits[e][i]);
+                    two[0] = widen<float>(pair.x);
+                    two[1] = widen<float>(pair.y);
+                }
             }
         return strip;
     }
