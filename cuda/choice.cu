@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "chunked/plan.h"
-#include "chunked/stages.h"
 
 namespace fairseq_fastweights {
 

@@ -275,16 +275,6 @@ struct Tile {
     }
 };
 
-// f(tile) for all tiles of a (rows, columns) matrix, both multiples of 16, dealt out to the block's warps.
-template <typename F>
-__device__ __forceinline__ void for_each_tile(int rows, int columns, F f) {
-    const int across = (columns + kTileColumns - 1) / kTileColumns, count = rows / kTileRows * across;
-    for (int i = threadIdx.x / kWarp; i < count; i += blockDim.x / kWarp) {
-        Tile tile(i / across * kTileRows, i % across * kTileColumns, columns);
-        f(tile);
-    }
-}
-
 template <int Passes>
 struct Operand;
 template <>
