@@ -423,7 +423,7 @@ CUDA = (
     ),
     Fault("cuda/chunked/gradients.cu", "if (!all_values && key == 0)", "if (false)"),
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
-    # Chunks side by side, with decays of keys
+    # Decays of keys
     Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
     Fault("cuda/chunked/blocks.cuh", "other + 3 == block ? kBlocks : other + 1", "other + 1"),
     Fault("cuda/chunked/local.cu", "for (int after = b + 1;", "for (int after = b;"),
