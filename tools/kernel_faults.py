@@ -465,14 +465,14 @@ CUDA = (
     Fault("cuda/chunked/decays_gradient.cuh", "if (pairs.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time
     Fault(
-        "cuda/chunked/segments.cuh",
-        "(segments.passed == nullptr ? 1.0f : segments.passed[index]) * state + place",
+        "cuda/carried_states.cuh",
+        "passed(index, sizes, row, column) * state + place",
         "state + place",
     ),
     Fault(
-        "cuda/chunked/segments.cuh",
-        "carry.reverse ? segments.count - 1 - step : step, head);\n        float& place",
-        "step, head);\n        float& place",
+        "cuda/carried_states.cuh",
+        "(reverse ? segments - 1 - step : step) * heads + head",
+        "step * heads + head",
     ),
     Fault(
         "cuda/chunked/segments.cuh",

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "plan.h"
-#include "tensor_core.cuh"
+#include "products.cuh"
 
 namespace fairseq_fastweights {
 
