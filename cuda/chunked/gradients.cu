@@ -1,5 +1,4 @@
-// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of delta.cuh and of
-// the equations in delta_backward.cu and diagonal_backward.cu:
+// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of system.cuh:
 //
 //   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (local.cu)
 //   states     from each state that was kept to the next: states and U                       (walk.cu)
@@ -14,7 +13,7 @@
 // Where nothing corrects, U is diag(w) V with the strengths of writes, there is neither dR nor dA, and
 //     dV = diag(w) (P^T dY + diag(D_es) K dS)
 //
-// With decays of keys, in the notation of delta_decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
+// With decays of keys, in the notation of decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
 // blocks of 16 steps, and those of logs are found, as blocks.cuh says; E F_.0 is in the place of K D_.0 where errors are read.
 // Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
 // of dP; what decays of the other side scale, and dP, is from the local stage.
@@ -281,7 +280,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
             const auto store = [&](auto zero, const Sequence& to, const auto& from) {
                 if (to.data != nullptr)
                     store_rows(Head<decltype(zero)>(to, batch, head, key, p.sizes.key_dim), from, kSide, keys, start,
-                               time, false);
+                               time);
             };
             store(T(), p.dq, decays.reading);
             store(T(), p.dk, decays.writes);
@@ -352,8 +351,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2
     if constexpr (Gated) gradient.put_passing(passed);
     __syncthreads();
     if (Corrects && p.d_beta.data != nullptr && thread < kSide && start + thread < time)
-        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread], false);
-    if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement, false);
+        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread]);
+    if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement);
 }
 
 // The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "plan.h"
-#include "stages.h"
 
 namespace fairseq_fastweights {
 
@@ -28,7 +27,7 @@ auto with_rule(const RulePass& pass, F f) {
 }
 
 // Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
-// notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log.
+// notation of gates.cuh), then D and its log.
 constexpr int kSide = 64;   // steps of a chunk
 constexpr int kBlocks = 4;  // of a chunk, with decays of keys
 constexpr int kBlockSide = kSide / kBlocks;
@@ -63,7 +62,7 @@ __host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
 
 // A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
-// With decays of keys, in the notation of delta_decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
+// With decays of keys, in the notation of decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
 // F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
 // of each block.
 template <typename F>
