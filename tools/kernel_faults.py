@@ -424,7 +424,7 @@ CUDA = (
     ),
     without(
         "cuda/chunked/walk.cu",
-        "                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);",
+        " if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);",
     ),
     Fault("cuda/chunked/tiles.cuh", "to_end(step) * strength(step)", "to_end(step)"),
     Fault("cuda/chunked/local.cu", "at.start, sizes.time}, complement);", "at.start, sizes.time}, false);"),
