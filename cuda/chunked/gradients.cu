@@ -409,7 +409,7 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
                                stream);
         if (error != cudaSuccess) return error;
         const auto find = [&](auto kernel, const RuleBackward& of, const Slice<F>& from) {
-            return launch(kernel, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
+            return launch(kernel, dim3(slice.heads, slice.chunks), dim3(kTileThreads),
                           plan.last_shared, stream, of, written, from, plan.key_part, plan.value_part);
         };
         return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {

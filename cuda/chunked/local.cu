@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
     }
     if constexpr (Corrects) {
         const int thread = threadIdx.x, warp = thread / kWarp;
-        steps.store(slice.steps + index * kStepNumbers);
+        steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();
         invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
         __syncthreads();
@@ -267,14 +267,14 @@ __global__ void __launch_bounds__(kSide)
     const ChunkSteps<true> steps(carver);
     const Place at(slice, sizes);
     steps.find({Sequence{}, log_gate, at.batch, at.head, at.start, sizes.time}, complement);
-    steps.store(slice.steps + slice.index(at.local, at.n) * kStepNumbers);
+    steps.store(slice.steps_of(at.local, at.n));
 }
 
 }  // namespace
 
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks);
+    const dim3 grid(slice.heads, slice.chunks);
     if (!pass.corrects && !pass.decays) {
         if (!pass.gated) return cudaSuccess;
         Carver carver(nullptr);

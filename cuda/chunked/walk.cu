@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                        threads);
         else if (!w.pass.gated)
             return;
-        for (int i = 4 * thread; i < kStepNumbers; i += 4 * threads)
-            copy_async<16>(shared.steps[stage].data + i, slice.steps + slice.index(head_index, n) * kStepNumbers + i);
+        for (int i = 4 * thread; i < kWalkNumbers; i += 4 * threads)
+            copy_async<16>(shared.steps[stage].data + i, slice.steps_of(head_index, n) + i);
     };
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
 

@@ -55,8 +55,8 @@ struct WalkLayout {
           values(carver, stages, kSide, strips * kTileRows) {
         inverse.first = carver.matrix<float>(corrects ? stages * kSide : 0, kSide, 8);
         inverse.distance = kSide * inverse.first.stride;
-        steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
-        steps.distance = kStepNumbers;
+        steps.first = {carver.take<float>(stages * kWalkNumbers), kWalkNumbers};
+        steps.distance = kWalkNumbers;
         decays.distance = corrects ? kBlocks * key_rows : key_rows + strips * kTileRows;
         decays.first = {carver.take<float>(decayed ? stages * decays.distance : 0), key_rows};
         scores = Stages<Factor<T>>(carver, corrects && backward ? stages : 0, kSide, kSide);
