@@ -307,8 +307,7 @@ std::vector<int64_t> plan(const std::string& operation, at::IntArrayRef sizes, S
     const int32_t type = dtype_of("v", dtype);
     if (fastweights_choose(number, &given, type, gated, decays, device) == kRecurrent) return {};
     const ChunkedPlan made = fastweights_chunked_plan(number, &given, type, gated, decays, device);
-    return {made.chunk,    made.columns, made.blocks, made.stages, made.threads,
-            made.segments, made.at_once, made.shared, made.walk};
+    return {made.columns, made.blocks, made.stages, made.threads, made.segments, made.shared};
 }
 
 }  // namespace

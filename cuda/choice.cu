@@ -1,12 +1,11 @@
 // Which algorithm runs, recurrent or chunked: what the chunked kernels take, and where they should be faster.
-#include "choice.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 
 #include "chunked/plan.h"
+#include "chunked/stages.h"
 
 namespace fairseq_fastweights {
 
@@ -39,8 +38,10 @@ const StepCosts kOfSteps[4][3] = {
     {{2100, 2200}, {4100, 3700}, {7600, 4700}},
 };
 
+bool is_backward(int32_t operation) { return operation == kDiagonalBackward || operation == kDeltaBackward; }
+
 double recurrent_cycles(int32_t operation, const Sizes& sizes, bool gated, bool separate_decays) {
-    const bool backward = operation == kDiagonalBackward || operation == kDeltaBackward;
+    const bool backward = is_backward(operation);
     const StepCosts& costs = kOfSteps[operation][separate_decays ? 2 : gated];
     const double heads = static_cast<double>(sizes.batch) * sizes.heads / multiprocessors();
     // With the delta rule heads of 4 keys take about as long as of 16.
@@ -73,35 +74,17 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
     // Before 8.0 tensor cores multiply float16 alone: no tf32, no bfloat16, and no asynchronous copies either.
     if (capability < 80) return {};
     if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return {};
-    const int limit = shared_memory_of(capability);
-    const bool of_values = separate_decays > 1;  // decays of values are told apart as 2
-    switch (operation) {
-        case kDiagonalForward:
-            return separate_decays ? chunked_plan_decays_forward(*sizes, dtype, of_values, limit)
-                                   : chunked_plan_diagonal_forward(*sizes, dtype, gated != 0, limit);
-        case kDiagonalBackward:
-            return separate_decays ? chunked_plan_decays_backward(*sizes, dtype, of_values, limit)
-                                   : chunked_plan_diagonal_backward(*sizes, dtype, gated != 0, limit);
-        case kDeltaForward:
-            return separate_decays ? chunked_plan_delta_decays_forward(*sizes, dtype, limit)
-                                   : chunked_plan_delta_forward(*sizes, dtype, gated != 0, limit);
-        case kDeltaBackward:
-            return separate_decays ? chunked_plan_delta_decays_backward(*sizes, dtype, limit)
-                                   : chunked_plan_delta_backward(*sizes, dtype, gated != 0, limit);
-        default: return {};
-    }
-}
-
-extern "C" int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype,
-                                                int32_t separate_decays, int32_t capability) {
-    // With a gate: that takes more room than without.
-    return fastweights_chunked_plan(operation, sizes, dtype, 1, separate_decays, capability).chunk > 0;
+    const bool corrects = operation >= kDeltaForward, decays = separate_decays != 0;
+    // Decays of values are told apart as 2.
+    const RulePass pass{corrects, gated && !decays, decays, separate_decays > 1 && !corrects, is_backward(operation)};
+    return (pass.backward ? chunked_plan_backward : chunked_plan_forward)(*sizes, dtype, pass,
+                                                                          shared_memory_of(capability));
 }
 
 extern "C" int32_t fastweights_choose(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
                                       int32_t separate_decays, int32_t capability) {
     const ChunkedPlan plan = fastweights_chunked_plan(operation, sizes, dtype, gated, separate_decays, capability);
-    if (plan.chunk == 0 || sizes->batch == 0) return kRecurrent;
+    if (plan.columns == 0) return kRecurrent;
     const double recurrent = recurrent_cycles(operation, *sizes, gated != 0, separate_decays != 0);
     return chunked_is_faster(plan, sizes->time, recurrent) ? kChunked : kRecurrent;
 }

@@ -84,15 +84,13 @@ using Features = FeaturesOf<int32_t>;
 using Gating = GatingOf<int32_t>;            // `fastweights_gating_parts` parts, d_log_rate (parts, channels)
 using Convolution = ConvolutionOf<int32_t>;  // `fastweights_convolution_parts` parts
 
-// How a chunked launch divides the work: into chunks of so many steps, and a head's values into `blocks` of `columns`;
-// `segments` of the time are worked on side by side, as many as suit the current device; 0 for a batch of 0. `chunk` is 0
-// where the chunked kernels do not take the sizes.
+// How the walk of a chunked launch divides the work: a head's values into `blocks` of `columns`, and the time into `segments`
+// side by side, as many as suit the current device. `columns` is 0 where the chunked kernels do not take the sizes, and for a
+// batch of 0.
 struct ChunkedPlan {
-    int32_t chunk, columns, blocks, stages, threads, segments;
-    int32_t at_once;  // blocks that a multiprocessor has room for, 4 at most
-    int32_t walk;     // 1: what chunks do not need of one another is done side by side, and the rest is of states alone
-    int64_t shared;   // bytes of a block's memory
-    double cycles;    // that it takes, about
+    int32_t columns, blocks, stages, threads, segments;
+    int64_t shared;  // bytes of a block's memory
+    double cycles;   // that the launch takes, about
 };
 
 enum Operation : int32_t { kDiagonalForward = 0, kDiagonalBackward = 1, kDeltaForward = 2, kDeltaBackward = 3 };
@@ -134,12 +132,8 @@ size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params);
 size_t fastweights_delta_backward_recurrent_workspace(const RuleBackward* params);
 size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params);
 
-// True if the chunked kernels take this: `dtype` of q, k and v, `separate_decays` 1 with decays of keys or an erase key, 2
-// with decays of values, too, and 0 with neither, `capability` 10 * major + minor.
-int32_t fastweights_chunked_supports(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t separate_decays,
-                                     int32_t capability);
-
-// Their plan; `gated` whether there is a log_gate.
+// The plan of the chunked kernels: `dtype` of q, k and v, `gated` whether there is a log_gate, `separate_decays` 1 with decays of
+// keys or an erase key, 2 with decays of values, too, and 0 with neither, `capability` 10 * major + minor.
 ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
                                      int32_t separate_decays, int32_t capability);
 

@@ -18,9 +18,7 @@
 // float16 loses of the smallest, is no more than what storing the inputs did.
 #pragma once
 
-#include "../carried_decays.cuh"
 #include "block.cuh"
-#include "segments.cuh"
 
 namespace fairseq_fastweights {
 
@@ -28,44 +26,6 @@ constexpr int kSteps = 16;  // of a chunk
 constexpr int kHalf = kSteps / 2;
 constexpr int kLevels = 4;  // halves of 1, 2, 4 and 8 steps
 static_assert(1 << kLevels == kSteps, "halved down to single steps");
-constexpr int kDecayThreads = 256;
-constexpr int kMostDecays = 2 * kDecayThreads;  // of keys, two to a thread (PassedLogs)
-
-// The plan of the most columns that fits; measure(plan) gives its bytes of shared memory, resident(plan) the blocks
-// whose registers a multiprocessor has room for, 0 where a block's own are too many. `chunk` is 0 if none fits.
-template <typename Measure, typename Resident>
-Plan find_decay_plan(const Sizes& sizes, const Device& device, Measure measure, Resident resident) {
-    if (sizes.key_dim > kMostDecays) return Plan{};
-    if (sizes.interval > 0 && sizes.interval < sizes.time && sizes.interval % kSteps != 0) return Plan{};
-    AskedPlan asked = device.asked;
-    asked.stages = 0;  // there is one
-    const int value_columns = round_up(sizes.value_dim, 16);
-    for (int columns = value_columns <= 128 ? value_columns : 128;; columns = round_up(columns / 2, 16)) {
-        Plan plan{kSteps,  round_up(sizes.key_dim, 16),
-                  columns, (sizes.value_dim + columns - 1) / columns,
-                  1,       kDecayThreads,
-                  0,       0};
-        plan.shared = measure(plan);
-        plan.resident = resident(plan);
-        if (plan.resident > 0 && plan.shared <= static_cast<size_t>(device.limit) && asked.allows(plan)) return plan;
-        if (columns == 16) return Plan{};
-    }
-}
-
-// In the place of Walk for a chunk's rows: 16 threads to a row, no divisions to find, or to keep.
-struct StepWalk {
-    static constexpr int kAcross = kDecayThreads / kSteps;
-    int row, column, width;
-
-    __device__ __forceinline__ explicit StepWalk(int width)
-        : row(opaque_thread() / kAcross), column(opaque_thread() % kAcross - kAcross), width(width) {
-        next();
-    }
-    __device__ __forceinline__ void next() {
-        column += kAcross;
-        if (column >= width) row = kSteps;
-    }
-};
 
 // ---- A dimension of a chunk, in a thread's registers ----------------------------------------------------------------
 
@@ -93,14 +53,6 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
         load(static_cast<const float*>(logs.data) + first);
     else
         load(static_cast<const T*>(logs.data) + first);
-}
-
-// One of two sequences, chosen anew at each use; field by field, as the address of a parameter would put it into
-// memory.
-__device__ __forceinline__ Sequence either(const Sequence& first, const Sequence& other, bool of_other) {
-    const int second = opaque(static_cast<int>(of_other));
-    return {second ? other.data : first.data, second ? other.batch : first.batch, second ? other.time : first.time,
-            second ? other.head : first.head, second ? other.dtype : first.dtype};
 }
 
 __device__ __forceinline__ void exponentiate(float (&logs)[kSteps]) {
@@ -263,92 +215,5 @@ __device__ __forceinline__ void write_outputs(const Matrix<float>& reads, const 
         to.set(t, product * to.get(t) + sum);
     }
 }
-
-// ---- Products -------------------------------------------------------------------------------------------------------
-
-// Deals work out to the block's warps in turn, what comes next to those that have had less.
-struct Deal {
-    int next = 0;
-
-    // f(i) for i < count.
-    template <typename F>
-    __device__ __forceinline__ void each(int count, F f) {
-        constexpr int kWarps = kDecayThreads / kWarp;
-        for (int i = (opaque_thread() / kWarp + kWarps - next) % kWarps; i < count; i += kWarps) f(i);
-        next = (next + count) % kWarps;
-    }
-    // f(tile) for the tiles of a chunk's rows of `columns`.
-    template <typename F>
-    __device__ __forceinline__ void tiles(int columns, F f) {
-        each((columns + kTileColumns - 1) / kTileColumns, [&](int i) {
-            Tile tile(0, i * kTileColumns, columns);
-            f(tile);
-        });
-    }
-};
-
-// A level's weights(t, s) = <late_t, early_s decayed from s to t>, and `Mirrored` at (s, t) too; level kLevels has
-// those of s = t. Of `late_levels` the x of second halves are read, of `early_levels` those of first ones. By a warp.
-template <int Passes, bool Mirrored, typename W, typename T>
-__device__ __forceinline__ void weigh_pairs(const Matrix<W>& weights, const Matrix<T>& late, const Matrix<T>& early,
-                                            const Stages<T>& late_levels, const Stages<T>& early_levels, int columns,
-                                            int level) {
-    const bool same = level == kLevels;
-    const int scaled = same ? 0 : level;
-    Tile tile(0, 0, kSteps);
-    multiply_stored<Passes, false, true>(tile, 0, columns, late_levels[scaled].either(late, same),
-                                         early_levels[scaled].either(early, same));
-    const int least = same ? 0 : 1 << level, end = same ? 1 : 2 << level;
-    tile.each([&](int t, int s, float& value) {
-        const int apart = t ^ s;  // its highest bit tells the level
-        if (s > t || apart < least || apart >= end) return;
-        weights(t, s) = narrow<W>(value);
-        if (Mirrored) weights(s, t) = narrow<W>(value);
-    });
-}
-
-// state = (rows columns^T) * state + left^T right, both (16, .); f(tile) with what becomes of each tile. `columns` may be
-// nullptr, for ones.
-template <int Passes, typename State, typename Columns, typename T, typename U, typename F>
-__device__ __forceinline__ void pass_chunk(State& state, const float* rows, Columns columns, const Matrix<T>& left,
-                                           const Matrix<U>& right, const Plan& plan, F f) {
-    state.each(plan.key_rows, plan.columns, [&](Tile& tile) {
-        tile.each([&](int i, int j, float& value) {
-            if constexpr (kScaled<Columns>)
-                value *= rows[i] * columns[j];
-            else
-                value *= rows[i];
-        });
-        multiply_stored<Passes, true, false>(tile, 0, kSteps, left, right);
-        f(tile);
-    });
-}
-
-// The factors of a segment's decays, by sums of their logs: products of rounded factors would drift over thousands of steps
-// with gates near 1. Thread i keeps columns i and i + 256.
-struct PassedLogs {
-    static constexpr int kColumns = kMostDecays / kDecayThreads;
-    float logs[kColumns] = {};
-
-    __device__ __forceinline__ void add(const Sequence& x, int batch, int head, int first, int dim, int columns,
-                                        int start, int time) {
-        if (x.data == nullptr) return;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const int column = threadIdx.x + i * kDecayThreads;
-            if (column >= columns || first + column >= dim) continue;
-            for (int t = start; t < min(time, start + kSteps); ++t)
-                logs[i] +=
-                    load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head + first + column);
-        }
-    }
-    __device__ __forceinline__ void store(float* to, int first, int dim, int columns) const {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const int column = threadIdx.x + i * kDecayThreads;
-            if (column < columns && first + column < dim) to[first + column] = expf(logs[i]);
-        }
-    }
-};
 
 }  // namespace fairseq_fastweights

@@ -6,16 +6,6 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kDecayBlocks = 1;  // backwards, on a multiprocessor
-
-// A block's part of a state. Beside 4 full tiles to a warp a dimension's gradients would not have their registers: such
-// tiles are of 16 columns.
-template <int Places>
-using DecayState = StateTiles<Places, Places == kMostPlaces ? kTileParts / 2 : kTileParts>;
-inline bool has_registers(const Plan& plan) {
-    return plan.places() < kMostPlaces || (plan.places() == kMostPlaces && plan.columns == kTileColumns / 2);
-}
-
 // The pairs of steps from `First` on, half of a chunk, that are parted at the middles of 2 Half of them.
 template <int Half, int First>
 __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],

@@ -119,10 +119,10 @@ struct GateGradient {
     float* steps;
     int length;  // of an array by tile across and step
 
-    __host__ __device__ GateGradient(Carver& carver, const Plan& plan, bool gated)
-        : inside{carver.take<float>(gated ? plan.chunk * (plan.chunk + 1) : 0), plan.chunk + 1},
-          length(plan.chunk * round_up(plan.key_rows, kTileColumns) / kTileColumns) {
-        steps = carver.take<float>(gated ? 3 * length + plan.threads / kWarp : 0);
+    __host__ __device__ GateGradient(Carver& carver, int chunk, int keys, int threads, bool gated)
+        : inside{carver.take<float>(gated ? chunk * (chunk + 1) : 0), chunk + 1},
+          length(chunk * round_up(keys, kTileColumns) / kTileColumns) {
+        steps = carver.take<float>(gated ? 3 * length + threads / kWarp : 0);
     }
 
     __device__ __forceinline__ float* read() const { return steps; }

@@ -20,7 +20,6 @@
 // of dP; what decays of the other side scale, and dP, is from the local stage.
 #include "blocks.cuh"
 #include "stages.cuh"
-#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -45,8 +44,7 @@ struct GradientLayout {
           erase(carver.matrix<T>(Corrects && Decays ? kSide : 0, keys)), d_out(carver.matrix<T>(kSide, values)),
           update(matrix_of_writes<T, Corrects>(carver, values)),
           d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)), d_scores(carver, kSide, kSide),
-          pairs(carver, kSide, kSide), steps(carver),
-          gradient(carver, Plan{kSide, kWidest, 0, 0, 0, kTileThreads, 0, 0}, Gated) {
+          pairs(carver, kSide, kSide), steps(carver), gradient(carver, kSide, kWidest, kTileThreads, Gated) {
         d_beta = carver.take<float>(2 * kSide);
         if (Decays) decays.keep(carver, Corrects, keys);
         Carver later = carver;
@@ -426,21 +424,29 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
     });
 }
 
-}  // namespace
-
-ChunkedPlan walked_plan_backward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
-    rule.backward = true;
-    return walked_plan<GradientLayout>(sizes, dtype, rule, limit);
-}
-
-cudaError_t walked_backward(const RuleBackward& p, bool corrects, cudaStream_t stream) {
+cudaError_t run(const RuleBackward& p, bool corrects, cudaStream_t stream) {
     return run_walked<GradientLayout>(p, pass_of(p, corrects, true), [&](const WalkPlan& plan, auto zero) {
         return run_pass<decltype(zero)>(p, plan, stream);
     });
 }
 
-size_t walked_backward_workspace(const RuleBackward& p, bool corrects) {
-    return walked_workspace<GradientLayout>(p, pass_of(p, corrects, true));
+}  // namespace
+
+ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
+    return walked_plan<GradientLayout>(sizes, dtype, pass, limit);
+}
+
+extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
+    return run(*params, false, stream);
+}
+extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
+    return run(*params, true, stream);
+}
+extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params) {
+    return walked_workspace<GradientLayout>(*params, pass_of(*params, false, true));
+}
+extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
+    return walked_workspace<GradientLayout>(*params, pass_of(*params, true, true));
 }
 
 }  // namespace fairseq_fastweights

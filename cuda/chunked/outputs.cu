@@ -9,7 +9,6 @@
 // what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
 #include "blocks.cuh"
 #include "stages.cuh"
-#include "stages.h"
 
 namespace fairseq_fastweights {
 namespace {
@@ -204,20 +203,29 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
     });
 }
 
-}  // namespace
-
-ChunkedPlan walked_plan_forward(const Sizes& sizes, int32_t dtype, RulePass rule, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, rule, limit);
-}
-
-cudaError_t walked_forward(const RuleForward& p, bool corrects, cudaStream_t stream) {
+cudaError_t run(const RuleForward& p, bool corrects, cudaStream_t stream) {
     return run_walked<OutputLayout>(p, pass_of(p, corrects, false), [&](const WalkPlan& plan, auto zero) {
         return run_pass<decltype(zero)>(p, plan, stream);
     });
 }
 
-size_t walked_forward_workspace(const RuleForward& p, bool corrects) {
-    return walked_workspace<OutputLayout>(p, pass_of(p, corrects, false));
+}  // namespace
+
+ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
+    return walked_plan<OutputLayout>(sizes, dtype, pass, limit);
+}
+
+extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream) {
+    return run(*params, false, stream);
+}
+extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
+    return run(*params, true, stream);
+}
+extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params) {
+    return walked_workspace<OutputLayout>(*params, pass_of(*params, false, false));
+}
+extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
+    return walked_workspace<OutputLayout>(*params, pass_of(*params, true, false));
 }
 
 }  // namespace fairseq_fastweights

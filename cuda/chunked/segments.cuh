@@ -1,101 +1,30 @@
-// Long sequences of few heads: the chunks are dealt out to several blocks in segments, so that the device is full.
+// Long sequences of few heads: a walk's chunks are dealt out to several blocks in segments, so that the device is full.
 //
-// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a sweep from zeros), and
-// M, for all segments at once; a second carries the state from segment to segment; the third is the sweep that computes
+// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a walk from zeros), and
+// M, for all segments at once; a second carries the state from segment to segment; the third is the walk that leaves
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M is a number for
-// scalar gates, and a (key_dim, key_dim) matrix for the delta rule, found as the columns of a sweep from the identity.
-// (With decays by dimension it is what those of keys and of values leave: decays.cuh.)
+// scalar gates, and a (key_dim, key_dim) matrix for rules that correct, found as the columns of a walk from the identity.
+// (With decays by dimension that do not correct it is what those of keys and of values leave: ../carried_decays.cuh.)
 #pragma once
 
 #include "block.cuh"
 
 namespace fairseq_fastweights {
 
+// A segment multiplies a state by `passed_floats` numbers: a matrix, decays of keys and values, one number or, for 0, as it is.
 struct Segments {
-    int count;          // 1: the sequence is not divided; 0: there is no plan, or nothing to do
-    int chunks;         // of a segment; the last may have fewer
-    int heads;          // batch * heads
-    int first_of_head;  // blocks of the first launch
-    int state_floats;   // key_dim * value_dim
-    int passed_floats;
+    int count, heads;
     float* states;  // (segment, head, key_dim, value_dim): C, then the states at which the last launch starts
     float* passed;  // (segment, head, passed_floats): M; null where that is 0, for M = 1
+
+    Segments(int count, int heads, int state_floats, int passed_floats, void* workspace)
+        : count(count), heads(heads), states(static_cast<float*>(workspace)),
+          passed(passed_floats == 0 ? nullptr : states + index(count, 0) * state_floats) {}
 
     __host__ __device__ __forceinline__ int64_t index(int segment, int head) const {
         return static_cast<int64_t>(segment) * heads + head;
     }
-
-    // Parts of the workspace: room for states and what is passed, where a sequence is divided. The rest is aligned, too.
-    size_t bytes() const {
-        if (count <= 1) return 0;
-        const size_t floats = static_cast<size_t>(index(count, 0)) * (state_floats + passed_floats);
-        return (floats * sizeof(float) + 255) / 256 * 256;
-    }
-    void place(void* workspace) {
-        states = static_cast<float*>(workspace);
-        passed = passed_floats == 0 ? nullptr : states + index(count, 0) * state_floats;
-    }
 };
-
-// The launches of a pass, and their costs.
-struct Launches {
-    const Costs& costs;
-    bool backward;      // the blocks of a head's columns follow one another, launch by launch
-    int first_of_head;  // blocks of the first launch
-    int passed_floats;  // of M
-};
-
-// Cycles of all launches where time is divided into segments of so many chunks; for 1 segment it is not.
-inline double cycles_of(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device, int count,
-                        int chunks) {
-    const int64_t heads = static_cast<int64_t>(sizes.batch) * sizes.heads;
-    const auto launch = [&](int64_t blocks) {
-        return cycles_of_launch(plan, sizes, pass.costs, device, pass.backward, blocks, chunks);
-    };
-    const double last = pass.backward ? plan.blocks * launch(count * heads) : launch(count * heads * plan.blocks);
-    if (count == 1) return last;
-    const double first = kLaunch + pass.costs.first * (launch((count - 1) * heads * pass.first_of_head) - kLaunch);
-    return first + kCarry + kCarryOver * count + last;
-}
-
-// Divides the time, into segments of at least 4 chunks, where that takes fewer cycles: into as many as fill the device
-// once or twice. `cycles` becomes what the launches take.
-inline Segments find_segments(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device,
-                              double& cycles) {
-    cycles = 0;
-    if (plan.chunk == 0 || sizes.batch * sizes.heads == 0) return Segments{};
-    const int chunks = (sizes.time + plan.chunk - 1) / plan.chunk, heads = sizes.batch * sizes.heads;
-    Segments segments{1,       chunks, heads, pass.first_of_head, sizes.key_dim * sizes.value_dim, pass.passed_floats,
-                      nullptr, nullptr};
-    const auto divide = [&](int count) {
-        segments.chunks = (chunks + count - 1) / count;
-        segments.count = (chunks + segments.chunks - 1) / segments.chunks;
-        return cycles_of(plan, sizes, pass, device, segments.count, segments.chunks);
-    };
-    int best = device.asked.segments;
-    if (best <= 0) {
-        best = 1;
-        double least = divide(1);
-        const int64_t blocks = static_cast<int64_t>(heads) * (pass.backward ? 1 : plan.blocks);
-        for (int fill = 1; fill <= 2; ++fill) {
-            const int count = static_cast<int>(fill * device.processors / blocks);
-            if (count < 2 || chunks / 4 < count) continue;
-            const double cost = divide(count);
-            if (cost < least) {
-                least = cost;
-                best = count;
-            }
-        }
-    }
-    cycles = divide(best < chunks ? best : chunks);
-    return segments;
-}
-
-inline double least_cycles(const Plan& plan, const Sizes& sizes, const Launches& pass, const Device& device) {
-    double cycles = 0;
-    find_segments(plan, sizes, pass, device, cycles);
-    return cycles;
-}
 
 struct Carry {
     const void* first;  // the state before the first segment, or the gradient after the last; null: zeros
@@ -126,11 +55,6 @@ inline cudaError_t launch_carry_scaled(const Segments& segments, const Sizes& si
     const int64_t count = static_cast<int64_t>(segments.heads) * sizes.key_dim * sizes.value_dim;
     return launch(carry_scaled, dim3(static_cast<unsigned>((count + 255) / 256)), dim3(256), 0, stream, segments,
                   carry);
-}
-
-// The columns of a head, where time is divided: its value columns, and the columns of the identity.
-inline int first_blocks(const Plan& plan, const Sizes& sizes) {
-    return plan.chunk == 0 ? 0 : plan.blocks + (sizes.key_dim + plan.columns - 1) / plan.columns;
 }
 
 // M a matrix: 4 columns of a head's state to a block. Four neighbouring threads have a row of M, of which each takes every fourth

@@ -31,8 +31,8 @@ auto with_rule(const RulePass& pass, F f) {
 // the notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log. With gates then for the
 // last stage w_s, D_es, and what D_ts is made of for any pair: from the start of t's block of 16 steps to t, from s to the end
 // of its block, and the gates of each block; rows of pairs (t, s) of one block.
-constexpr int kSide = kLongestChunk;  // a chunk here
-constexpr int kBlocks = 4;            // of a chunk, with decays of keys
+constexpr int kSide = 64;   // steps of a chunk
+constexpr int kBlocks = 4;  // of a chunk, of 16 steps each
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kWalkNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../carried_decays.cuh"
+#include "segments.cuh"
 #include "tiles.cuh"
 #include "walk.cuh"
 
@@ -141,7 +142,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     plan.pass = pass;
     const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
     const bool keeps = kept_states(sizes) > 0;
-    if (heads == 0 || !device.asked.allows_walk() || (keeps && sizes.interval % kSide != 0)) return best;
+    if (heads == 0 || (keeps && sizes.interval % kSide != 0)) return best;
 
     plan.keys = 16;
     while (plan.keys < kMostKeys<T> && plan.keys < sizes.key_dim) plan.keys *= 2;
@@ -183,23 +184,18 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
                 for (int count = 1; count == 1 || plan.slice >= 4 * count; count *= 2) weigh(count);
         }
     }
-    if (device.asked.walk > 0) best.cycles = 0;
     return best;
 }
 
 // The answer about a plan to those who ask.
-inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes, int limit) {
+inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes) {
     if (plan.slice == 0) return ChunkedPlan{};
-    const int columns = plan.strips * 16,
-              at_once = static_cast<int>((static_cast<size_t>(limit) + 1024) / (plan.shared + 1024));
-    return {kSide,
-            columns,
+    const int columns = plan.strips * 16;
+    return {columns,
             (sizes.value_dim + columns - 1) / columns,
             plan.stages,
             plan.strips * plan.parts * kWarp,
             plan.segments_of(plan.slice),
-            std::min(at_once, 4),
-            1,
             static_cast<int64_t>(plan.shared),
             plan.cycles};
 }
@@ -262,10 +258,8 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
     w.first = {first, 1, 0};
     if (w.count > 1) {
         const bool backward = plan.pass.backward;
-        Segments segments{
-            w.count, w.length, w.slice.heads, 0, w.sizes.key_dim * w.sizes.value_dim, passed_floats(plan.pass, w.sizes),
-            nullptr, nullptr};
-        segments.place(room);
+        const Segments segments(w.count, w.slice.heads, w.sizes.key_dim * w.sizes.value_dim,
+                                passed_floats(plan.pass, w.sizes), room);
         const WalkStates all{segments.states, 1, w.slice.heads};
         Walks<Factor<T>> probe = w;
         probe.probe = 1;
@@ -318,7 +312,7 @@ RulePass pass_of(const Params& p, bool corrects, bool backward) {
 template <template <typename, bool, bool, bool, bool> class Layout>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        return describe_walk(find_walk<decltype(zero), Layout>(sizes, Device(limit), pass), sizes, limit);
+        return describe_walk(find_walk<decltype(zero), Layout>(sizes, Device(limit), pass), sizes);
     });
 }
 template <template <typename, bool, bool, bool, bool> class Layout, typename Params>
@@ -329,6 +323,7 @@ size_t walked_workspace(const Params& p, const RulePass& pass) {
 // run(plan, zero of the inputs' type).
 template <template <typename, bool, bool, bool, bool> class Layout, typename Params, typename Run>
 cudaError_t run_walked(const Params& p, const RulePass& pass, Run run) {
+    if (p.sizes.batch == 0) return cudaSuccess;
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         const WalkPlan plan = find_walk<decltype(zero), Layout>(p.sizes, Device(), pass);
         return plan.slice == 0 ? cudaErrorInvalidValue : run(plan, zero);

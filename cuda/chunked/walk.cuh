@@ -1,7 +1,6 @@
 // The arguments of a walk, and a block's shared memory; see walk.cu.
 #pragma once
 
-#include "segments.cuh"
 #include "slices.h"
 #include "strips.cuh"
 

@@ -98,7 +98,7 @@ def cuda_plan(
     """How the CUDA kernels would divide the work of a call; None where they go step by step.
 
     The environment variable ``FASTWEIGHTS_CUDA_ALGORITHM`` ("chunked", "recurrent") asks for either, and
-    ``FASTWEIGHTS_CUDA_PLAN`` (as in "chunk=32 columns=64 stages=1 threads=128 segments=4") for some of these numbers.
+    ``FASTWEIGHTS_CUDA_PLAN`` (as in "columns=64 stages=2 segments=4") for some of these numbers.
 
     Args:
         operation: "diagonal_forward", "diagonal_backward", "delta_forward" or "delta_backward".
@@ -109,11 +109,10 @@ def cuda_plan(
         separate_decays: 1 with decays of keys or an erase key, 2 with decays of values, 0 with neither.
 
     Returns:
-        "chunk": steps that are worked on at once; "columns": values of a block; "blocks" to a head; "stages": chunks
-        whose inputs there is room for (backwards 1); "threads" of a block, without those that only copy; "segments" of
-        the time side by side, as suits the current device, whatever `capability` is; "at_once": blocks that a
-        multiprocessor has room for, 4 at most; "shared": bytes of a block's memory; "walk": 1 where chunks are worked
-        on side by side but for their states, 0 where all of a chunk follows the one before.
+        Of the launch that carries states from chunk to chunk "columns": values of a block; "blocks" to a head;
+        "stages": chunks whose inputs there is room for; "threads" of a block, without those that only copy; "segments"
+        of the time side by side, as suits the current device, whatever `capability` is; "shared": bytes of a block's
+        memory.
 
     Raises:
         BackendUnavailable: if there are no CUDA kernels.
@@ -124,7 +123,7 @@ def cuda_plan(
     major, minor = capability
     given = (operation, sizes, dtype, gated, separate_decays)
     numbers = torch.ops.fairseq_fastweights.cuda_plan(*given, 10 * major + minor)
-    names = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "shared", "walk")
+    names = ("columns", "blocks", "stages", "threads", "segments", "shared")
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 

@@ -6,7 +6,6 @@ Tensors are named as a rule's arguments and the fields in cuda/kernels.h; output
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,6 @@ TOLERANCE = {
     # Of float16 results are rounded to 2^-11, and a step's decay or write strength likewise.
     "chunked": {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
 }
-TOLERANCE["walked"] = TOLERANCE["chunked"]
-WALKS = {"chunked": "walk=-1", "walked": "walk=1"}  # as they are asked for
 
 
 def structures(header: str) -> dict[str, type[ctypes.Structure]]:
@@ -61,11 +58,7 @@ class EmulationError(RuntimeError):
 
 
 class Emulator:
-    """The compiled kernels; sizes are those of struct Sizes.
-
-    `algorithm` is "recurrent" or "chunked" throughout; where it runs, the latter is for one chunk after another, and
-    "walked" for chunks side by side.
-    """
+    """The compiled kernels; sizes are those of struct Sizes, `algorithm` is "recurrent" or "chunked"."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -94,7 +87,7 @@ class Emulator:
 
     def supports(self, operation, sizes, dtype, capability=90, separate_decays=0) -> bool:
         """True if the chunked kernels take the sizes."""
-        return bool(self._ask("chunked_supports", operation, sizes, dtype, separate_decays, capability))
+        return self.plan(operation, sizes, dtype, False, separate_decays, capability).columns > 0
 
     def plan(self, operation, sizes, dtype, gated=False, separate_decays=0, capability=90) -> ctypes.Structure:
         """How a chunked launch would divide the work: a ChunkedPlan."""
@@ -178,15 +171,7 @@ class Emulator:
             elif kind is StepState:
                 value = StepState(tensor.data_ptr(), *tensor.stride()[:3])
             setattr(params, name, value)
-        if algorithm in WALKS:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(
-                    "FASTWEIGHTS_CUDA_PLAN", f"{os.environ.get('FASTWEIGHTS_CUDA_PLAN', '')} {WALKS[algorithm]}"
-                )
-                self._call(f"{operation}_chunked", params)
-            assert algorithm == "chunked" or self.workspaces[operation] > 0, "chunks followed one another"
-        else:
-            self._call(operation + (f"_{algorithm}" if algorithm else ""), params)
+        self._call(operation + (f"_{algorithm}" if algorithm else ""), params)
 
     def _call(self, name: str, params: ctypes.Structure) -> None:
         workspace, size, start = torch.empty(0), 0, 0
