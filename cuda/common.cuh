@@ -217,6 +217,21 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 #endif
 }
 
+// The same where it is `there`, else zeros, and nothing is read.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool there) {
+    static_assert(Bytes == 16, "the size of pieces");
+#if defined(FASTWEIGHTS_EMULATION)
+    emulation::copy_async(shared, global, Bytes, there ? Bytes : 0);
+#elif __CUDA_ARCH__ >= 800
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(there ? 16 : 0)
+                 : "memory");
+#else
+    *static_cast<uint4*>(shared) = there ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
 // Closes the group of copies that this thread issued since the last call.
 __device__ __forceinline__ void copies_commit() {
 #if defined(FASTWEIGHTS_EMULATION)

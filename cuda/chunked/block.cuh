@@ -135,10 +135,7 @@ struct Head {
 // Starts to copy a piece of 16 bytes; zeros if it is not there.
 template <typename T>
 __device__ __forceinline__ void copy_piece(T* to, const T* from, bool there) {
-    if (there)
-        copy_async<16>(to, from);
-    else
-        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    copy_async<16>(to, from, there);
 }
 // Copies rows that are not in pieces, as copy_rows does.
 template <typename Path, typename To, typename T>

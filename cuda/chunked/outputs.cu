@@ -8,61 +8,57 @@
 // corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
 // what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
 #include "blocks.cuh"
+#include "rows.cuh"
 #include "stages.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// Without decays by dimension: warps have 16 steps each, whose pairs stay in their registers.
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
-struct OutputLayout {
-    Matrix<T> q, k;           // of a part of the keys and values, as all here
-    Matrix<Factor<T>> state;  // transposed
-    Matrix<Written<T, Corrects>> update;
+// Without decays by dimension: a part of the keys and values, in `Width` times 16 columns of keys.
+template <typename T, bool Corrects, bool Gated, int Width>
+struct OutputParts {
+    Rows<T, 16 * Width> q, k;
+    Rows<Factor<T>, 16 * Width> state;  // transposed
+    WrittenRows<T, Corrects> update;
     FoundSteps<Gated> steps;
     size_t bytes;
 
-    __host__ __device__ OutputLayout(Carver carver, int keys, int value_columns)
-        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
-          state(carver.matrix<Factor<T>>(value_columns, keys)),
-          update(matrix_of_writes<T, Corrects>(carver, value_columns)), steps(carver, false) {
+    __host__ __device__ OutputParts(Carver carver, int values)
+        : q(carver, kSide), k(carver, kSide), state(carver, values), update(carver, rows_of_writes<Corrects>(values)) {
+        if (Gated) steps = FoundSteps<Gated>(carver);
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated>
-__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 4 : 3)
-    outputs(const RuleForward p, const Slice<Factor<T>> slice, const int key_part, const int value_part) {
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
-    constexpr bool kRounds = sizeof(Written<T, Corrects>) == 4;
+template <typename T, bool Corrects, bool Gated, int Width>
+__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 4 : 2)
+    outputs(const RuleForward p, const Slice<Factor<T>> slice, const int value_part) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputLayout<T, Corrects, Gated, false, false> shared(Carver(memory), key_part, value_part);
+    const OutputParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
     const FoundSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
-    const int start = at.start, time = p.sizes.time, warp = threadIdx.x / kWarp, row = warp * kTileRows;
-    const auto copy_keys = [&](const Matrix<T>& to, const Sequence& x, int key) {
-        copy_steps<kStripThreads>(to, Head<T>(x, at.batch, at.head, key, p.sizes.key_dim),
-                                  min(key_part, slice.key_rows - key), start, time);
+    const int start = at.start, time = p.sizes.time, row = static_cast<int>(threadIdx.x) / kWarp * kTileRows;
+    const auto copy_keys = [&](const Rows<T, kKeys>& to, const Sequence& x, int key) {
+        copy_steps(to, Head<T>(x, at.batch, at.head, key, p.sizes.key_dim), start, time);
     };
     const auto copy_values = [&](int key, int value) {
-        const int keys = min(key_part, slice.key_rows - key), values = min(value_part, slice.columns - value);
-        copy_found<kStripThreads>(
-            shared.state, slice.state_of(slice.states, at.local, at.n) + value * slice.key_rows + key, slice.key_rows,
-            values, keys);
-        if (key == 0) copy_writes<Corrects, kStripThreads>(shared.update, slice, at, p.v, p.sizes, value, values);
+        const int values = min(value_part, slice.columns - value);
+        copy_pieces(shared.state, slice.state_of(slice.states, at.local, at.n) + value * slice.key_rows + key,
+                    slice.key_rows, values, values, slice.key_rows - key);
+        if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
     };
 
     // The first parts of all are on their way at once, those that are needed first before the others.
-    const bool all_keys = slice.key_rows <= key_part;
     copy_keys(shared.q, p.q, 0);
     copy_keys(shared.k, p.k, 0);
-    if constexpr (Gated) steps.template copy<kStripThreads>(slice.steps_of(at.local, at.n), false);
+    if constexpr (Gated) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
     copy_values(0, 0);
     copies_commit();
     Strip<kSide / 8> scores;
     scores.clear();
-    for (int key = 0; key < slice.key_rows; key += key_part) {
+    for (int key = 0; key < slice.key_rows; key += kKeys) {
         if (key > 0) {
             __syncthreads();
             copy_keys(shared.q, p.q, key);
@@ -73,8 +69,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 4 : 3)
             copies_wait<1>();
         }
         __syncthreads();
-        multiply_rows<kPasses, false, false>(scores, warp + 1, shared.q, row, 0, min(key_part, slice.key_rows - key),
-                                             shared.k);
+        multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width);
     }
     steps.template keep_pairs<true>(scores, row);
     if constexpr (Gated && !Corrects) scores.scale(steps.strengths());
@@ -82,24 +77,37 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 4 : 3)
         const int values = min(value_part, slice.columns - value);
         Strip<kWidest / 8> out;
         out.clear();
-        for (int key = 0; key < slice.key_rows; key += key_part) {
-            if (key > 0 || value > 0 || !all_keys) {
+        for (int key = 0; key < slice.key_rows; key += kKeys) {
+            const bool there = slice.key_rows <= kKeys;  // all keys
+            if (key > 0 || value > 0 || !there) {
                 __syncthreads();
-                if (!all_keys) copy_keys(shared.q, p.q, key);
+                if (!there) copy_keys(shared.q, p.q, key);
                 if (key > 0 || value > 0) copy_values(key, value);
                 copies_commit();
             }
             copies_wait<0>();
             __syncthreads();
-            multiply_rows<kPasses, false, false>(out, values / kTileRows, shared.q, row, 0,
-                                                 min(key_part, slice.key_rows - key), shared.state);
+            each_columns(out, values / 16, [&](auto& part, int first) {
+                multiply_rows<kPasses, false, false>(part, shared.q, row, shared.state.from(first, 0), Width);
+            });
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
-        multiply_kept<kPasses, !Corrects, Part::kAll, false, kRounds>(out, scores, shared.update, warp + 1,
-                                                                      values / kTileRows);
+        each_columns(out, values / 16, [&](auto& part, int first) {
+            multiply_kept<kPasses, !Corrects, Part::kAll, false, sizeof(Written<T, Corrects>) == 4>(
+                part, scores, Corrects ? shared.update.from(first, 0) : shared.update.from(0, first));
+        });
         out.store_rows(Head<T>(p.out, at.batch, at.head, value, p.sizes.value_dim), values, start + row, time);
     }
 }
+
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
+struct OutputLayout {
+    size_t bytes;
+    OutputLayout(const Carver& carver, int keys, int values)
+        : bytes(with_width(keys, [&](auto width) {
+              return OutputParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
+          })) {}
+};
 
 // With them: pairs, and queries with the decays from the chunk's start, are from the local stage.
 template <typename T, bool Corrects, bool Gated, bool Values>
@@ -197,8 +205,10 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
                 return launch(decayed_outputs<T, corrects, values>, grid, dim3(kTileThreads), plan.last_shared, stream,
                               p, queries, slice, plan.key_part, plan.value_part);
             else
-                return launch(outputs<T, corrects, gated>, grid, dim3(kStripThreads), plan.last_shared, stream, p,
-                              slice, plan.key_part, plan.value_part);
+                return with_width(plan.key_part, [&](auto width) {
+                    return launch(outputs<T, corrects, gated, width>, grid, dim3(kStripThreads), plan.last_shared,
+                                  stream, p, slice, plan.value_part);
+                });
         });
     });
 }

@@ -91,18 +91,18 @@ struct Strip {
         if constexpr (sizeof(F) == 2) {
             static_assert(N % 2 == 0, "two groups of places are exchanged");
             const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
+            const int first = 8 * odd + member / 2 * 4;
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                const int place = 8 * (n + odd) + member / 2 * 4;
+            for (int half = 0; half < 2; ++half) {
+                F* const row = to + (group + 8 * half) * stride + first;
+                const int left = group + 8 * half < rows ? places - first : 0;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                for (int n = 0; n < N; n += 2) {
                     const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
-                    const unsigned first = narrow_pair<F>(x[0], x[1]).bits(),
-                                   second = narrow_pair<F>(y[0], y[1]).bits();
-                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
-                    if (place < places && group + 8 * half < rows)
-                        *reinterpret_cast<uint2*>(to + (group + 8 * half) * stride + place) =
-                            make_uint2(odd ? other : first, odd ? second : other);
+                    const unsigned one = narrow_pair<F>(x[0], x[1]).bits(), two = narrow_pair<F>(y[0], y[1]).bits();
+                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
+                    if (8 * n < left)
+                        *reinterpret_cast<uint2*>(row + 8 * n) = make_uint2(odd ? other : one, odd ? two : other);
                 }
             }
             return;
@@ -123,30 +123,24 @@ struct Strip {
         });
     }
 
-    // Sums over places of term(place, column, value), handed to one lane for each column: done(column, sum).
-    template <typename F, typename G>
-    __device__ __forceinline__ void sum_places(F term, G done) {
-        float sums[2] = {0.0f, 0.0f};
-        const int group = warp_lane() / 4;
+    // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
+    template <typename By>
+    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) const {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[i / 2] += term(8 * n + warp_lane() % 4 * 2 + i % 2, group + i / 2 * 8, value[n][i]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
-            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
-            if (warp_lane() % 4 == 0) done(group + 8 * half, sums[half]);
-        }
+            for (int half = 0; half < 2; ++half) {
+                const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(
+                    &by(group + 8 * half, 8 * n + 2 * member));
+                sums[half] += value[n][2 * half] * widen<float>(pair.x) + value[n][2 * half + 1] * widen<float>(pair.y);
+            }
     }
 
-    // To rows of places in shared memory, a row for each column, from `row` on; only the first `places`.
-    template <typename T>
-    __device__ __forceinline__ void write(const Matrix<T>& to, int row, int places) {
-        each_pair([&](int place, int j, float x, float y) {
-            if (place / 16 < places / 16) put_pair(&to(row + j, place), x, y);
-        });
+    // To rows of places in shared memory, a row for each column.
+    template <typename To>
+    __device__ __forceinline__ void write(const To& to) {
+        each_pair([&](int place, int j, float x, float y) { put_pair(&to(j, place), x, y); });
     }
 
     // To rows of a sequence, `to` beginning at the strip's first column: place p is step `start` + p.
@@ -189,25 +183,22 @@ __device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& 
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right, over the first 16 `inner` places, for the first 16 `across` columns of `right`. With `RowsInner` rows of
-// `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it, and beside float16
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it, and beside float16
 // if that is `Exact`; else all is multiplied in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is
 // rounded to it.
 template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, bool Rounds = false, int N, int M,
-          typename T, template <typename> class Right>
-__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right<T>& right,
-                                              int inner_blocks = M / 2, int across = N / 2) {
+          typename Right>
+__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right& right) {
+    using T = typename Right::Element;
     const int lane = warp_lane();
     if constexpr (kRounded<T> || (Exact && sizeof(T) == 2)) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
         for (int e = 0; e < M / 2; ++e) {
-            if (e >= inner_blocks) break;
             unsigned a[4];
             narrow_places<T>(a, left, e);
 #pragma unroll
             for (int n = 0; n < N / 2; ++n) {
-                if (n >= across) break;
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 unsigned b[4];
                 load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
@@ -220,12 +211,10 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
         const int group = lane / 4, member = lane % 4;
 #pragma unroll
         for (int e = 0; e < M; ++e) {
-            if (e / 2 >= inner_blocks) break;
             const KeptFactor<Passes> factor(left.value[e]);
             const int inner = 8 * e + 2 * member;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                if (n / 2 >= across) break;
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 const int column = 8 * n + group;
                 Pair<T> pair;
@@ -239,58 +228,6 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
                 else
                     factor.multiply(sums.value[n], first, second);
             }
-        }
-    }
-}
-
-// Takes what a product's left factor is, and does nothing with it.
-struct Unseen {
-    __device__ __forceinline__ void operator()(int, int, float, float) const {}
-};
-
-// sums += left right, where 16 rows of the left factor, from `row` on, are in shared memory as well: over the inner places from
-// `begin` to `end`, for the first 16 `across` columns of `right`. Of a `Turned` left factor places are (inner, row). see(column
-// of the strip, inner place, x, y) for this lane's pairs of the left factor.
-template <int Passes, bool Turned, bool RowsInner, int N, typename A, typename B, typename See = Unseen>
-__device__ __forceinline__ void multiply_rows(Strip<N>& sums, int across, const Matrix<A>& left, int row, int begin,
-                                              int end, const Matrix<B>& right, See see = See()) {
-    const int lane = warp_lane(), group = lane / 4, member = lane % 4;
-    constexpr bool kSees = !std::is_same<See, Unseen>::value;
-    if constexpr (sizeof(A) == 2 && std::is_same<A, B>::value) {
-        const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-#pragma unroll 2
-        for (int inner = begin; inner < end; inner += 16) {
-            unsigned a[4];
-            load_matrices<Turned>(a, Turned ? &left(inner + third + low, row + second)
-                                            : &left(row + second + low, inner + third));
-            if constexpr (kSees) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Pair<A> pair = Pair<A>::of_bits(a[i]);
-                    see(group + i % 2 * 8, inner + 2 * member + i / 2 * 8, widen<float>(pair.x), widen<float>(pair.y));
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                if (n >= across) break;
-                unsigned b[4];
-                load_matrices<RowsInner>(b, RowsInner ? &right(inner + second + low, 16 * n + third)
-                                                      : &right(16 * n + third + low, inner + second));
-                mma_stored<A>(sums.value[2 * n], a, {b[0], b[1]});
-                mma_stored<A>(sums.value[2 * n + 1], a, {b[2], b[3]});
-            }
-        }
-    } else {
-#pragma unroll 1
-        for (int inner = begin; inner < end; inner += 16) {
-            Strip<2> part;
-            part.each_pair([&](int place, int j, float& x, float& y) {
-                x = Turned ? left.get(inner + place, row + j) : left.get(row + j, inner + place);
-                y = Turned ? left.get(inner + place + 1, row + j) : left.get(row + j, inner + place + 1);
-                if constexpr (kSees) see(j, inner + place, x, y);
-            });
-            const Matrix<B> from{RowsInner ? &right(inner, 0) : &right(0, inner), right.stride};
-            multiply_kept<Passes, RowsInner, Part::kAll, false, sizeof(B) == 4>(sums, part, from, 1, across);
         }
     }
 }

@@ -9,7 +9,6 @@
 namespace fairseq_fastweights {
 
 constexpr int kTileThreads = 256;  // 8 warps, a tile of 64 x 64 each
-constexpr int kStripThreads = kSide / kTileRows * kWarp;  // of a block whose warps have 16 steps of the chunk each
 
 // This warp's tile of a (kSide, columns) matrix, up to 64 columns; of those beyond it `is_in` says no.
 __device__ __forceinline__ Tile own_tile(int columns) {
@@ -24,9 +23,9 @@ constexpr int kWidest = 64;  // keys, or values, that are taken at once
 
 // f(row, column) for this thread's pieces of 16 bytes of up to kSide rows of up to kWidest numbers. A thread has one column,
 // which is found without a division.
-template <typename T, int Threads = kTileThreads, typename F>
+template <typename T, typename F>
 __device__ __forceinline__ void each_piece(int rows, int columns, F f) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = kWidest / kPiece, kDown = Threads / kAcross;
+    constexpr int kPiece = 16 / sizeof(T), kAcross = kWidest / kPiece, kDown = kTileThreads / kAcross;
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
     if (column >= columns) return;
 #pragma unroll
@@ -35,19 +34,19 @@ __device__ __forceinline__ void each_piece(int rows, int columns, F f) {
 }
 
 // Starts to copy a chunk's steps, from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
-template <int Threads = kTileThreads, typename T>
+template <typename T>
 __device__ __forceinline__ void copy_steps(const Matrix<T>& to, const Head<T>& from, int columns, int start, int time) {
     if (!from.in_pieces(columns)) return copy_elements(to, from, kSide, Walk(columns), start, time);
-    each_piece<T, Threads>(kSide, columns, [&](int row, int column) {
+    each_piece<T>(kSide, columns, [&](int row, int column) {
         copy_piece(&to(row, column), from.data + (start + row) * from.stride + column,
                    start + row < time && column < from.dim);
     });
 }
 
 // Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
-template <int Threads = kTileThreads, typename F>
+template <typename F>
 __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, int stride, int rows, int columns) {
-    each_piece<F, Threads>(rows, columns,
+    each_piece<F>(rows, columns,
                   [&](int row, int column) { copy_async<16>(&to(row, column), from + row * stride + column); });
 }
 
@@ -129,69 +128,6 @@ struct ChunkSteps {
     }
 };
 
-// What a chunk's local stage left by step, in shared memory.
-template <bool Gated>
-struct FoundSteps {
-    float* numbers;
-
-    FoundSteps() = default;
-    // Without gates there is nothing but beta.
-    __host__ __device__ FoundSteps(Carver& carver, bool any)
-        : numbers(carver.take<float>(Gated ? kGateNumbers : any ? kSide : 0)) {}
-    // Starts to copy them.
-    template <int Threads>
-    __device__ __forceinline__ void copy(const float* from, bool any) const {
-        const int count = Gated ? kGateNumbers : any ? kSide : 0;
-        for (int i = 4 * threadIdx.x; i < count; i += 4 * Threads) copy_async<16>(numbers + i, from + i);
-    }
-    __device__ __forceinline__ float beta(int t) const { return numbers[kBeta + t]; }
-    __device__ __forceinline__ float from_start(int t) const { return Gated ? numbers[kFromStart + t] : 1.0f; }
-    __device__ __forceinline__ float to_end(int t) const { return Gated ? numbers[kToChunkEnd + t] : 1.0f; }
-    __device__ __forceinline__ float whole() const { return Gated ? numbers[kWholeGate] : 1.0f; }
-    __device__ __forceinline__ float strength(int s) const { return Gated ? numbers[kStrength + s] : 1.0f; }
-    __device__ __forceinline__ const float* strengths() const { return numbers + kStrength; }
-
-    // Of a strip whose columns are steps t of block `row` / 16 and whose places are steps s: the pairs with s < t, or with s <= t,
-    // times D_ts; 0 for others of that block. Blocks behind it are left as they are.
-    template <bool Diagonal>
-    __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
-        const int group = warp_lane() / 4, member = warp_lane() % 4, last = row / kGateBlock;
-        float from_block[2], middle = 1.0f;
-        if constexpr (Gated)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) from_block[half] = numbers[kFromBlock + row + group + 8 * half];
-#pragma unroll
-        for (int block = kBlocks - 1; block >= 0; --block) {
-            if (block > last) continue;
-            if (block < last - 1 && Gated) middle *= numbers[kOfBlock + block + 1];
-#pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const int s = 8 * part + 2 * member;
-                float(&value)[4] = pairs.value[2 * block + part];
-                if (block == last) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int t = group + 8 * half;
-                        float2 gates = make_float2(1.0f, 1.0f);
-                        if constexpr (Gated)
-                            gates = *reinterpret_cast<const float2*>(numbers + kWithin + (row + t) * kWithinRow + s);
-                        value[2 * half] = s + !Diagonal <= t ? value[2 * half] * gates.x : 0.0f;
-                        value[2 * half + 1] = s + 1 + !Diagonal <= t ? value[2 * half + 1] * gates.y : 0.0f;
-                    }
-                } else if constexpr (Gated) {
-                    const float2 to_end =
-                        *reinterpret_cast<const float2*>(numbers + kToBlockEnd + block * kGateBlock + s);
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        value[2 * half] *= to_end.x * middle * from_block[half];
-                        value[2 * half + 1] *= to_end.y * middle * from_block[half];
-                    }
-                }
-            }
-        }
-    }
-};
-
 // Which chunk of which head a block is: `local` counts the slice's heads, `start` is the chunk's first step.
 struct Place {
     int local, n, batch, head, start;
@@ -228,13 +164,13 @@ __host__ __device__ Matrix<Written<T, Corrects>> matrix_of_writes(Carver& carver
 }
 
 // Starts to copy `values` of them from `value` on.
-template <bool Corrects, int Threads = kTileThreads, typename U, typename F>
+template <bool Corrects, typename U, typename F>
 __device__ __forceinline__ void copy_writes(const Matrix<U>& to, const Slice<F>& slice, const Place& at,
                                             const Sequence& v, const Sizes& sizes, int value, int values) {
     if constexpr (Corrects)
-        copy_found<Threads>(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, kSide);
+        copy_found(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, kSide);
     else
-        copy_steps<Threads>(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), values, at.start, sizes.time);
+        copy_steps(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), values, at.start, sizes.time);
 }
 
 }  // namespace fairseq_fastweights
