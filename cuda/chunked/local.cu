@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_tile(scores, square_of(slice.scores));
-            if constexpr (Pairs<T, Decays>::kSplit && !(Corrects && Backward)) {
+            if constexpr (Decays && Pairs<T>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
                 write_tile(scores, square_of(slice.rest));
             }

@@ -114,7 +114,7 @@ template <typename T, bool Corrects, bool Gated, bool Values>
 struct OutputLayout<T, Corrects, Gated, true, Values> {
     Matrix<T> q;
     Matrix<Factor<T>> state;
-    Pairs<T, true> scores;
+    Pairs<T> scores;
     Matrix<Written<T, Corrects>> update;
     BlockValues<T> values;
     size_t bytes;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 && !Values ? 3 : 
     };
 
     const bool all_keys = slice.key_rows <= key_part;
-    copy_pairs<T, true>(shared.scores, slice.scores, slice.rest, slice.index(at.local, at.n));
+    copy_pairs(shared.scores, slice.scores, slice.rest, slice.index(at.local, at.n));
     if (all_keys) copy_queries(0);
     copy_values(0, 0);
     copies_commit();

@@ -203,4 +203,65 @@ struct FoundSteps {
     }
 };
 
+// Sums by step of what the gates let through, in shared memory.
+struct GateSums {
+    float* sums;
+
+    GateSums() = default;
+    __host__ __device__ explicit GateSums(Carver& carver) : sums(carver.take<float>((kBlocks + 3) * kSide + kBlocks)) {}
+    __device__ __forceinline__ float* inside(int warp) const { return sums + warp * kSide; }
+    __device__ __forceinline__ float* read() const { return sums + kBlocks * kSide; }
+    __device__ __forceinline__ float* written() const { return read() + kSide; }
+    __device__ __forceinline__ float* strength() const { return written() + kSide; }
+    __device__ __forceinline__ float* passing() const { return strength() + kSide; }  // by warp: <S_0, dS>
+
+    // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on. Of a row the
+    // sums over s < u are found from place to place, and then those of all rows with t >= u added.
+    __device__ __forceinline__ void add_inside(const Strip<kSide / 8>& pairs, int row) const {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+        float before[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < kSide / 8; ++n) {
+            float first = 0.0f, second = 0.0f;
+            const int u = 8 * n + 2 * member;
+            if (8 * n < row + kTileRows) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float x = pairs.value[n][2 * half], pair = x + pairs.value[n][2 * half + 1];
+                    const float other = __shfl_xor_sync(kAllLanes, pair, 1), two = pair + other;
+                    const float others = __shfl_xor_sync(kAllLanes, two, 2);
+                    const float sum = before[half] + ((member & 2) ? others : 0.0f) + ((member & 1) ? other : 0.0f);
+                    before[half] += two + others;
+                    const int t = row + group + 8 * half;
+                    if (u <= t) first += sum;
+                    if (u < t) second += sum + x;
+                }
+#pragma unroll
+                for (int distance = 4; distance < kWarp; distance *= 2) {
+                    first += __shfl_xor_sync(kAllLanes, first, distance);
+                    second += __shfl_xor_sync(kAllLanes, second, distance);
+                }
+            }
+            if (group == 0)
+                *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
+        }
+    }
+
+    // This warp's part of <S_0, dS>, from this thread's.
+    __device__ __forceinline__ void put_passing(float sum) const {
+        for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        if (warp_lane() == 0) passing()[threadIdx.x / kWarp] = sum;
+    }
+
+    // After a barrier: the gradient of the log gate of step u, but for what its write loses.
+    __device__ __forceinline__ float of(int u, float whole) const {
+        float sum = 0.0f, passed = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+#pragma unroll 8
+        for (int step = 0; step < kSide; ++step) sum += (step >= u ? read() : written())[step];
+        return sum + passed * whole;
+    }
+};
+
 }  // namespace fairseq_fastweights

@@ -45,6 +45,15 @@ struct Strip {
                 f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
     }
 
+    // f(float& value, other value) with the elements of another strip.
+    template <typename F>
+    __device__ __forceinline__ void each_with(const Strip& other, F f) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
+    }
+
     // Each place's elements times a number of its own, in shared memory.
     __device__ __forceinline__ void scale(const float* by_place) {
         each_pair([&](int place, int, float& x, float& y) {

@@ -139,19 +139,18 @@ struct Place {
           start(n * kSide) {}
 };
 
-// P, dP or dA. With decays of keys they are not rounded: chunks of 64 steps have more of them than those of 16 that follow one
-// another, and all that is rounded adds up in the gradients of decays.
-template <typename T, bool Decays>
-using Pairs = SplitMatrix<T, Decays>;
+// P, dP or dA with decays by dimension. They are not rounded: all that is rounded adds up in the gradients of decays.
+template <typename T>
+using Pairs = SplitMatrix<T>;
 
 // Starts to copy those of a chunk from the workspace.
-template <typename T, bool Decays, typename F>
-__device__ __forceinline__ void copy_pairs(const Pairs<T, Decays>& to, const F* big, const F* rest, int64_t index) {
+template <typename T, typename F>
+__device__ __forceinline__ void copy_pairs(const Pairs<T>& to, const F* big, const F* rest, int64_t index) {
     const auto copy = [&](int part, const F* from) {
         copy_lower(to.parts[part], from + index * kSide * kSide, threadIdx.x, kTileThreads);
     };
     copy(0, big);
-    if constexpr (Pairs<T, Decays>::kSplit) copy(1, rest);
+    if constexpr (Pairs<T>::kSplit) copy(1, rest);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
