@@ -17,7 +17,7 @@ struct DecayedLayout {
     Matrix<T> q, k, erase, d_out;
     Matrix<Written<T, Corrects>> update;
     Matrix<Factor<T>> d_right, state, d_state;  // transposed
-    Pairs<T> d_scores, pairs;                   // pairs: the gradient of the system or, where nothing corrects, the scores
+    Pairs<T> d_scores, pairs;  // pairs: the gradient of the system or, where nothing corrects, the scores
     float* beta;
     float* d_beta;  // by step, for each tile across
     DecayGradient<T> decays;
@@ -260,8 +260,8 @@ template <typename T>
 cudaError_t launch_decayed_gradients(const RuleBackward& p, const WalkPlan& plan, const Slice<Factor<T>>& slice,
                                      const Sequence& written, cudaStream_t stream) {
     const auto find = [&](auto kernel, const RuleBackward& of, const Slice<Factor<T>>& from) {
-        return launch(kernel, dim3(slice.heads, slice.chunks), dim3(kTileThreads), plan.last_shared, stream, of, written,
-                      from, plan.key_part, plan.value_part);
+        return launch(kernel, dim3(slice.heads, slice.chunks), dim3(kTileThreads), plan.last_shared, stream, of,
+                      written, from, plan.key_part, plan.value_part);
     };
     if (plan.pass.corrects) return find(decayed_gradients<T, true, Side::kKeysAlone>, p, slice);
     if (!plan.pass.values) return find(decayed_gradients<T, false, Side::kKeysAlone>, p, slice);
@@ -271,8 +271,8 @@ cudaError_t launch_decayed_gradients(const RuleBackward& p, const WalkPlan& plan
     return find(decayed_gradients<T, false, Side::kValues>, side_of<T>(swapped(p), turned), turned);
 }
 
-#define FASTWEIGHTS_OF(T)                                                                                          \
-    template size_t decayed_gradient_bytes<T>(bool, int, int);                                                     \
+#define FASTWEIGHTS_OF(T)                                                                                           \
+    template size_t decayed_gradient_bytes<T>(bool, int, int);                                                      \
     template cudaError_t launch_decayed_gradients<T>(const RuleBackward&, const WalkPlan&, const Slice<Factor<T>>&, \
                                                      const Sequence&, cudaStream_t);
 FASTWEIGHTS_OF(float)

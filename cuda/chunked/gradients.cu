@@ -29,9 +29,9 @@ struct GradientParts {
     Rows<T, 16 * Width> q, k;
     Rows<T, kSide> d_out, v;  // v in the place of d_scores, until these are found
     WrittenRows<T, Corrects> update;
-    Rows<F, kSide> d_right;                    // transposed
-    Rows<F, 16 * Width> state, d_state;        // transposed
-    Rows<F, kSide> d_scores, pairs;            // pairs: the gradient of the system or, where nothing corrects, the scores
+    Rows<F, kSide> d_right;              // transposed
+    Rows<F, 16 * Width> state, d_state;  // transposed
+    Rows<F, kSide> d_scores, pairs;      // pairs: the gradient of the system or, where nothing corrects, the scores
     FoundSteps<Gated> steps;
     GateSums sums;
     size_t bytes;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     const GradientParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
     const FoundSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
-    const int thread = threadIdx.x, row = thread / kWarp * kTileRows, group = warp_lane() / 4;
+    const int thread = threadIdx.x, row = own_row(), group = warp_lane() / 4;
     const int start = at.start, time = p.sizes.time;
     const bool complement = !Corrects && p.complement != 0;
     const bool all_keys = slice.key_rows <= kKeys, all_values = slice.columns <= value_part;
@@ -150,12 +150,11 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         const int blocks = values_from(value) / 16;
         multiply_rows<kPasses, false, Corrects>(d_scores, shared.d_out, row, shared.update, blocks);
         if constexpr (Corrects)
-            multiply_rows<kPasses, true, true>(d_system, shared.d_right, row, shared.update, blocks,
-                                               [&](int j, int inner, float x, float y) {
-                                                   const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(
-                                                       &shared.v(row + j, inner));
-                                                   d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
-                                               });
+            multiply_rows<kPasses, true, true>(
+                d_system, shared.d_right, row, shared.update, blocks, [&](int j, int inner, float x, float y) {
+                    const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&shared.v(row + j, inner));
+                    d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
+                });
     }
     steps.template keep_pairs<true>(d_scores, row);
     if constexpr (Corrects) {
@@ -207,14 +206,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             multiply_rows<kPasses, false, true>(dq, shared.d_out, row, shared.state, blocks);
             if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
             multiply_rows<kPasses, Corrects, true>(dk, shared.update, row, shared.d_state, blocks);
-            if constexpr (Gated)
-                for (Walk i(kKeys / 2); i.row < 16 * blocks; i.next()) {
-                    const auto pair_of = [&](const auto& rows) {
-                        return *reinterpret_cast<const Pair<F>*>(&rows(i.row, 2 * i.column));
-                    };
-                    const Pair<F> x = pair_of(shared.state), y = pair_of(shared.d_state);
-                    passed += widen<float>(x.x) * widen<float>(y.x) + widen<float>(x.y) * widen<float>(y.y);
-                }
+            if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
         }
         const auto own_q = shared.q.from(row, 0), own_k = shared.k.from(row, 0);
         if constexpr (Gated) {
@@ -227,9 +219,12 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             for (int half = 0; half < 2; ++half)
                 written_sums[half] += of_writes[half] * steps.strength(row + group + 8 * half);
         }
-        multiply_kept<kPasses, true>(dq, d_scores, shared.k);
-        if constexpr (Gated && kRounded<T>)
-            if (complement) multiply_kept<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
+        if constexpr (Gated && !Corrects) {
+            multiply_kept<kPasses, true>(dq, d_scores, shared.k);
+            if (complement && kRounded<T>) multiply_kept<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
+        } else {  // those in registers are not needed any more
+            multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kSide / 16);
+        }
         dq.store_rows(key_head(p.dq, key), kKeys, start + row, time);
         if constexpr (Corrects) {
             read.each([&](int, int j, float& x) { x *= -steps.from_start(row + j); });
@@ -301,10 +296,9 @@ template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
     size_t bytes;
     GradientLayout(const Carver& carver, int keys, int values)
-        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, keys, values)
-                       : with_width(keys, [&](auto width) {
-                             return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
-                         })) {}
+        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, keys, values) : with_width(keys, [&](auto width) {
+              return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
+          })) {}
 };
 
 template <typename T>

@@ -31,14 +31,16 @@ struct OutputParts {
 };
 
 template <typename T, bool Corrects, bool Gated, int Width>
-__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 4 : 2)
+__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
+                                                 : Gated        ? 3
+                                                                : 4)
     outputs(const RuleForward p, const Slice<Factor<T>> slice, const int value_part) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const OutputParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
     const FoundSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
-    const int start = at.start, time = p.sizes.time, row = static_cast<int>(threadIdx.x) / kWarp * kTileRows;
+    const int start = at.start, time = p.sizes.time, row = own_row();
     const auto copy_keys = [&](const Rows<T, kKeys>& to, const Sequence& x, int key) {
         copy_steps(to, Head<T>(x, at.batch, at.head, key, p.sizes.key_dim), start, time);
     };

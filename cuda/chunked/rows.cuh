@@ -9,6 +9,11 @@ namespace fairseq_fastweights {
 
 constexpr int kStripThreads = kSide / kTileRows * kWarp;
 
+// The first of this warp's steps: lanes have the same number, as the compiler sees so.
+__device__ __forceinline__ int own_row() {
+    return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0) * kTileRows;
+}
+
 // f(an integral_constant) with the widest part of the keys that a block takes at once, in units of 16: 1, 2 or 4.
 template <typename F>
 auto with_width(int keys, F f) {
@@ -53,6 +58,25 @@ template <typename T, int Columns>
 __device__ __forceinline__ void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
     if (!from.in_pieces(Columns)) return copy_elements(to, from, kSide, Walk(Columns), start, time);
     copy_pieces(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
+}
+
+// This thread's part of the sum of x * y over `rows` rows.
+template <typename T, int Columns>
+__device__ __forceinline__ float dot_of(const Rows<T, Columns>& x, const Rows<T, Columns>& y, int rows) {
+    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kStripThreads / kAcross;
+    struct alignas(16) Piece {
+        T numbers[kPiece];
+    };
+    const int column = threadIdx.x % kAcross * kPiece;
+    float sum = 0.0f;
+#pragma unroll 2
+    for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
+        const Piece a = *reinterpret_cast<const Piece*>(&x(row, column)),
+                    b = *reinterpret_cast<const Piece*>(&y(row, column));
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) sum += widen<float>(a.numbers[i]) * widen<float>(b.numbers[i]);
+    }
+    return sum;
 }
 
 // Takes what a product's left factor is, and does nothing with it.
@@ -175,7 +199,7 @@ struct FoundSteps {
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 const int s = 8 * part + 2 * member;
-                float(&value)[4] = pairs.value[2 * block + part];
+                float (&value)[4] = pairs.value[2 * block + part];
                 if (block > last) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) value[i] = 0.0f;
@@ -242,8 +266,7 @@ struct GateSums {
                     second += __shfl_xor_sync(kAllLanes, second, distance);
                 }
             }
-            if (group == 0)
-                *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
+            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
         }
     }
 

@@ -140,8 +140,8 @@ struct Strip {
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(
-                    &by(group + 8 * half, 8 * n + 2 * member));
+                const auto pair =
+                    *reinterpret_cast<const Pair<typename By::Element>*>(&by(group + 8 * half, 8 * n + 2 * member));
                 sums[half] += value[n][2 * half] * widen<float>(pair.x) + value[n][2 * half + 1] * widen<float>(pair.y);
             }
     }

@@ -104,8 +104,7 @@ struct ChunkSteps {
                 const int t = i / kWithinRow, s = i % kWithinRow, there = s < kGateBlock;
                 float four[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    four[j] = there && s + j <= t % kGateBlock ? gates.within(t, s + j) : 0.0f;
+                for (int j = 0; j < 4; ++j) four[j] = there && s + j <= t % kGateBlock ? gates.within(t, s + j) : 0.0f;
                 *reinterpret_cast<float4*>(numbers + kWithin + i) = make_float4(four[0], four[1], four[2], four[3]);
             }
         if (step >= kSide) return;
@@ -134,9 +133,8 @@ struct Place {
 
     template <typename F>
     __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
-        : local(blockIdx.x), n(slice.begin + blockIdx.y),
-          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
-          start(n * kSide) {}
+        : local(blockIdx.x), n(slice.begin + blockIdx.y), batch((slice.first_head + local) / sizes.heads),
+          head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
 };
 
 // P, dP or dA with decays by dimension. They are not rounded: all that is rounded adds up in the gradients of decays.
