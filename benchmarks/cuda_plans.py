@@ -3,8 +3,8 @@
     python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.csv]
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
-and the recurrent kernels take turns (A B C A B C ...). From the medians, which --out writes, benchmarks/cuda_costs.py
-finds what the kernels choose by.
+and the recurrent kernels take turns (A B C A B C ...). The costs that the kernels choose by (`WalkCosts` in
+cuda/chunked/stages.cuh) are held against the medians, which --out writes, by tests/cuda/test_choice.py.
 """
 
 import csv
@@ -28,11 +28,11 @@ from fairseq_fastweights.ops import native
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 # What may be asked for; what is no plan of a call is left out.
-CHOICES = {"chunk": (16, 32, 64), "columns": (16, 32, 48, 64, 96, 128), "stages": (1, 2), "threads": (128, 256)}
+CHOICES = {"columns": (16, 32, 64), "stages": (1, 2, 4)}
 DEVICE = "cuda"
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 # Of a file's row, the numbers of a plan: none, where steps follow one another.
-NUMBERS = ("chunk", "columns", "blocks", "stages", "threads", "segments", "at_once", "walk")
+NUMBERS = ("columns", "blocks", "stages", "threads", "segments")
 
 Row = dict[str, Any]
 
@@ -46,9 +46,8 @@ class Way(NamedTuple):
     def __str__(self) -> str:
         if self.plan is None:
             return "recurrent"
-        text = "{chunk} steps x {columns} values, stages {stages}, threads {threads}, segments {segments}"
-        how = ", side by side" if self.plan["walk"] else ""
-        return text.format(**self.plan).removesuffix(", segments 1") + how
+        text = "{columns} values, stages {stages}, threads {threads}, segments {segments}"
+        return text.format(**self.plan).removesuffix(", segments 1")
 
 
 class Call(NamedTuple):
@@ -83,9 +82,7 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
     plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]
     if (ordinary := ways[2].plan) is not None:
-        kept = ("walk", "columns", "stages") if ordinary["walk"] else CHOICES
-        plans += [{**{name: ordinary[name] for name in kept}, "segments": segments} for segments in SEGMENTS]
-    plans += [{"walk": 1, "columns": columns, "stages": stages} for columns in (16, 32, 64) for stages in (1, 2, 4)]
+        plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
     # What cannot be had falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
     return ways + [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]

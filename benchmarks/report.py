@@ -77,8 +77,7 @@ def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     with path.open() as file:
         for row in csv.DictReader(file):
             if row["dtype"] == "bfloat16":
-                way = "step by step" if not row["chunk"] else "{chunk} x {columns}, {segments}".format(**row)
-                way += ", side by side" if row["walk"] == "1" else ""
+                way = "{columns}, {segments}".format(**row) if row["columns"] else "step by step"
                 times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
                 times[way] = min(float(row["ms"]), times.get(way, math.inf))
     return calls
@@ -88,8 +87,8 @@ def plans(path: Path) -> str:
     """The fastest ways to do the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
     for (shape, rule), passes in ways(path).items():
-        if any("step by step" not in times for times in passes.values()):
-            continue  # measured side by side alone
+        if any("step by step" not in times or len(times) == 1 for times in passes.values()):
+            continue  # measured by chunks alone, or step by step
         fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
         cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
         pair = (

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "chunked/plan.h"
-#include "chunked/stages.h"
 
 namespace fairseq_fastweights {
 
@@ -25,7 +24,7 @@ int shared_memory_of(int32_t capability) {
 }
 
 // Cycles of an H200's multiprocessor for a step, one after the other: those in which sums wait for one another, with states
-// of 64 x 64, and those of a head of that size. Read off the same measured calls as the costs in chunked/plan.h.
+// of 64 x 64, and those of a head of that size. Read off the calls of benchmarks/results/nvidia-h200-plans.csv.
 struct StepCosts {
     double waiting, of_head;
 };
@@ -63,7 +62,7 @@ bool chunked_is_faster(const ChunkedPlan& plan, int time, double recurrent) {
         if (std::strcmp(forced, "chunked") == 0) return true;
         if (std::strcmp(forced, "recurrent") == 0) return false;
     }
-    // Shorter than any that was measured, and than a chunk.
+    // Shorter than any that was measured.
     return time > 16 && plan.cycles < recurrent;
 }
 

@@ -24,18 +24,13 @@ from native_toolchain import Nvcc, Unavailable, generate_code_flags
 
 ARCHITECTURES = (80, 90)
 SMALL_SPILLS = {
-    "diagonal_forward<__half, true, true, 2>": 32,
-    "delta_forward<float, true, ": 240,
-    "delta_forward<": 64,
-    "delta_backward<": 64,
     "local<__": 64,
     "gradients<__half, ": 48,
     "walk<__": 112,
     "walk<float, ": 352,
 }
-"""Bytes that kernels whose names begin so may spill, stored and loaded together. Those of the delta rule's chain, which
-solve a chunk's system in registers, were measured as they are; what it costs the others is unmeasured. Of the walks it
-is those with decays of keys, in float32 those of the delta rule's way back, and with float16 and 64 keys to a warp."""
+"""Bytes that kernels whose names begin so may spill, stored and loaded together. Of the walks it is those with decays of
+keys, in float32 those of the delta rule's way back, and with float16 and 64 keys to a warp. What it costs is unmeasured."""
 
 
 class Kernel(NamedTuple):

@@ -257,42 +257,10 @@ CUDA = (
         "for (int split = 0; split < splits; ++split) sum +=",
         "for (int split = 1; split < splits; ++split) sum +=",
     ),
-    # Chunks of sums and gates
-    Fault(
-        "cuda/chunked/diagonal_forward.cu",
-        "value = s <= t ? value * gate * gates.write()[s] : 0.0f;",
-        "value = s <= t ? value * gates.write()[s] : 0.0f;",
-    ),
-    Fault("cuda/chunked/diagonal_forward.cu", "{ value *= gates.from_chunk()[t]; }", "{}"),
-    Fault("cuda/chunked/diagonal_forward.cu", "        if constexpr (Gated) state.scale(gates.whole());\n", ""),
-    Fault(
-        "cuda/chunked/diagonal_forward.cu", "            if constexpr (Outputs) write_tile(tile, shared.state);\n", ""
-    ),
-    Fault(
-        "cuda/chunked/diagonal_forward.cu", "{ value = s <= t ? value : 0.0f; }", "{ value = s < t ? value : 0.0f; }"
-    ),
-    # Chunks of the delta rule, one after another
-    Fault("cuda/chunked/delta.cuh", "value *= -beta[s]; });", "value = -value; });"),
-    Fault("cuda/chunked/delta.cuh", "value *= beta[t];  // as the blocks before it need it", "value *= 1.0f;"),
-    Fault(
-        "cuda/chunked/delta_forward.cu",
-        "        delta.invert_blocks(chunk);\n        if constexpr (Outputs)",
-        "        if constexpr (Outputs)",
-    ),
-    Fault(
-        "cuda/chunked/delta_forward.cu",
-        "if (thread < chunk) delta.beta[thread] = beta;",
-        "if (thread + 1 < chunk) delta.beta[thread] = beta;",
-    ),
-    Fault(
-        "cuda/chunked/delta_forward.cu",
-        "part.store(state, transformation ? segments.passed : segments.states,",
-        "part.store(state, segments.states,",
-    ),
-    Fault("cuda/chunked/delta.cuh", "if constexpr (Gated) exact.scale(gates.whole());", ""),
-    Fault("cuda/chunked/delta_backward.cu", "gradient.inside(t, s) += value", "gradient.inside(t, s) -= value"),
-    Fault("cuda/chunked/delta_backward.cu", "value *= delta.read_beta[t];", "value *= delta.beta[t];"),
-    # Chunks of the delta rule, side by side: the local stage
+    # Gates of a chunk
+    Fault("cuda/chunked/gates.cuh", "middle *= block()[i];", "middle = block()[i];"),
+    Fault("cuda/chunked/system.cuh", "value = s <= t ? value * gate : 0.0f;", "value = s <= t ? value : 0.0f;"),
+    # The delta rule: the local stage
     Fault("cuda/chunked/system.cuh", "- beta[first + j] * x[j];", "- x[j];"),
     Fault("cuda/chunked/system.cuh", "const int least = diagonal ? 0 : 1;", "const int least = 0;"),
     Fault("cuda/chunked/local.cu", "- beta[s] * value;", "- value;"),
@@ -455,7 +423,7 @@ CUDA = (
     ),
     Fault("cuda/chunked/gradients.cu", "if (!all_values && key == 0)", "if (false)"),
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
-    # Chunks side by side, with decays of keys
+    # Decays of keys
     Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
     Fault("cuda/chunked/blocks.cuh", "other + 3 == block ? kBlocks : other + 1", "other + 1"),
     Fault("cuda/chunked/local.cu", "for (int after = b + 1;", "for (int after = b;"),
@@ -490,21 +458,21 @@ CUDA = (
     Fault("cuda/chunked/blocks.cuh", "from.get(t, s) : from.get(s, t);", "from.get(t, s) : from.get(t, s);"),
     without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
     Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
-    # The same, chunks after one another
-    Fault("cuda/chunked/delta_decays.cuh", "x -= weights[s % 4] * u[s];", "x += weights[s % 4] * u[s];"),
-    Fault("cuda/chunked/delta_decays.cuh", "scores, q, k, of_queries, of_erase,", "scores, q, k, of_erase, of_erase,"),
-    Fault("cuda/chunked/delta_decays_backward.cu", "    delta.clear_scores();\n", ""),
-    Fault("cuda/chunked/decays_gradient.cuh", "if (side.same) d_early[i] += d_late[i];", ""),
+    Fault(
+        "cuda/chunked/decays.cuh", "to_level.set(First + i, lates[i] * product);", "to_level.set(First + i, lates[i]);"
+    ),
+    Fault("cuda/chunked/blocks.cuh", "        passing[i] = sum;\n", "        passing[i] = 0.0f;\n"),
+    Fault("cuda/chunked/decays_gradient.cuh", "if (pairs.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time
     Fault(
-        "cuda/chunked/segments.cuh",
-        "(segments.passed == nullptr ? 1.0f : segments.passed[index]) * state + place",
+        "cuda/carried_states.cuh",
+        "passed(index, sizes, row, column) * state + place",
         "state + place",
     ),
     Fault(
-        "cuda/chunked/segments.cuh",
-        "carry.reverse ? segments.count - 1 - step : step, head);\n        float& place",
-        "step, head);\n        float& place",
+        "cuda/carried_states.cuh",
+        "(reverse ? segments - 1 - step : step) * heads + head",
+        "step * heads + head",
     ),
     Fault(
         "cuda/chunked/segments.cuh",
@@ -513,7 +481,6 @@ CUDA = (
     ),
     Fault("cuda/chunked/segments.cuh", "round_up(rows, 4) * kCarriedColumns;", "rows * kCarriedColumns;"),
     Fault("cuda/chunked/segments.cuh", "k += 4 * kCarryLanes", "k += 4"),
-    Fault("cuda/chunked/checkpoints.cuh", "block * slots + (now - base) / spacing - 1", "block * slots"),
     # A step
     Fault("cuda/recurrent/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
     Fault("cuda/recurrent/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),

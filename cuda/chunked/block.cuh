@@ -4,7 +4,7 @@
 #pragma once
 
 #include "plan.h"
-#include "tensor_core.cuh"
+#include "products.cuh"
 
 namespace fairseq_fastweights {
 
@@ -83,14 +83,6 @@ struct SplitMatrix {
     }
 };
 
-// tile += a b, a as it is stored, b `right` or its transpose.
-template <int Passes, bool TransposeRight, typename Left, typename T>
-__device__ __forceinline__ void multiply_split(Tile& tile, int begin, int end, const Matrix<Left>& left,
-                                               const SplitMatrix<T>& right) {
-    multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[0]);
-    if constexpr (kRounded<T>) multiply_stored<Passes, false, TransposeRight>(tile, begin, end, left, right.parts[1]);
-}
-
 // A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
 // at.next()). Two divisions in all.
 struct Walk {
@@ -137,29 +129,15 @@ template <typename T>
 __device__ __forceinline__ void copy_piece(T* to, const T* from, bool there) {
     copy_async<16>(to, from, there);
 }
-// Copies rows that are not in pieces, as copy_rows does.
-template <typename Path, typename To, typename T>
-__device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from, int rows, Path at, int start,
+// Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
+template <typename To, typename T>
+__device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from, int rows, Walk at, int start,
                                               int time) {
 #pragma unroll 1
     for (; at.row < rows; at.next()) {
         const int row = at.row, column = at.column;
         to(row, column) =
             start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column] : narrow<T>(0.0f);
-    }
-}
-
-// Starts to copy `rows` steps from `start` on, `columns` wide, to shared memory; zeros where the tensor ends. `Path`: a
-// thread's way through them, a Walk or like one.
-template <typename Path = Walk, typename To, typename T>
-__device__ __forceinline__ void copy_rows(const To& to, const Head<T>& from, int rows, int columns, int start,
-                                          int time) {
-    constexpr int kPiece = 16 / sizeof(T);
-    if (!from.in_pieces(columns)) return copy_elements(to, from, rows, Path(columns), start, time);
-    for (Path at(columns / kPiece); at.row < rows; at.next()) {
-        const int row = at.row, column = at.column * kPiece;
-        copy_piece(&to(row, column), from.data + (start + row) * from.stride + column,
-                   start + row < time && column < from.dim);
     }
 }
 
@@ -172,78 +150,58 @@ __device__ __forceinline__ float load_step(const Sequence& x, int batch, int hea
     return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
 }
 
-// Writes a tile's elements, rows counting from step `start`; with `add`, onto what is there.
+// Writes a tile's elements, rows counting from step `start`.
 template <typename T>
-__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time, bool add = false) {
+__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time) {
     const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
     if (paired && start + tile.row + kTileRows <= time && tile.column + 8 * tile.parts <= to.dim) {
         T* const first = to.data + (start + tile.row + warp_lane() / 4) * to.stride + tile.column + warp_lane() % 4 * 2;
         tile.each_part([&](int j) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                T* const target = first + half * 8 * to.stride + 8 * j;
-                float x = tile.value[j][2 * half], y = tile.value[j][2 * half + 1];
-                if (add) {
-                    const Pair<T> before = *reinterpret_cast<const Pair<T>*>(target);
-                    x += widen<float>(before.x);
-                    y += widen<float>(before.y);
-                }
-                put_pair(target, x, y);
-            }
+            for (int half = 0; half < 2; ++half)
+                put_pair(first + half * 8 * to.stride + 8 * j, tile.value[j][2 * half], tile.value[j][2 * half + 1]);
         });
         return;
     }
     tile.each([&](int row, int column, float& value) {
-        if (start + row >= time || column >= to.dim) return;
-        T& target = to.data[(start + row) * to.stride + column];
-        target = narrow<T>(add ? value + widen<float>(target) : value);
+        if (start + row < time && column < to.dim) to.data[(start + row) * to.stride + column] = narrow<T>(value);
     });
 }
 
-// Writes `rows` steps from `start` on, `columns` wide, from shared memory; with `add`, onto what is there.
-template <typename Path = Walk, typename To, typename From>
+// Writes `rows` steps from `start` on, `columns` wide, from shared memory.
+template <typename To, typename From>
 __device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns,
-                                           int start, int time, bool add) {
+                                           int start, int time) {
     constexpr int kPiece = 16 / sizeof(To);
     const bool aligned = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(To)) % 16 == 0 &&
                          (to.dim % kPiece == 0 || to.dim >= columns);
     if (aligned) {
 #pragma unroll 1
-        for (Path at(columns / kPiece); at.row < rows; at.next()) {
+        for (Walk at(columns / kPiece); at.row < rows; at.next()) {
             const int row = at.row, column = at.column * kPiece;
             if (start + row >= time || column >= to.dim) continue;
-            uint4* const target = reinterpret_cast<uint4*>(to.data + (start + row) * to.stride + column);
-            uint4 before = make_uint4(0, 0, 0, 0);
-            if (add) before = *target;
-            const auto word = [&](int i, unsigned bits) {
-                if constexpr (sizeof(To) == 4) {
-                    return __float_as_uint(from.get(row, column + i) + __uint_as_float(bits));
-                } else {
-                    const Pair<To> pair = Pair<To>::of_bits(bits);
-                    return narrow_pair<To>(from.get(row, column + 2 * i) + widen<float>(pair.x),
-                                           from.get(row, column + 2 * i + 1) + widen<float>(pair.y))
-                        .bits();
-                }
+            const auto word = [&](int i) {
+                if constexpr (sizeof(To) == 4)
+                    return __float_as_uint(from.get(row, column + i));
+                else
+                    return narrow_pair<To>(from.get(row, column + 2 * i), from.get(row, column + 2 * i + 1)).bits();
             };
-            *target = make_uint4(word(0, before.x), word(1, before.y), word(2, before.z), word(3, before.w));
+            *reinterpret_cast<uint4*>(to.data + (start + row) * to.stride + column) =
+                make_uint4(word(0), word(1), word(2), word(3));
         }
     } else {
 #pragma unroll 1
-        for (Path at(columns); at.row < rows; at.next()) {
+        for (Walk at(columns); at.row < rows; at.next()) {
             const int row = at.row, column = at.column;
-            if (start + row >= time || column >= to.dim) continue;
-            To& target = to.data[(start + row) * to.stride + column];
-            const float value = from.get(row, column);
-            target = narrow<To>(add ? value + widen<float>(target) : value);
+            if (start + row < time && column < to.dim)
+                to.data[(start + row) * to.stride + column] = narrow<To>(from.get(row, column));
         }
     }
 }
 
-// Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only; with `add`, onto what is
-// there.
-__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value, bool add) {
-    const int64_t index = batch * x.batch + t * x.time + head * x.head;
-    store_element(x.data, x.dtype, index, add ? value + load_element<float>(x.data, x.dtype, index) : value);
+// Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only.
+__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value) {
+    store_element(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head, value);
 }
 
 }  // namespace fairseq_fastweights

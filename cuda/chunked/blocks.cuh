@@ -15,7 +15,7 @@
 
 namespace fairseq_fastweights {
 
-static_assert(kBlocks * kSteps == kSide, "blocks are the chunks of decays.cuh");
+static_assert(kBlocks * kSteps == kSide, "blocks are those of decays.cuh");
 
 // The rows of a block of a chunk.
 template <typename T>
@@ -258,15 +258,15 @@ struct DecayGradient {
             sum += between * masses(to * (to - 1) / 2 + block, i);
             between *= totals(to, i);
         }
-        const Matrix<float> passing{&masses(kPassing + block, 0), masses.stride};
-        passing(0, i) = sum;
+        float* const passing = &masses(kPassing + block, 0);
+        passing[i] = sum;
         const auto of = [&](const auto& rows) { return block_of(rows, block); };
-        differentiate_column(
-            Readers<T, T>{of(q), of(k), of(weights), of(reads), of(writes), of(reads), passing, of(reading), 1, false},
-            gates, i);
+        differentiate_column(WeightedPairs<T, T>{of(q), of(k), of(weights), of(reads), of(writes), of(reading),
+                                                 of(reads), passing, false},
+                             gates, i);
         if constexpr (Corrects)
-            differentiate_column<true>(Readers<T, float>{of(erase), of(k), of(erase_weights), of(erase_reads),
-                                                         of(writes), of(reads), passing, of(erase_reads), 1, same},
+            differentiate_column<true>(WeightedPairs<T, float>{of(erase), of(k), of(erase_weights), of(erase_reads),
+                                                               of(writes), of(erase_reads), of(reads), passing, same},
                                        gates, i);
     }
 };

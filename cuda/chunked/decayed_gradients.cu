@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         __syncthreads();
         const auto store = [&](auto zero, const Sequence& to, const auto& from) {
             if (to.data != nullptr)
-                store_rows(Head<decltype(zero)>(to, batch, head, key, p.sizes.key_dim), from, kSide, keys, start, time,
-                           false);
+                store_rows(Head<decltype(zero)>(to, batch, head, key, p.sizes.key_dim), from, kSide, keys, start, time);
         };
         store(T(), p.dq, decays.reading);
         store(T(), p.dk, decays.writes);
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     }
     __syncthreads();
     if (Corrects && p.d_beta.data != nullptr && thread < kSide && start + thread < time)
-        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread], false);
+        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread]);
 }
 
 // The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.

@@ -1,18 +1,21 @@
-// Decays by dimension, chunk-parallel on tensor cores: what the forward and the backward pass share.
+// Decays by dimension in a block of 16 steps: pairs of its steps are parted by halving it.
 //
-// In a chunk of 16 steps that starts from S_0, with F_ts and Z_ts the products of the decays of keys and of values of
-// the steps (s, t], t0 from before the chunk's start and es to its end:
+// With F_ts and Z_ts the products of the decays of keys and of values of the steps (s, t], t0 from before the start and es to
+// the end, steps that start from S_0 have
 //   Y_t = Z_t0 * (S_0^T (q_t * F_t0)) + sum over s <= t of P_ts (v_s * Z_ts),   P_ts = <q_t, k_s * F_ts>
 //   S_end = (F_e0 Z_e0^T) * S_0 + sum over s of (k_s * F_es) (v_s * Z_es)^T
-// The products with states are those of matrices. Decays between two steps of the chunk cannot be pulled out of the
-// sums over dimensions, but with a step m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its
+// and with a correction (Kimi delta attention, two-gate rules), E the erase keys, B = diag(beta), steps as rows,
+//   (I + B G) U = B R,   R = V - (E * F_.0) S_0,   G_ts = <e_t, k_s * F_ts> for s < t
+//   Y = (Q * F_.0) S_0 + P U,                      P_ts = <q_t, k_s * F_ts> for s <= t
+//   S_end = diag(F_e0) S_0 + (K * F_e.)^T U
+// Absent decays are gates of 1, and where there is no erase key the key is read in its place.
+//
+// The products with states are those of matrices. Decays between two steps cannot be pulled out of the
+// sums over dimensions, but with a step m between them they can: F_ts = F_tm F_ms. So the block is halved, and its
 // halves are, down to single steps: each pair s < t is parted by one of these halvings, and P_ts = <x_t, x_s> with x_t
 // = q_t * F_tm and x_s = k_s * F_ms, m the last step of the first half. Each of the four levels is a product of
 // matrices, of whose 16 x 16 elements some are wanted. No factor exceeds 1, and nothing is divided or subtracted, as in
 // the recurrent kernels.
-//
-// For states that the registers of a block of the recurrent backward pass do not hold: that divides the value columns
-// among many blocks, each of which has a part of every key's gradient to hand over. Absent decays are gates of 1.
 //
 // What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what
 // float16 loses of the smallest, is no more than what storing the inputs did.
@@ -22,12 +25,12 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kSteps = 16;  // of a chunk
+constexpr int kSteps = 16;  // of a block
 constexpr int kHalf = kSteps / 2;
 constexpr int kLevels = 4;  // halves of 1, 2, 4 and 8 steps
 static_assert(1 << kLevels == kSteps, "halved down to single steps");
 
-// ---- A dimension of a chunk, in a thread's registers ----------------------------------------------------------------
+// What follows is of one dimension of a block, in a thread's registers.
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
@@ -79,13 +82,6 @@ __device__ __forceinline__ void load_column(float (&to)[kSteps], const Matrix<T>
     for (int t = 0; t < kSteps; ++t) to[t] = source.get(t);
 }
 
-template <typename T>
-__device__ __forceinline__ void write_column(const Matrix<T>& to, const float (&from)[kSteps], int column) {
-    const Column<T> target(to, column);
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) target.set(t, from[t]);
-}
-
 // The part that is left of each of the 2 Half steps about `middle` there, and in the second half of what was there.
 template <int Half>
 __device__ __forceinline__ void scale_halves(float (&scale)[2 * Half], const float (&gates)[kSteps], int middle) {
@@ -108,7 +104,7 @@ __device__ __forceinline__ float product_of(const float (&gates)[kSteps], int be
     return product;
 }
 
-// reading(t) = late_t decayed from before the chunk to t.
+// reading(t) = late_t decayed from before the block to t.
 template <typename T>
 __device__ __forceinline__ void write_reading(const Matrix<T>& reading, const float (&late)[kSteps],
                                               const float (&gates)[kSteps], int column) {
@@ -118,8 +114,7 @@ __device__ __forceinline__ void write_reading(const Matrix<T>& reading, const fl
     for (int t = 0; t < kSteps; ++t) target.set(t, late[t] * (product *= gates[t]));
 }
 
-// written(s) = early_s decayed from s to the chunk's end, by halves of it, as `write_operands` has it: where a state is
-// computed again, it is the same to the last bit.
+// written(s) = early_s decayed from s to the block's end, by halves of it, as `write_operands` has it.
 template <typename T>
 __device__ __forceinline__ void write_written(const Matrix<T>& written, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column) {
@@ -136,7 +131,7 @@ __device__ __forceinline__ void write_written(const Matrix<T>& written, const fl
     }
 }
 
-// A level's x in the steps from `First` on, half of a chunk: of `early` in first halves, of `late` in second ones.
+// A level's x in the steps from `First` on, half of a block: of `early` in first halves, of `late` in second ones.
 // `Early` false: only the latter.
 template <int Half, int First, bool Early, typename T>
 __device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kHalf],
@@ -196,7 +191,7 @@ __device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matr
     write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
 }
 
-// A value dimension's outputs, in `reads`, where what is read of the chunk's start is: P_ts of 4 steps s from load(to, t, s).
+// A value dimension's outputs, in `reads`, where what is read of the block's start is: P_ts of 4 steps s from load(to, t, s).
 template <typename Load>
 __device__ __forceinline__ void write_outputs(const Matrix<float>& reads, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column, Load load) {

@@ -1,12 +1,33 @@
-// Decays by dimension, backwards: a dimension's gradients in a chunk, and what registers these leave for states. The
-// equations are in decays_backward.cu.
+// Decays by dimension, backwards: a dimension's gradients in a block of 16 steps, in the notation of decays.cuh.
+//
+// With dS the gradient of the state at the end and D_ts = <dy_t, v_s * Z_ts>, a rule that does not correct has
+//   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
+//   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
+//   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
+//   dS_0 = (F_e0 Z_e0^T) * dS + sum over t of (q_t * F_t0) (dy_t * Z_t0)^T
+// The gradient of log f_u collects, element by element, whatever passes through step u: of pairs s < u <= t
+// D_ts q_t * k_s * F_ts, of reads of S_0 at t >= u their products with q_t * F_t0, of writes s < u that are left
+// at the end theirs with k_s * F_es, and the row sums of (F_e0 Z_e0^T) * S_0 * dS. That of log z_u likewise, over
+// columns.
+//
+// A rule that corrects has
+//   dU = P^T dY + (K * F_e.) dS          (I + B G)^T X = dU              dV = B X
+//   dP = dY U^T for s <= t               dG = -dV U^T for s < t          d beta_t = <x_t, what of r_t the steps before t leave>
+//   d(Q * F_.0) = dY S_0^T               d(E * F_.0) = -dV S_0^T         d(K * F_e.) = U dS^T
+//   dS_0 = diag(F_e0) dS + (Q * F_.0)^T dY - (E * F_.0)^T dV
+// and from these the gradients of queries and keys, then those of erase keys and keys, which are added.
+//
+// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`,
+// `early` and `weights` here. Where pairs are parted at m, with x as in decays.cuh,
+//   d late_t = F_tm * (sum over s of w_ts x_s),   d early_s = F_ms * (sum over t of w_ts x_t)
+// and d log f_u has the sum over t >= u of x_t * (that sum) if u is in the second half, and over s < u if in the first.
 #pragma once
 
 #include "decays.cuh"
 
 namespace fairseq_fastweights {
 
-// The pairs of steps from `First` on, half of a chunk, that are parted at the middles of 2 Half of them.
+// The pairs of steps from `First` on, half of a block, that are parted at the middles of 2 Half of them.
 template <int Half, int First>
 __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
                                                     const float (&early)[kHalf], const float (&gates)[kSteps],
@@ -42,23 +63,29 @@ __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights
     }
 }
 
-// One dimension's gradients in the steps from `First` on, half of a chunk (which takes fewer registers than all of it),
-// of a Side that has
-//   late, early, weights   the pairs' rows, and what each pair's product is weighted with, mirrored
-//   reads, writes          gradients of `late` decayed from the chunk's start, and of `early` decayed to its end
-//   d_late(), d_log()      where the gradients of `late` and of the logs go; those of `early` go to `writes`
-//   passing, parts         of which sums are the gradients of what passes the whole chunk
-// With `Adds` there are no writes and nothing passes: the gradients of `early` and of the logs are added to those
-// there, and where `same`, `late` is `early`, whose gradient has that of `late`, too.
-// `read`: the sum over the second half of late * d late as far as it passes the chunk's start, found in the second half
-// and used in the first. Returned is the same of early * d early as far as it passes the chunk's end.
-template <int First, bool Adds, typename Side>
-__device__ __forceinline__ float differentiate_half(const Side& side, const float (&gates)[kSteps], int column,
-                                                    float& read) {
+// Rows whose products are weighted pairs: queries with keys, or erase keys with keys; or d_out with values.
+template <typename T, typename DLate>
+struct WeightedPairs {
+    Matrix<T> late, early;
+    Matrix<float> weights;        // what each pair's product is weighted with, mirrored
+    Matrix<float> reads, writes;  // gradients of `late` decayed from the block's start, of `early` decayed to its end
+    Matrix<DLate> d_late;         // where the gradients of `late` go; those of `early` go to `writes`
+    Matrix<float> d_logs;         // and those of the logs
+    const float* passing;         // the gradients of what passes the whole block
+    bool same;                    // `late` is `early`, whose gradient has that of `late`, too
+};
+
+// One dimension's gradients in the steps from `First` on, half of a block (which takes fewer registers than all of it).
+// With `Adds` there are no writes and nothing passes: the gradients of `early` and of the logs are added to those there.
+// `read`: the sum over the second half of late * d late as far as it passes the block's start, found in the second half
+// and used in the first. Returned is the same of early * d early as far as it passes the block's end.
+template <int First, bool Adds, typename T, typename DLate>
+__device__ __forceinline__ float differentiate_half(const WeightedPairs<T, DLate>& pairs, const float (&gates)[kSteps],
+                                                    int column, float& read) {
     constexpr bool kSecond = First == kHalf;
-    const Column lates(side.late, column), earlies(side.early, column);
-    const Column d_lates(side.d_late(), column);  // of another type, maybe
-    const Column<float> reads(side.reads, column), writes(side.writes, column), d_logs(side.d_log(), column);
+    const Column lates(pairs.late, column), earlies(pairs.early, column);
+    const Column<DLate> d_lates(pairs.d_late, column);
+    const Column<float> reads(pairs.reads, column), writes(pairs.writes, column), d_logs(pairs.d_logs, column);
     float late[kHalf], early[kHalf], d_late[kHalf], d_early[kHalf], d_log[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -92,7 +119,7 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
 #pragma unroll
     for (int n = 0; n < kHalf; ++n) {
         const int i = kSecond ? kHalf - 1 - n : n;
-        load_row(row, &side.weights(First + i, kHalf - First));
+        load_row(row, &pairs.weights(First + i, kHalf - First));
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kHalf; ++j) sum += row[j] * x[j];
@@ -105,17 +132,17 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
     }
 
     // Pairs of steps of this half.
-    differentiate_level<4, First>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<2, First>(side.weights, late, early, gates, d_late, d_early, d_log);
-    differentiate_level<1, First>(side.weights, late, early, gates, d_late, d_early, d_log);
+    differentiate_level<4, First>(pairs.weights, late, early, gates, d_late, d_early, d_log);
+    differentiate_level<2, First>(pairs.weights, late, early, gates, d_late, d_early, d_log);
+    differentiate_level<1, First>(pairs.weights, late, early, gates, d_late, d_early, d_log);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-        const float weight = side.weights(First + i, First + i);
+        const float weight = pairs.weights(First + i, First + i);
         d_late[i] += weight * early[i];
         d_early[i] += weight * late[i];
     }
 
-    // The gradient that passes the chunk's start, or its end.
+    // The gradient that passes the block's start, or its end.
     product = before;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -129,7 +156,7 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
     if constexpr (Adds) {
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            if (side.same) d_early[i] += d_late[i];
+            if (pairs.same) d_early[i] += d_late[i];
             writes.set(First + i, writes.get(First + i) + d_early[i]);
             d_logs.set(First + i, d_logs.get(First + i) + d_log[i]);
             d_lates.set(First + i, d_late[i]);
@@ -144,10 +171,7 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
             product *= gates[First + i];
         }
         run = 0.0f;
-        if constexpr (!kSecond) {
-            for (int i = 0; i < side.parts; ++i) run += side.passing(i, column);
-            run *= product_of(gates);
-        }
+        if constexpr (!kSecond) run = pairs.passing[column] * product_of(gates);
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
             d_log[i] += run;
@@ -160,28 +184,17 @@ __device__ __forceinline__ float differentiate_half(const Side& side, const floa
     }
 }
 
-template <bool Adds = false, typename Side>
-__device__ __forceinline__ void differentiate_column(const Side& side, const float (&gates)[kSteps], int column) {
+template <bool Adds = false, typename T, typename DLate>
+__device__ __forceinline__ void differentiate_column(const WeightedPairs<T, DLate>& pairs, const float (&gates)[kSteps],
+                                                     int column) {
     float read;
-    differentiate_half<kHalf, Adds>(side, gates, column, read);
+    differentiate_half<kHalf, Adds>(pairs, gates, column, read);
     const float passing =
-        differentiate_half<0, Adds>(side, gates, column, read);  // all of the second half's steps, too
+        differentiate_half<0, Adds>(pairs, gates, column, read);  // all of the second half's steps, too
     if constexpr (Adds) return;
-    const Column<float> d_logs(side.d_log(), column);
+    const Column<float> d_logs(pairs.d_logs, column);
 #pragma unroll
     for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
 }
-
-// Queries with keys, or erase keys with keys, as `differentiate_column` takes them.
-template <typename T, typename DLate>
-struct Readers {
-    Matrix<T> late, early;
-    Matrix<float> weights, reads, writes, of_logs, passing;
-    Matrix<DLate> of_late;
-    int parts;
-    bool same;
-    __device__ __forceinline__ const Matrix<DLate>& d_late() const { return of_late; }
-    __device__ __forceinline__ const Matrix<float>& d_log() const { return of_logs; }
-};
 
 }  // namespace fairseq_fastweights

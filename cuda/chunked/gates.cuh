@@ -1,5 +1,9 @@
 // The scalar gates of a chunk: products of the gates between any two of its steps, by sums of their logs alone.
 //
+// D_ts is the product of the gates of the steps (s, t], D_t0 of those from the chunk's start to and with t, D_es of those from
+// after s to its end, D of all; w_s is the strength of a write, 1 or 1 - g_s. From S_0 a rule that does not correct makes
+//   Y = diag(D_t0) Q S_0 + P V,   P_ts = D_ts <q_t, k_s> w_s for s <= t        S_end = D S_0 + K^T diag(D_es w_s) V
+//
 // The chunk is cut into blocks of 16 steps. The product over the steps in (s, t] is, within a block, an entry of a
 // table, and otherwise what is left of s's block, times whole blocks, times the start of t's: nothing is subtracted,
 // and no factor exceeds 1. Products over a whole chunk are exponentials of sums: products of rounded factors would
@@ -19,7 +23,7 @@ struct ChunkGates {
     Matrix<float> within;  // (t, s % 16) for t >= s of one block
 
     __host__ __device__ ChunkGates(Carver& carver, int chunk)
-        : steps(carver.take<float>(11 * chunk + 2)), chunk(chunk),
+        : steps(carver.take<float>(10 * chunk + 2)), chunk(chunk),
           within{carver.take<float>(chunk * (kGateBlock + 1)), kGateBlock + 1} {}
 
     __device__ __forceinline__ float* log_gate() const { return steps; }
@@ -32,14 +36,12 @@ struct ChunkGates {
     // Products from the chunk's start to and with the step, and from after it to the chunk's end.
     __device__ __forceinline__ float* from_chunk() const { return steps + 6 * chunk; }
     __device__ __forceinline__ float* to_chunk() const { return steps + 7 * chunk; }
-    // The part of a step's write that is left at the chunk's end.
-    __device__ __forceinline__ float* to_state() const { return steps + 8 * chunk; }
     // By block: all its gates.
-    __device__ __forceinline__ float* block_log() const { return steps + 9 * chunk; }
-    __device__ __forceinline__ float* block() const { return steps + 10 * chunk; }
+    __device__ __forceinline__ float* block_log() const { return steps + 8 * chunk; }
+    __device__ __forceinline__ float* block() const { return steps + 9 * chunk; }
     // All the chunk's gates multiplied, and the log of that.
-    __device__ __forceinline__ float& whole() const { return steps[11 * chunk]; }
-    __device__ __forceinline__ float& whole_log() const { return steps[11 * chunk + 1]; }
+    __device__ __forceinline__ float& whole() const { return steps[10 * chunk]; }
+    __device__ __forceinline__ float& whole_log() const { return steps[10 * chunk + 1]; }
 
     // After `log_gate`, and a barrier. The products from one step on are found by as many threads as there are.
     __device__ __forceinline__ void find_blocks(bool complement) const {
@@ -79,7 +81,6 @@ struct ChunkGates {
         for (int i = mine + 1; i < blocks; ++i) after += block_log()[i];
         from_chunk()[s] = expf(before + start_log()[s]);
         to_chunk()[s] = expf(end_log()[s] + after);
-        to_state()[s] = to_chunk()[s] * write()[s];
         if (s == chunk - 1) {
             whole_log() = before + start_log()[s];
             whole() = expf(before + start_log()[s]);

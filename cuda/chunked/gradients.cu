@@ -1,5 +1,4 @@
-// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of delta.cuh and of
-// the equations in delta_backward.cu and diagonal_backward.cu:
+// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of system.cuh:
 //
 //   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (local.cu)
 //   states     from each state that was kept to the next: states and U                       (walk.cu)
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     }
     if (Corrects && p.d_beta.data != nullptr)
         sum_steps(d_beta, [&](int j, float sum) {
-            if (start + row + j < time) store_step(p.d_beta, at.batch, at.head, start + row + j, sum, false);
+            if (start + row + j < time) store_step(p.d_beta, at.batch, at.head, start + row + j, sum);
         });
     if constexpr (Gated) {
         const GateSums& sums = shared.sums;
@@ -288,7 +287,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         if (thread >= kSide || start + thread >= time) return;
         float sum = sums.of(thread, steps.whole());
         if (complement) sum -= sums.strength()[thread] * expf(own_log);
-        store_step(p.d_log_gate, at.batch, at.head, start + thread, sum, false);
+        store_step(p.d_log_gate, at.batch, at.head, start + thread, sum);
     }
 }
 

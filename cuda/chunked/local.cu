@@ -1,6 +1,6 @@
 // The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
-// notation of delta.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four of a block's warps have 16 columns
-// of T each. With decays of keys also P and what they scale, in the notation of delta_decays.cuh: Q * F_.0, K * F_e., E * F_.0.
+// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four of a block's warps have 16 columns
+// of T each. With decays of keys also P and what they scale, in the notation of decays.cuh: Q * F_.0, K * F_e., E * F_.0.
 //
 // T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
 // are: its errors reach all later steps.

@@ -1,10 +1,10 @@
-// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of delta.cuh:
+// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of system.cuh:
 //
 //   local    of all chunks at once: T = (I + B G)^-1, and gates                       (local.cu)
 //   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
-// With decays of keys Q * F_.0 and the pairs, in the notation of delta_decays.cuh, are from the local stage. Where nothing
+// With decays of keys Q * F_.0 and the pairs, in the notation of decays.cuh, are from the local stage. Where nothing
 // corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
 // what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
 #include "blocks.cuh"
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 && !Values ? 3 : 
                     load_logs<T>(logs, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim,
                                  start + b * kSteps, time);
                 });
-            store_rows(to, shared.values.reads, kSide, values, start, time, false);
+            store_rows(to, shared.values.reads, kSide, values, start, time);
         } else if (is_in(out, values)) {
             shared.scores.template multiply<kPasses, false, Corrects>(out, 0, out.row + kTileRows, shared.update);
             store_tile(out, to, start, time);

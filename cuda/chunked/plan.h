@@ -1,4 +1,5 @@
-// What a benchmark may ask of the chunked kernels, the limits of a device, and what launches cost.
+// Plans of the chunked kernels: what the choice of algorithm (../choice.cu) asks, what a benchmark may ask for, the limits of a
+// device, and what launches cost.
 #pragma once
 
 #include <cstdlib>
@@ -9,6 +10,19 @@
 namespace fairseq_fastweights {
 
 __host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// A pass of a rule, as far as what stages hand one another depends on it.
+struct RulePass {
+    bool corrects;  // the delta rule; else what is written does not depend on the state
+    bool gated;
+    bool decays;  // by dimension, or an erase key; not gated then
+    bool values;  // decays of values are among them; nothing corrects then
+    bool backward;
+};
+
+// The plan of a pass with blocks of `limit` bytes of shared memory; 0 columns where the kernels do not take the sizes.
+ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit);
+ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit);
 
 // The plan that the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "columns=64 stages=2"; 0 where it asks for
 // nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.

@@ -227,7 +227,11 @@ struct FoundSteps {
     }
 };
 
-// Sums by step of what the gates let through, in shared memory.
+// Sums by step of what the gates let through, in shared memory. The gradient of log g_u collects whatever passes through step u:
+// what was written before it and is read at or after it,
+//   sum over s < u <= t of P_ts <dy_t, v_s> (with the delta rule of P_ts dP_ts and G_ts (B dA)_ts, in the notation of system.cuh),
+// and likewise writes before the chunk and reads after it, and D <S_0, dS>: sums of products over a range, without a subtraction,
+// which keeps it exact where gates are so strong that it almost vanishes. Where w = 1 - g, it loses g <k_u, (dK / w)_u>.
 struct GateSums {
     float* sums;
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "plan.h"
-#include "stages.h"
 
 namespace fairseq_fastweights {
 
@@ -28,7 +27,7 @@ auto with_rule(const RulePass& pass, F f) {
 }
 
 // Numbers that a chunk's local stage leaves, one array after another: for the walk, by step, beta_t, beta_t D_t0, D_t0, D_es w_s (in
-// the notation of delta.cuh; w is 1, or a write's strength as in diagonal_forward.cu), then D and its log. With gates then for the
+// the notation of gates.cuh), then D and its log. With gates then for the
 // last stage w_s, D_es, and what D_ts is made of for any pair: from the start of t's block of 16 steps to t, from s to the end
 // of its block, and the gates of each block; rows of pairs (t, s) of one block.
 constexpr int kSide = 64;   // steps of a chunk
@@ -50,7 +49,7 @@ constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumb
 
 // A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
-// With decays of keys, in the notation of delta_decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
+// With decays of keys, in the notation of decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
 // F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
 // of each block.
 template <typename F>

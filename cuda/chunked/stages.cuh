@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../carried_decays.cuh"
 #include "segments.cuh"
 #include "tiles.cuh"
 #include "walk.cuh"
@@ -258,25 +257,26 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
     w.first = {first, 1, 0};
     if (w.count > 1) {
         const bool backward = plan.pass.backward;
-        const Segments segments(w.count, w.slice.heads, w.sizes.key_dim * w.sizes.value_dim,
-                                passed_floats(plan.pass, w.sizes), room);
-        const WalkStates all{segments.states, 1, w.slice.heads};
+        Sizes sizes = w.sizes;
+        sizes.batch = 1, sizes.heads = w.slice.heads;
+        const int64_t of_all = static_cast<int64_t>(w.count) * w.slice.heads;
+        float* const states = reinterpret_cast<float*>(room);  // what segments make of zeros, then what they start from
+        const WalkStates all{states, 1, w.slice.heads};
         Walks<Factor<T>> probe = w;
         probe.probe = 1;
         probe.record = 0;
         probe.kept = nullptr;
-        probe.passed = segments.passed;
+        probe.passed =
+            passed_floats(plan.pass, w.sizes) == 0 ? nullptr : states + of_all * sizes.key_dim * sizes.value_dim;
         probe.ends = all;
         cudaError_t error = launch_walks<T>(probe, stream);
-        if (error == cudaSuccess && plan.pass.decays && !plan.pass.corrects) {
-            Sizes of_slice = w.sizes;
-            of_slice.batch = 1, of_slice.heads = w.slice.heads;
-            error = launch_carry_decayed<float>(segments.count, segments.states, segments.passed, of_slice, first,
-                                                backward, stream);
-        } else if (error == cudaSuccess) {
-            error = (plan.pass.corrects ? launch_carry_transformed : launch_carry_scaled)(segments, w.sizes, first,
-                                                                                          backward, stream);
-        }
+        if (error != cudaSuccess) return error;
+        if (plan.pass.corrects)
+            error = launch_carry_transformed(w.count, states, probe.passed, sizes, first, backward, stream);
+        else if (plan.pass.decays)
+            error = launch_carry(w.count, states, PassedDecays<float>{probe.passed}, sizes, first, backward, stream);
+        else
+            error = launch_carry(w.count, states, PassedGates{probe.passed}, sizes, first, backward, stream);
         if (error != cudaSuccess) return error;
         w.first = w.others = all;
     }

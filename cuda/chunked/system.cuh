@@ -1,4 +1,19 @@
-// The system of a chunk of the delta rule, (I + B G) U = B E in the notation of delta.cuh: what solves it.
+// The delta rule within a chunk, with a log gate for each step or without, and what solves its system.
+//
+// With B = diag(beta), D_ts and the like as in gates.cuh, G the products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0:
+//
+//   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
+//
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write strengths of 1 the entries
+// of T = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its diagonal
+// are inverted here, and T follows by substitution (local.cu), in float32 whatever the inputs are: its errors reach all later
+// steps.
+//
+// Backwards, with P = tril(D_ts Q K^T) and dS the gradient of the state at the chunk's end:
+//   dU = P^T dY + diag(D_es) K dS         dR = T^T dU           (R = B E, the right side of the system)
+//   dP = tril(dY U^T)                     dA = -dR U^T below the diagonal           (A = B G)
+//   dV = B dR                             d beta_t = <dR_t, E_t> + <dA_t, G_t>
+//   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV         dQ and dK: gradients.cu
 #pragma once
 
 #include "gates.cuh"

@@ -1,6 +1,6 @@
 // The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
 // and leaves for the stages that take all chunks at once each chunk's state and what depends on it. In the notation of
-// delta.cuh and gradients.cu, everything transposed, so that what a product makes is the left factor of the next in the same
+// system.cuh and gradients.cu, everything transposed, so that what a product makes is the left factor of the next in the same
 // warp's registers (strips.cuh):
 //
 //   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
@@ -13,7 +13,7 @@
 //
 // which are one and the same, from either end.
 //
-// With decays of keys, in the notation of delta_decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
+// With decays of keys, in the notation of decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
 // queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
 // corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
 // the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps.

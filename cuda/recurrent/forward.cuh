@@ -260,7 +260,7 @@ cudaError_t launch_segments(RuleForward call, const TimeSegments& segments, cons
     call.out = {};
     const cudaError_t error = launch_sweep<Tile, M, P>(call, plan_forward<Tile>(call), segments, stream);
     if (error != cudaSuccess) return error;
-    return launch_carry_decayed<typename Tile::A>(segments, call.sizes, first, P == kGradientOfSegment, stream);
+    return carry_segments<typename Tile::A>(segments, call.sizes, first, P == kGradientOfSegment, stream);
 }
 
 template <class Tile, int M>

@@ -6,10 +6,10 @@
 // segment; the third is the sweep that computes results, each segment from its own start. The way back is the same:
 // dS_start = (F Z^T) * dS_end + C', where C' comes of a sweep back through q and dy alone.
 //
-// It is what chunked/segments.cuh does for a number in place of F Z^T.
+// The chunked kernels divide any rule's sequences so (chunked/segments.cuh).
 #pragma once
 
-#include "../carried_decays.cuh"
+#include "../carried_states.cuh"
 #include "tile.cuh"
 
 namespace fairseq_fastweights {
@@ -59,10 +59,10 @@ void place_segments(TimeSegments& segments, const Sizes& sizes, void* workspace)
 }
 
 template <typename A>
-cudaError_t launch_carry_decayed(const TimeSegments& segments, const Sizes& sizes, const void* first, bool reverse,
-                                 cudaStream_t stream) {
-    return launch_carry_decayed(segments.count, static_cast<A*>(segments.states),
-                                static_cast<const A*>(segments.passed), sizes, first, reverse, stream);
+cudaError_t carry_segments(const TimeSegments& segments, const Sizes& sizes, const void* first, bool reverse,
+                           cudaStream_t stream) {
+    return launch_carry(segments.count, static_cast<A*>(segments.states),
+                        PassedDecays<A>{static_cast<const A*>(segments.passed)}, sizes, first, reverse, stream);
 }
 
 }  // namespace fairseq_fastweights

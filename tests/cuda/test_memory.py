@@ -38,9 +38,9 @@ GATES = {
 
 @pytest.mark.parametrize("rule", GATES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_training_takes_a_quarter_more_or_half_as_much(emulator, name, rule, monkeypatch):
-    """A retention network's states are so large that it may take as much again. Decays of 512 keys with a correction go
-    step by step, and leave parts of the keys' gradients, in float. Half as much where chunks are side by side."""
+def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeypatch):
+    """A retention network's states are so large that it takes a little more. Decays of 512 keys with a correction go
+    step by step, and leave parts of the keys' gradients, in float."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
     monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
@@ -59,7 +59,7 @@ def test_training_takes_a_quarter_more_or_half_as_much(emulator, name, rule, mon
     passed = 2 * B * T * H * (2 * K + V + numbers(K, V) + V)  # bytes of inputs and outputs
     # The targets are 1 and 1/4; it is kept to what there is.
     by_steps = name == "mt-big-512" and family == "delta" and "log_key_decay" in gates
-    allowed = (0.95 if by_steps else 0.84 if name == "retnet" else 0.5) * 2 * passed
+    allowed = (0.95 if by_steps else 0.55 if name == "retnet" else 0.5) * 2 * passed
     assert kept + workspace("backward") <= allowed
     # Forwards the final state is there, too, but none of the gradients.
     assert kept + state + workspace("forward") - passed <= allowed
