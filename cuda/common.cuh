@@ -217,12 +217,10 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 #endif
 }
 
-// The same where it is `there`, else zeros, and nothing is read.
-template <int Bytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool there) {
-    static_assert(Bytes == 16, "the size of pieces");
+// Copies 16 bytes likewise if they are `there`; else they become zeros.
+__device__ __forceinline__ void copy_or_clear(void* shared, const void* global, bool there) {
 #if defined(FASTWEIGHTS_EMULATION)
-    emulation::copy_async(shared, global, Bytes, there ? Bytes : 0);
+    emulation::copy_async(shared, global, 16, there ? 16 : 0);
 #elif __CUDA_ARCH__ >= 800
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(there ? 16 : 0)

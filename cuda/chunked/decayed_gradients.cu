@@ -130,11 +130,15 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         shared.d_scores.write(d_scores);
         decays.keep_weights(d_scores, decays.weights);
         if constexpr (Corrects) {
-            const F* const products = slice.products + index * kSide * kSide;
+            const LowerBlocks<F> products = slice.lower_of(slice.products, at.local, at.n);
             d_system.each([](int, int, float& value) { value = -value; });
             keep(d_system, 1);
-            d_system.sum_rows([&](int t, int s, float value) { return value * widen<float>(products[t * kSide + s]); },
-                              [&](int t, float sum) { add_to_d_beta(d_system, t, sum); });
+            d_system.sum_rows(
+                [&](int t, int s, float value) {
+                    return products.has(t, s) ? value * widen<float>(products(t, s)) : 0.0f;
+                },
+
+                [&](int t, float sum) { add_to_d_beta(d_system, t, sum); });
             d_system.each([&](int t, int, float& value) { value *= shared.beta[t]; });
             shared.pairs.write(d_system);
             decays.keep_weights(d_system, decays.erase_weights);

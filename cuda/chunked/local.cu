@@ -220,20 +220,20 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
         }
     }
     if (has_pairs(products)) {
-        const auto square_of = [&](Factor<T>* all) { return Matrix<Factor<T>>{all + index * kSide * kSide, kSide}; };
+        const auto square_of = [&](Factor<T>* all) { return slice.lower_of(all, at.local, at.n); };
         if (kScores && slice.scores != nullptr) {
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
-            write_tile(scores, square_of(slice.scores));
+            write_lower(scores, square_of(slice.scores));
             if constexpr (Decays && Pairs<T>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
-                write_tile(scores, square_of(slice.rest));
+                write_lower(scores, square_of(slice.rest));
             }
         }
         if constexpr (Corrects) {
             steps.keep_pairs(products, false);
             write_tile(products, shared.products);
-            if constexpr (Decays && Backward) write_tile(products, square_of(slice.products));
+            if constexpr (Decays && Backward) write_lower(products, square_of(slice.products));
         }
     }
     if constexpr (Corrects) {
@@ -245,15 +245,20 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
         if (warp >= kSide / kTileRows) return;
         Strip<kSide / 8> inverse;
         find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
-        // This lane's first element; how far the others are from it is known before the kernel runs.
-        float* const to =
-            slice.inverse + index * kSide * kSide + warp * kTileRows + 2 * (warp_lane() % 4) * kSide + warp_lane() / 4;
+        const LowerBlocks<float> found = slice.lower_of(slice.inverse, at.local, at.n);
+        const int group = warp_lane() / 4, row = 2 * (warp_lane() % 4), place = place_in_inverse(group);
+        // This lane's first element in the block of each row of blocks: how far the others are is known before the kernel runs.
+        float* const first = &found(row, 0) + warp * kBlockSide * kBlockSide + place;
 #pragma unroll
         for (int n = 0; n < kSide / 8; ++n) {
             if (8 * n < warp * kTileRows) continue;
+            float* const to = first + (&found(8 * n, 0) - found.data);
+            const bool diagonal = n / 2 == warp;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                to[(8 * n + i % 2) * kSide + i / 2 * 8] = as_right_factor<T>(inverse.value[n][i]);
+            for (int i = 0; i < 4; ++i) {
+                const bool one = diagonal && row + n % 2 * 8 + i % 2 == group + i / 2 * 8;
+                to[i % 2 * kBlockSide + i / 2 * 8] = one ? 0.0f : as_right_factor<T>(inverse.value[n][i]);
+            }
         }
     }
 }

@@ -32,6 +32,7 @@ auto with_rule(const RulePass& pass, F f) {
 // of its block, and the gates of each block; rows of pairs (t, s) of one block.
 constexpr int kSide = 64;   // steps of a chunk
 constexpr int kBlocks = 4;  // of a chunk, of 16 steps each
+constexpr int kBlockSide = kSide / kBlocks;
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kWalkNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
@@ -47,7 +48,32 @@ constexpr int kWithinRow = 20;  // numbers of such a row: those of 4 rows lie in
 constexpr int kGateNumbers = kWithin + kSide * kWithinRow;
 constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
 
-// A slice's part of the workspace, by head and chunk: T = (I + B G)^-1, P, and transposed, a row for each value column, the
+// What stages hand one another of a chunk's square of numbers: its blocks of 16 x 16 on and below the diagonal, row after row of
+// these, each with its own rows one after another.
+constexpr int kLowerRows = kBlocks * (kBlocks + 1) / 2 * kBlockSide;  // of 16 numbers
+constexpr int kLower = kLowerRows * kBlockSide;
+
+template <typename F>
+struct LowerBlocks {
+    F* data;
+    int stride;  // of a block's rows
+    __host__ __device__ __forceinline__ static bool has(int row, int column) {
+        return column / kBlockSide <= row / kBlockSide;
+    }
+    __host__ __device__ __forceinline__ F& operator()(int row, int column) const {
+        const unsigned down = row, across = column,  // whose quotients are shifts
+            block = (down / kBlockSide) * (down / kBlockSide + 1) / 2 + across / kBlockSide;
+        return data[(block * kBlockSide + down % kBlockSide) * stride + across % kBlockSide];
+    }
+};
+
+// Where a column of T lies among its block's: of each 8 those of even numbers come first, so that ldmatrix gives a lane those that
+// it multiplies by.
+__host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
+    return column / 8 * 8 + column % 2 * 4 + column % 8 / 2;
+}
+
+// A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
 // With decays of keys, in the notation of decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
 // F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
@@ -65,20 +91,24 @@ struct Slice {
     float* value_decays;
     F *values, *d_outs, *d_scores, *d_rest;
 
-    __host__ __device__ __forceinline__ int64_t index(int head, int n) const {
-        return static_cast<int64_t>(head) * chunks + (n - begin);
-    }
+    // Of a chunk among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
+    __host__ __device__ __forceinline__ int64_t index(int head, int n) const { return head * chunks + (n - begin); }
     __device__ __forceinline__ F* state_of(F* all, int head, int n) const {
-        return all + index(head, n) * columns * key_rows;
+        return all + index(head, n) * (columns * key_rows);
+    }
+    // Those of a chunk's square.
+    template <typename Number>
+    __device__ __forceinline__ LowerBlocks<Number> lower_of(Number* all, int head, int n) const {
+        return {all + index(head, n) * kLower, kBlockSide};
     }
     __device__ __forceinline__ F* rows_of(F* all, int head, int n) const {
-        return all + index(head, n) * columns * kSide;
+        return all + index(head, n) * (columns * kSide);
     }
     __device__ __forceinline__ float* decays_of(int head, int n) const {
-        return decays + index(head, n) * decay_rows * key_rows;
+        return decays + index(head, n) * (decay_rows * key_rows);
     }
     __device__ __forceinline__ float* value_decays_of(int head, int n) const {
-        return value_decays + index(head, n) * 2 * columns;
+        return value_decays + index(head, n) * (2 * columns);
     }
     __device__ __forceinline__ float* steps_of(int head, int n) const { return steps + index(head, n) * step_numbers; }
     // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
@@ -120,28 +150,28 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
         place = workspace == nullptr ? nullptr : reinterpret_cast<Number*>(workspace + used);
         used += up_to_256(static_cast<size_t>(slice.heads) * chunks * numbers * sizeof(Number));
     };
-    if (pass.corrects) take(slice.inverse, kSide * kSide);
+    if (pass.corrects) take(slice.inverse, kLower);
     if (pass.corrects || pass.gated) take(slice.steps, step_numbers(pass.gated));
     take(slice.states, slice.columns * slice.key_rows);
     if (pass.corrects) take(slice.updates, slice.columns * kSide);
     if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
-    if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kSide * kSide);
-    if (pass.decays && !(pass.corrects && pass.backward) && sizeof(F) == 2) take(slice.rest, kSide * kSide);
+    if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kLower);
+    if (pass.decays && !(pass.corrects && pass.backward) && sizeof(F) == 2) take(slice.rest, kLower);
     if (pass.corrects && pass.backward) take(slice.d_right, slice.columns * kSide);
     if (pass.decays) {
         take(slice.decays, slice.decay_rows * slice.key_rows);
         take(slice.queries, kSide * slice.key_rows);
         take(slice.written, kSide * slice.key_rows);
         if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
-        if (pass.corrects && pass.backward) take(slice.products, kSide * kSide);
+        if (pass.corrects && pass.backward) take(slice.products, kLower);
     }
     if (pass.values) {
         take(slice.value_decays, 2 * slice.columns);
         take(slice.values, kSide * slice.columns);
         if (pass.backward) {
             take(slice.d_outs, kSide * slice.columns);
-            take(slice.d_scores, kSide * kSide);
-            if (sizeof(F) == 2) take(slice.d_rest, kSide * kSide);
+            take(slice.d_scores, kLower);
+            if (sizeof(F) == 2) take(slice.d_rest, kLower);
         }
     }
     bytes = used;

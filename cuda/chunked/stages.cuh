@@ -39,8 +39,10 @@ constexpr double kFreeWarps = 4.5;     // of a multiprocessor, that do not slow 
 constexpr double kCarryMatrix = 2300;  // for each segment, where what passes it is a matrix of 64 keys
 // Times as long as in bfloat16: in float32 and float16; where nothing corrects and where that is; forwards and backwards.
 constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, {1.3, 1.7}}};
-constexpr double kPartForwards = 1.5,
-                 kPartBackwards = 0.25;  // of the bytes of inputs, outputs and gradients, for a workspace
+// A pass's memory beyond inputs, outputs and gradients, in parts of the bytes of these: the workspace, the states that are kept and,
+// forwards, the final ones. Heads of less than 64 keys or values may have as much as those of 64, since squares of a chunk's steps
+// are as large as theirs, but no more than kMostPart. A workspace has kLeastPart even so.
+constexpr double kPart = 0.5, kMostPart = 2, kLeastPart = 0.25;
 
 struct WalkPlan {
     RulePass pass;
@@ -84,8 +86,32 @@ size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan) {
     return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
 }
 
-// Slices that leave the workspace a part of the bytes of inputs and outputs, backwards with their gradients: fewer chunks, in
-// whole intervals between states that are kept; where one interval is too much, fewer heads.
+// Bytes of a call's inputs, outputs and gradients, with so many keys and values.
+template <typename T>
+double bytes_passed(const Sizes& sizes, const RulePass& pass, int keys, int values) {
+    const double numbers = 2.0 * (keys + values) + (pass.decays ? keys : 0) + (pass.values ? values : 0) +
+                           (pass.corrects || pass.gated ? 1 : 0);
+    return 2 * numbers * sizes.batch * sizes.heads * sizes.time * sizeof(T);
+}
+
+// Bytes that the slices of a call may take.
+template <typename T>
+double room_for_slices(const Sizes& sizes, const Device& device, const RulePass& pass) {
+    const double passed = bytes_passed<T>(sizes, pass, sizes.key_dim, sizes.value_dim);
+    const double of_64 = bytes_passed<T>(sizes, pass, std::max(sizes.key_dim, 64), std::max(sizes.value_dim, 64));
+    // States that are kept, and the final ones or those between slices; of few heads, what segments carry, too.
+    const double heads = static_cast<double>(sizes.batch) * sizes.heads, state = sizes.key_dim * sizes.value_dim;
+    double carried = heads * (kept_states(sizes) + 1) * state;
+    if (4 * heads <= device.processors)
+        carried += std::min<double>(device.processors, heads * sizes.time / (4 * kSide)) *
+                   (state + passed_floats(pass, sizes));
+    const double gradients = pass.backward ? 0 : passed / 2;  // that are not there yet
+    return std::max(kLeastPart * passed,
+                    std::min(kPart * of_64, kMostPart * passed) + gradients - sizeof(float) * carried);
+}
+
+// Slices for which there is room: fewer chunks, in whole intervals between states that are kept; where one interval is too much,
+// fewer heads.
 template <typename T>
 void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     const bool backward = plan.pass.backward;
@@ -93,10 +119,7 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
-    const double numbers = 2.0 * (sizes.key_dim + sizes.value_dim) + (plan.pass.decays ? sizes.key_dim : 0) +
-                           (plan.pass.values ? sizes.value_dim : 0);
-    const double passed = numbers * heads * sizes.time * sizeof(T);
-    const double room = passed * (backward ? 2 * kPartBackwards : kPartForwards) / of_chunk;  // chunks of all heads
+    const double room = room_for_slices<T>(sizes, device, plan.pass) / of_chunk;  // chunks of all heads
     const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
                                             : std::max(whole, static_cast<int>(room / heads) / whole * whole);
     const int slices = (chunks + most - 1) / most;

@@ -155,24 +155,6 @@ struct Strip {
     // To rows of a sequence, `to` beginning at the strip's first column: place p is step `start` + p.
     template <typename T>
     __device__ __forceinline__ void store_steps(const Head<T>& to, int start, int time) {
-        if constexpr (sizeof(T) == 2) {
-            const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
-            if (paired && to.dim >= kTileRows) {
-                const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const int step = start + 8 * n + group;
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const unsigned pair =
-                            transpose_matrix(narrow_pair<T>(value[n][2 * half], value[n][2 * half + 1]).bits());
-                        T* const place = to.data + step * to.stride + 8 * half + 2 * member;
-                        if (step < time) *reinterpret_cast<unsigned*>(place) = pair;
-                    }
-                }
-                return;
-            }
-        }
         each([&](int place, int j, float& x) {
             if (start + place < time && j < to.dim) to.data[(start + place) * to.stride + j] = narrow<T>(x);
         });

@@ -50,14 +50,26 @@ __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, i
                   [&](int row, int column) { copy_async<16>(&to(row, column), from + row * stride + column); });
 }
 
-// Starts to copy the blocks of a square on and below the diagonal, by `threads` threads, of which this is number `thread`.
+// Starts to copy a square's blocks on and below the diagonal to where they are in the square.
+template <int Threads = kTileThreads, typename F>
+__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const LowerBlocks<F>& from) {
+    constexpr int kPiece = 16 / sizeof(F), kAcross = kTileRows / kPiece, kDown = Threads / kAcross;
+    const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
+#pragma unroll
+    for (int row = first; row < kLowerRows; row += kDown) {
+        const int block = row / kTileRows, down = (block >= 1) + (block >= 3) + (block >= 6),
+                  across = block - down * (down + 1) / 2;
+        copy_async<16>(&to(down * kTileRows + row % kTileRows, across * kTileRows + column),
+                       from.data + row * kTileRows + column);
+    }
+}
+
+// A tile's elements of these blocks, to the workspace.
 template <typename F>
-__device__ __forceinline__ void copy_lower(const Matrix<F>& to, const F* from, int thread, int threads) {
-    constexpr int kPiece = 16 / sizeof(F), kAcross = kSide / kPiece;
-    const int column = thread % kAcross * kPiece;
-#pragma unroll 2
-    for (int row = thread / kAcross; row < kSide; row += threads / kAcross)
-        if (column / kTileRows <= row / kTileRows) copy_async<16>(&to(row, column), from + row * kSide + column);
+__device__ __forceinline__ void write_lower(Tile& tile, const LowerBlocks<F>& to) {
+    tile.each_pair([&](int row, int column, float x, float y) {
+        if (to.has(row, column)) put_pair(&to(row, column), x, y);
+    });
 }
 
 // A chunk's gates, what steps of the delta rule write of their errors, and strengths of writes, in shared memory.
@@ -143,9 +155,9 @@ using Pairs = SplitMatrix<T>;
 
 // Starts to copy those of a chunk from the workspace.
 template <typename T, typename F>
-__device__ __forceinline__ void copy_pairs(const Pairs<T>& to, const F* big, const F* rest, int64_t index) {
-    const auto copy = [&](int part, const F* from) {
-        copy_lower(to.parts[part], from + index * kSide * kSide, threadIdx.x, kTileThreads);
+__device__ __forceinline__ void copy_pairs(const Pairs<T>& to, F* big, F* rest, int64_t index) {
+    const auto copy = [&](int part, F* from) {
+        copy_lower(to.parts[part], LowerBlocks<F>{from + index * kLower, kTileRows});
     };
     copy(0, big);
     if constexpr (Pairs<T>::kSplit) copy(1, rest);

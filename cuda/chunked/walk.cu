@@ -32,26 +32,41 @@
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
 
-#include "tiles.cuh"
+#include "walk_memory.cuh"
+#include "walk_products.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// A strip's part of a state in float32: `from` and `to` (key_dim, value_dim).
+// f(float& x, the state's number or null, where that would be beyond it) for a strip's part of a (key_dim, value_dim) state.
+template <int N, typename F>
+__device__ __forceinline__ void each_of_state(Strip<N>& state, float* numbers, int first_key, int keys, int column,
+                                              int columns, F f) {
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+    const int keys_left = keys - first_key - 2 * member, columns_left = columns - column - group;
+    numbers += static_cast<int64_t>(first_key + 2 * member) * columns + column + group;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            float* const row = numbers + static_cast<int64_t>(8 * n + odd) * columns;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                f(state.value[n][2 * half + odd],
+                  8 * n + odd < keys_left && 8 * half < columns_left ? row + 8 * half : nullptr);
+        }
+}
 template <int N>
-__device__ __forceinline__ void load_state(Strip<N>& state, const float* from, int first_key, int keys, int column,
+__device__ __forceinline__ void load_state(Strip<N>& state, float* from, int first_key, int keys, int column,
                                            int columns) {
-    state.each([&](int place, int j, float& x) {
-        const int key = first_key + place;
-        x = key < keys && column + j < columns ? from[static_cast<int64_t>(key) * columns + column + j] : 0.0f;
-    });
+    each_of_state(state, from, first_key, keys, column, columns,
+                  [](float& x, const float* number) { x = number != nullptr ? *number : 0.0f; });
 }
 template <int N>
 __device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
                                             int columns) {
-    state.each([&](int place, int j, float& x) {
-        const int key = first_key + place;
-        if (key < keys && column + j < columns) to[static_cast<int64_t>(key) * columns + column + j] = x;
+    each_of_state(state, to, first_key, keys, column, columns, [](float x, float* number) {
+        if (number != nullptr) *number = x;
     });
 }
 
@@ -102,22 +117,6 @@ __device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchan
         }
 }
 
-// Starts to copy `Columns` columns of `rows` steps, from `first` on, by `warps` warps, of which this is number `warp`: a lane has one
-// column, and steps of one distance from one another.
-template <int Columns, typename To, typename T>
-__device__ __forceinline__ void copy_columns(const To& to, const Head<T>& from, int first, int warp, int warps,
-                                             int rows, int start, int time) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kWarp / kAcross;
-    constexpr int kTogether = sizeof(T) == 2 ? 4 : 1;  // in float32 registers would not do
-    const int column = first + warp_lane() % kAcross * kPiece, begin = warp * kDown + warp_lane() / kAcross;
-    const T* piece = from.data + (start + begin) * from.stride + column;
-    const int64_t on = warps * kDown * from.stride;
-    const int there = column < from.dim ? time - start : 0;
-#pragma unroll kTogether
-    for (int row = begin; row < rows; row += warps * kDown, piece += on)
-        copy_piece(&to(row, column), piece, row < there);
-}
-
 // True of walks whose copies are a part of the chain that counts, by measurement: others took as long with warps that only copy, or longer.
 template <typename T, int Keys, bool Corrects>
 constexpr bool kMayHaveCopiers = sizeof(T) == 2 && Keys <= 64 && Corrects;
@@ -157,47 +156,76 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int number = blockIdx.y + (reverse && w.probe ? 1 : 0);
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
-    const bool grouped = Fours && has_groups();
-    const auto of_stage = [&](const Pieces<T>& all, int n) { return all.from(0, (n & (w.stages - 1)) * Keys * parts); };
-    const auto fetch = [&](int n) {
-        const int stage = n & (w.stages - 1), start = n * kSide;
-        // A warp copies a part of the steps of the keys, and of the columns, that it multiplies by.
-        const auto copy_keys = [&](const Pieces<T>& to, const Sequence& x) {
-            const Head<T> from(x, batch, head, 0, keys);
-            if (from.in_pieces(Keys * parts))
-                copy_columns<Keys>(of_stage(to, n), from, first_key, strip, strips, kSide, start, time);
+    const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
+    const bool grouped = Fours && has_groups(), gated = w.pass.gated;
+    const int stage_on = static_cast<int>(&shared.keys(0, Keys * parts) - shared.keys.data);
+    const auto of_stage = [&](const Pieces<T>& all, int stage) {
+        return Pieces<T>(all.data + stage * stage_on, all.distance);
+    };
+
+    // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
+    // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
+    constexpr int kWarps = Fours ? kGroupWarps : 0, kThreads = kWarps * kWarp;
+    const auto head_of_keys = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, keys); };
+    using KeyCopies = PieceCopies<Keys, kSide, kWarps, T>;
+    const auto copies_of = [&](const Pieces<T>& to, const Sequence& x) {
+        return KeyCopies(to, head_of_keys(x), first_key, Keys * parts, strip, strips);
+    };
+    const KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
+                    copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
+                    copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
+    const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
+    const PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
+        shared.values.first, values, Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
+    const auto fetch = [&](int n, int stage) {
+        const int start = n * kSide;
+        const auto copy_keys = [&](const Pieces<T>& all, const Sequence& x, const KeyCopies& how) {
+            const Pieces<T> to = of_stage(all, stage);
+            if (how.in_pieces)
+                how.copy(to, start, time);
             else
-                copy_elements(of_stage(to, n), from, kSide, Walk(Keys * parts, thread, threads), start, time);
+                copy_elements(to, head_of_keys(x), kSide, Walk(Keys * parts, thread, threads), start, time);
         };
-        copy_keys(shared.keys, w.keys);
-        if constexpr (Backward) {
-            copy_keys(shared.queries, w.queries);
-            copy_lower(shared.scores[stage], slice.scores + slice.index(head_index, n) * kSide * kSide, thread,
-                       threads);
-        }
-        const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
-        if (values.in_pieces(strips * kTileRows))
-            copy_columns<kTileRows>(shared.values[stage], values, strip * kTileRows, part, parts, kSide, start, time);
-        else
+        copy_keys(shared.keys, w.keys, copies_of_keys);
+        if constexpr (Backward) copy_keys(shared.queries, w.queries, copies_of_queries);
+        if constexpr (Corrects && Decays) copy_keys(shared.erase, w.erase, copies_of_erase);
+        if (!copies_of_values.in_pieces)
             copy_elements(shared.values[stage], values, kSide, Walk(strips * kTileRows, thread, threads), start, time);
+        else if (!Fours || part == 0)
+            copies_of_values.copy(shared.values[stage], start, time);
         if constexpr (Decays) {
-            if constexpr (Corrects) copy_keys(shared.erase, w.erase);
-            copy_columns<Keys>(shared.decays[stage],
-                               Head<float>(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows), first_key,
-                               strip, strips, Corrects ? kBlocks : 1, 0, kBlocks);
+            const Matrix<float> to = shared.decays[stage];
+            const Head<float> decays(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows);
+            PieceCopies<Keys, Corrects ? kBlocks : 1, kWarps, float>(to, decays, first_key, Keys, strip, strips)
+                .copy(to, 0, kBlocks);
             const int i = 4 * thread;
             if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
-                copy_async<16>(&shared.decays[stage](1, i), slice.value_decays_of(head_index, n) + first + i);
+                copy_async<16>(&to(1, i), slice.value_decays_of(head_index, n) + first + i);
         }
+        if (Fours && part > 0) return;
+        if constexpr (Backward)
+            copy_numbers<kLower, kThreads>(shared.scores[stage].data, LowerStages<F>::kStride,
+                                           slice.lower_of(slice.scores, head_index, n).data, thread, threads);
         if constexpr (Corrects)
-            copy_lower(shared.inverse[stage], slice.inverse + slice.index(head_index, n) * kSide * kSide, thread,
-                       threads);
-        else if (!w.pass.gated)
-            return;
-        for (int i = 4 * thread; i < kWalkNumbers; i += 4 * threads)
-            copy_async<16>(shared.steps[stage].data + i, slice.steps_of(head_index, n) + i);
+            copy_numbers<kLower, kThreads>(shared.inverse[stage].data, LowerStages<float>::kStride,
+                                           slice.lower_of(slice.inverse, head_index, n).data, thread, threads);
+        if (Corrects || gated)
+            copy_numbers<kWalkNumbers, kThreads>(shared.steps[stage].data, 16, slice.steps_of(head_index, n), thread,
+                                                 threads);
     };
-    const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
+
+    const bool records = w.record && column < slice.columns, records_steps = records && part == 0;
+    const Head<T> d_values(w.d_values, batch, head, column, columns);
+    const StepStore<T> d_value_steps(d_values);
+    const int64_t state_floats = static_cast<int64_t>(keys) * columns;
+    const int interval = w.sizes.interval / kSide;
+    int until_kept = end - begin;  // chunks before the first whose state is kept
+    float* kept = w.kept;
+    if (!reverse && kept != nullptr) {
+        const int nth = max(1, (begin + interval - 1) / interval);
+        until_kept = nth * interval - begin;
+        kept += (static_cast<int64_t>(head_index) * kept_states(w.sizes) + nth - 1) * state_floats;
+    }
 
     float passed_log = 0.0f;  // of a rule that does not correct
     Strip<Keys / 8> state;
@@ -205,15 +233,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     if (transformation) {
         state.each([&](int place, int j, float& x) { x = first_key + place == column + j ? 1.0f : 0.0f; });
     } else if (!w.probe) {
-        const WalkStates& from = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
-        if (from.data != nullptr)
-            load_state(state, from.data + from.index(head_index, number) * keys * columns, first_key, keys, column,
+        const WalkStates& start = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
+        if (start.data != nullptr)
+            load_state(state, start.data + start.index(head_index, number) * keys * columns, first_key, keys, column,
                        columns);
     }
-    const int64_t state_floats = static_cast<int64_t>(keys) * columns;
-    const int chunks = end - begin;
     // So many chunks are on their way while one is worked on.
-    const int ahead = w.stages - 1;
+    const int ahead = w.stages - 1, chunks = end - begin;
     const auto arrive = [&] {  // the first of those that are on their way
         if (copies) {
             if (ahead > 1)
@@ -228,53 +254,50 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if (ahead > 0 && i >= 0) arrive();
         if (ahead == 0 && i > 0) __syncthreads();
         if (copies) {
-            if (i + ahead < chunks) fetch(nth(i + ahead));
+            if (i + ahead < chunks) fetch(nth(i + ahead), (i + ahead) & ahead);
             copies_commit();
         }
         if (i < 0) continue;
         if (ahead == 0) arrive();
         if (copier) continue;
-        const int n = nth(i), stage = n & ahead;
-        const Pieces<T> k = of_stage(shared.keys, n).from(0, first_key),
-                        erase = Corrects && Decays ? of_stage(shared.erase, n).from(0, first_key) : k;
+        const int n = nth(i), stage = i & ahead;
+        const Pieces<T> k = of_stage(shared.keys, stage).from(0, first_key),
+                        erase = Corrects && Decays ? of_stage(shared.erase, stage).from(0, first_key) : k;
         const float* const steps = shared.steps[stage].data;
         const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
-        const bool records = w.record && column < slice.columns;
-        if (records) {
-            F* const to =
-                slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) + column * slice.key_rows;
-            state.store(to + first_key, slice.key_rows, slice.key_rows - first_key);
-        }
-        if (!reverse && w.kept != nullptr) {
-            const int interval = w.sizes.interval / kSide;
-            if (n > 0 && n % interval == 0)
-                store_state(state,
-                            w.kept + (static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1) *
-                                         state_floats,
-                            first_key, keys, column, columns);
+        if (records)
+            store_strip(state,
+                        slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
+                            column * slice.key_rows + first_key,
+                        slice.key_rows, slice.key_rows - first_key);
+        if (!Backward && until_kept == i) {
+            store_state(state, kept, first_key, opaque(keys), column, opaque(columns));
+            kept += state_floats;
+            until_kept += interval;
         }
         if constexpr (!Corrects) {
-            Strip<kSteps> given;
+            GivenStrip<T, kSteps, sizeof(T) == 2> given;
             given.load(shared.values[stage], strip * kTileRows);
-            if (Decays || !w.pass.gated) {
+            if (Decays || !gated) {
                 if constexpr (Decays) state.scale(decays.data);
                 if (Decays && w.pass.values) {
                     const float* const by = &all_decays(1, strip * kTileRows);
                     state.each([&](int, int j, float& x) { x *= by[j]; });
                 }
-                start<kPasses, true, true>(grouped, state, given, k);
+                start_given<kPasses, true>(grouped, state, given, k);
                 finish(grouped, state);
             } else {
                 const float whole = steps[kWholeGate];
                 passed_log += steps[kWholeLog];
+                Strip<kSteps> written = given.widened();
                 state.each([&](int, int, float& x) { x *= whole; });
-                given.scale(steps + (reverse ? kFromStart : kToEnd));
-                start<kPasses, true>(grouped, state, given, k);
-                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, given.template rest<T>(), k);
+                written.scale(steps + (reverse ? kFromStart : kToEnd));
+                start<kPasses, true>(grouped, state, written, k);
+                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);
                 finish(grouped, state);
             }
         } else {
-            Strip<kSteps> read;
+            Strip<kSteps> read, found;
             read.clear();
             const Pieces<T>& read_keys = Backward ? k : erase;
             if constexpr (Decays) {
@@ -284,50 +307,60 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 if constexpr (Backward && kRounded<T>)
                     start<kPasses, false>(grouped, read, state.template rest<T>(), read_keys);
             }
-            Strip<kSteps> given, found;
+            GivenStrip<T, kSteps, kRounded<T>> given;
             given.load(shared.values[stage], strip * kTileRows);
-            found.clear();
             finish(grouped, read);
             if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
             if constexpr (Backward) {
-                if (w.pass.gated) read.scale(steps + kToEnd);
-                multiply_kept<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
-                multiply_kept<kPasses, true, Part::kLower>(found, read, shared.inverse[stage]);
+                if (gated) read.scale(steps + kToEnd);
+                multiply_given<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
+                multiply_by_inverse<kPasses, true>(found, read, shared.inverse[stage]);
             } else {
-                given.scale(steps + kBeta);
+                Strip<kSteps> errors = given.widened();
+                errors.scale(steps + kBeta);
                 read.scale(steps + kReadBeta);
 #pragma unroll
                 for (int a = 0; a < kSteps; ++a)
 #pragma unroll
-                    for (int b = 0; b < 4; ++b) given.value[a][b] -= read.value[a][b];
-                multiply_kept<kPasses, false, Part::kLower>(found, given, shared.inverse[stage]);
+                    for (int b = 0; b < 4; ++b) errors.value[a][b] -= read.value[a][b];
+                multiply_by_inverse<kPasses, false>(found, errors, shared.inverse[stage]);
             }
-            if (records && part == 0)
-                found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
+            if (records_steps)
+                store_strip(found,
+                            slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
                             kSide, kSide);
-            if (!Decays && w.pass.gated) {
+            if (!Decays && gated) {
                 const float whole = steps[kWholeGate];
                 state.each([&](int, int, float& x) { x *= whole; });
             }
-            const Pieces<T> q = of_stage(shared.queries, n).from(0, first_key);
+            const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
             if constexpr (Backward) {
-                if (records && part == 0) {
-                    Strip<kSteps> d_values = found;
-                    d_values.scale(steps + kBeta);
-                    d_values.store_steps(Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
+                if (records_steps) {
+                    Strip<kSteps> by_strength = found;
+                    by_strength.scale(steps + kBeta);
+                    if (d_value_steps.paired)
+                        d_value_steps.store(by_strength, n * kSide, time);
+                    else
+                        by_strength.store_steps(d_values, n * kSide, time);
                 }
-                if (w.pass.gated) given.scale(steps + kFromStart);
                 if constexpr (!Decays) {
-                    start<kPasses, true>(grouped, state, given, q);
-                    finish(grouped, state);
-                    if (kRounded<T> && w.pass.gated) {
-                        start<kPasses, true>(grouped, state, given.template rest<T>(), q);
+                    if (gated) {
+                        Strip<kSteps> scaled = given.widened();
+                        scaled.scale(steps + kFromStart);
+                        start<kPasses, true>(grouped, state, scaled, q);
+                        finish(grouped, state);
+                        if constexpr (kRounded<T>) {
+                            start<kPasses, true>(grouped, state, scaled.template rest<T>(), q);
+                            finish(grouped, state);
+                        }
+                    } else {
+                        start_given<kPasses, true>(grouped, state, given, q);
                         finish(grouped, state);
                     }
                 }
                 found.scale(steps + kReadBeta);
                 found.each([](int, int, float& x) { x = -x; });
-            } else if (w.pass.gated) {
+            } else if (gated) {
                 found.scale(steps + kToEnd);
             }
             const Pieces<T>& write_keys = Backward ? erase : k;
@@ -337,13 +370,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 continue;
             }
             each_block<Backward>(decays, [&](int block, const float* by) {
-                const auto add = [&](Strip<kSteps>& left, const Pieces<T>& right) {
-                    multiply_kept<kPasses, true>(state, left.template part<2>(2 * block),
-                                                 right.from(kTileRows * block, 0));
-                };
                 state.scale(by);
-                if constexpr (Backward) add(given, q);
-                add(found, write_keys);
+                if constexpr (Backward)
+                    multiply_given<kPasses, true>(state, given.template part<2>(2 * block),
+                                                  q.from(kTileRows * block, 0));
+                multiply_kept<kPasses, true>(state, found.template part<2>(2 * block),
+                                             write_keys.from(kTileRows * block, 0));
             });
         }
     }

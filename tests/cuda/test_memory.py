@@ -59,7 +59,10 @@ def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeyp
     passed = 2 * B * T * H * (2 * K + V + numbers(K, V) + V)  # bytes of inputs and outputs
     # The targets are 1 and 1/4; it is kept to what there is.
     by_steps = name == "mt-big-512" and family == "delta" and "log_key_decay" in gates
-    allowed = (0.95 if by_steps else 0.55 if name == "retnet" else 0.5) * 2 * passed
+    allowed = (0.95 if by_steps else 0.84 if name == "retnet" else 0.5) * 2 * passed
+    if min(K, V) < 64:  # as much as of 64, up to twice as much as all else
+        K, V = max(K, 64), max(V, 64)
+        allowed = min(B * T * H * 2 * (2 * K + V + numbers(K, V) + V), 2 * 2 * passed)
     assert kept + workspace("backward") <= allowed
     # Forwards the final state is there, too, but none of the gradients.
     assert kept + state + workspace("forward") - passed <= allowed

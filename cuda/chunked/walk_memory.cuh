@@ -1,0 +1,118 @@
+// What a walk reads and writes of a chunk, by addresses of which all that is the same in each chunk is found before.
+#pragma once
+
+#include "slices.h"
+#include "strips.cuh"
+
+namespace fairseq_fastweights {
+
+constexpr int kMostStride = 1 << 24;  // of a sequence's steps, for offsets of 32 bits
+
+// A lane's pieces of 16 bytes of `Columns` columns and up to `Rows` rows of a sequence: of one column, in rows of one distance from
+// one another. They are copied by `Warps` warps or, with 0, as many as are said.
+template <int Columns, int Rows, int Warps, typename T>
+struct PieceCopies {
+    static constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kWarp / kAcross;
+    static constexpr int kEachTime = Warps > 0 ? Warps * kDown : 1;
+    static constexpr bool kWhole = Warps > 0 && Rows % kEachTime == 0;           // all lanes have as many
+    static constexpr int kTogether = Warps > 0 ? Rows : sizeof(T) == 2 ? 4 : 1;  // in float32 registers would not do
+
+    const T* column;  // the first row's
+    int stride, row, place, rows_on;
+    bool there, in_pieces;
+
+    // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`. `in_pieces` says if this can be done,
+    // where rows have `columns`.
+    template <typename To>
+    __device__ __forceinline__ PieceCopies(const To& to, const Head<T>& from, int first, int columns, int warp,
+                                           int warps)
+        : stride(static_cast<int>(from.stride)), row(warp * kDown + warp_lane() / kAcross),
+          rows_on((Warps > 0 ? Warps : warps) * kDown) {
+        const int own = first + warp_lane() % kAcross * kPiece;
+        column = from.data + own;
+        place = static_cast<int>(&to(row, own) - to.data);
+        there = own < from.dim;
+        in_pieces = from.in_pieces(columns) && from.stride < kMostStride;
+    }
+
+    // Rows `start` and on; zeros from row `end` on.
+    template <typename To>
+    __device__ __forceinline__ void copy(const To& to, int start, int end) const {
+        const int rows_there = there ? end - start - row : 0;
+        const T* piece = column + static_cast<int64_t>(start + row) * stride;
+        T* const first = to.data + place;
+#pragma unroll kTogether
+        for (int down = 0; down < Rows; down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
+            if (kWhole || row + down < Rows) copy_or_clear(first + (&to(down, 0) - to.data), piece, down < rows_there);
+    }
+};
+
+// Starts to copy `Count` numbers of the workspace, by `Threads` threads or, with 0, as many as are said, to rows of 16 numbers that
+// are `stride` apart.
+template <int Count, int Threads, typename F>
+__device__ __forceinline__ void copy_numbers(F* to, int stride, const F* from, int thread, int threads) {
+    constexpr int kPiece = 16 / sizeof(F), kTogether = Threads > 0 ? Count : 4;
+    constexpr bool kWhole = Threads > 0 && Count % (Threads > 0 ? Threads * kPiece : 1) == 0;
+    const int first = thread * kPiece, on = (Threads > 0 ? Threads : threads) * kPiece;
+    to += first / 16 * stride + first % 16;
+    from += first;
+#pragma unroll kTogether
+    for (int i = 0; i < Count; i += on)
+        if (kWhole || first + i < Count) copy_async<16>(to + i / 16 * stride, from + i);
+}
+
+// Strip::store where `places` are a multiple of 16.
+template <int N, typename F>
+__device__ __forceinline__ void store_strip(const Strip<N>& x, F* to, int stride, int places) {
+    static_assert(N % 2 == 0, "16 places are there or not");
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+    const bool odd = member % 2;
+    to += group * stride + (sizeof(F) == 2 ? member % 2 * 8 + member / 2 * 4 : 2 * member);
+#pragma unroll
+    for (int half = 0; half < 2; ++half, to += 8 * stride)
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            const float *const a = &x.value[n][2 * half], *const b = &x.value[n + 1][2 * half];
+            if constexpr (sizeof(F) == 2) {
+                const unsigned low = narrow_pair<F>(a[0], a[1]).bits(), high = narrow_pair<F>(b[0], b[1]).bits();
+                const unsigned other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+                if (8 * n < places)
+                    *reinterpret_cast<uint2*>(to + 8 * n) = make_uint2(odd ? other : low, odd ? high : other);
+            } else if (8 * n < places) {
+                put_pair(to + 8 * n, a[0], a[1]);
+                put_pair(to + 8 * n + 8, b[0], b[1]);
+            }
+        }
+}
+
+// A strip's columns in those of a sequence, a row for each place, in pairs of 16 bits; see Strip::store_steps.
+template <typename T>
+struct StepStore {
+    T* column;  // this lane's, of the first row
+    int stride;
+    bool paired;  // true if this can be done
+
+    __device__ __forceinline__ explicit StepStore(const Head<T>& to)
+        : column(to.data + 2 * (warp_lane() % 4)), stride(static_cast<int>(to.stride)),
+          paired(sizeof(T) == 2 && to.dim >= kTileRows && to.stride < kMostStride &&
+                 (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0) {}
+
+    // To rows `start` and on, those before row `end`.
+    template <int N>
+    __device__ __forceinline__ void store(const Strip<N>& x, int start, int end) const {
+        if constexpr (sizeof(T) == 2) {
+            const int first = start + warp_lane() / 4;
+            T* row = column + static_cast<int64_t>(first) * stride;
+#pragma unroll
+            for (int n = 0; n < N; ++n, row += static_cast<int64_t>(8) * stride)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const unsigned pair =
+                        transpose_matrix(narrow_pair<T>(x.value[n][2 * half], x.value[n][2 * half + 1]).bits());
+                    if (first + 8 * n < end) *reinterpret_cast<unsigned*>(row + 8 * half) = pair;
+                }
+        }
+    }
+};
+
+}  // namespace fairseq_fastweights
