@@ -170,7 +170,6 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, given.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
-    const int64_t index = slice.index(at.local, at.n);
 
     const auto copy_keys = [&](int key) {
         const auto copy = [&](const Matrix<T>& to, const Sequence& from) {

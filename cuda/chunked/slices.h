@@ -55,6 +55,7 @@ constexpr int kLower = kLowerRows * kBlockSide;
 
 template <typename F>
 struct LowerBlocks {
+    using Element = F;
     F* data;
     int stride;  // of a block's rows
     __host__ __device__ __forceinline__ static bool has(int row, int column) {
