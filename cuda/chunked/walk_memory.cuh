@@ -13,9 +13,10 @@ constexpr int kMostStride = 1 << 24;  // of a sequence's steps, for offsets of 3
 template <int Columns, int Rows, int Warps, typename T>
 struct PieceCopies {
     static constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kWarp / kAcross;
-    static constexpr int kEachTime = Warps > 0 ? Warps * kDown : 1;
-    static constexpr bool kWhole = Warps > 0 && Rows % kEachTime == 0;           // all lanes have as many
-    static constexpr int kTogether = Warps > 0 ? Rows : sizeof(T) == 2 ? 4 : 1;  // in float32 registers would not do
+    static constexpr int kLeastOn = kDown * (Warps > 0 ? Warps : 1), kMost = (Rows + kLeastOn - 1) / kLeastOn;
+    static constexpr bool kWhole = Warps > 0 && kMost* kLeastOn == Rows;  // all lanes have as many
+    // So many at a time: in float32 registers would not do for more.
+    static constexpr int kTogether = Warps > 0 || (sizeof(T) == 2 && kMost < 4) ? kMost : sizeof(T) == 2 ? 4 : 1;
 
     const T* column;  // the first row's
     int stride, row, place, rows_on;
@@ -41,9 +42,13 @@ struct PieceCopies {
         const int rows_there = there ? end - start - row : 0;
         const T* piece = column + static_cast<int64_t>(start + row) * stride;
         T* const first = to.data + place;
-#pragma unroll kTogether
-        for (int down = 0; down < Rows; down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
-            if (kWhole || row + down < Rows) copy_or_clear(first + (&to(down, 0) - to.data), piece, down < rows_there);
+        for (int down = 0; down < Rows;) {
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i, down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
+                if (kWhole || row + down < Rows)
+                    copy_or_clear(first + (&to(down, 0) - to.data), piece, down < rows_there);
+            if (kTogether == kMost) return;
+        }
     }
 };
 
@@ -51,14 +56,18 @@ struct PieceCopies {
 // are `stride` apart.
 template <int Count, int Threads, typename F>
 __device__ __forceinline__ void copy_numbers(F* to, int stride, const F* from, int thread, int threads) {
-    constexpr int kPiece = 16 / sizeof(F), kTogether = Threads > 0 ? Count : 4;
-    constexpr bool kWhole = Threads > 0 && Count % (Threads > 0 ? Threads * kPiece : 1) == 0;
+    constexpr int kPiece = 16 / sizeof(F), kLeastOn = kPiece * (Threads > 0 ? Threads : kWarp);
+    constexpr int kMost = (Count + kLeastOn - 1) / kLeastOn, kTogether = Threads > 0 ? kMost : kMost > 5 ? 5 : kMost;
+    constexpr bool kWhole = Threads > 0 && kMost * kLeastOn == Count;
     const int first = thread * kPiece, on = (Threads > 0 ? Threads : threads) * kPiece;
     to += first / 16 * stride + first % 16;
     from += first;
-#pragma unroll kTogether
-    for (int i = 0; i < Count; i += on)
-        if (kWhole || first + i < Count) copy_async<16>(to + i / 16 * stride, from + i);
+    for (int begin = 0; begin < Count; begin += kTogether * on) {
+#pragma unroll
+        for (int i = begin, n = 0; n < kTogether; ++n, i += on)
+            if (kWhole || first + i < Count) copy_async<16>(to + i / 16 * stride, from + i);
+        if (kTogether == kMost) return;
+    }
 }
 
 // Strip::store where `places` are a multiple of 16.
