@@ -127,10 +127,7 @@ struct Head {
 // Starts to copy a piece of 16 bytes; zeros if it is not there.
 template <typename T>
 __device__ __forceinline__ void copy_piece(T* to, const T* from, bool there) {
-    if (there)
-        copy_async<16>(to, from);
-    else
-        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    copy_or_clear(to, from, there);
 }
 // Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
 template <typename To, typename T>

@@ -13,365 +13,292 @@
 // Where nothing corrects, U is diag(w) V with the strengths of writes, there is neither dR nor dA, and
 //     dV = diag(w) (P^T dY + diag(D_es) K dS)
 //
-// With decays of keys, in the notation of decays.cuh, D is F and differs by key dimension: gradients go through a chunk's
-// blocks of 16 steps, and those of logs are found, as blocks.cuh says; E F_.0 is in the place of K D_.0 where errors are read.
-// Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
-// of dP; what decays of the other side scale, and dP, is from the local stage.
-#include "blocks.cuh"
+// With decays by dimension or erase keys the last stage is in decayed_gradients.cu.
+#include "decayed_gradients.cuh"
+#include "rows.cuh"
 #include "stages.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// The dimensions whose gradients a launch finds: keys and all the rest or, where values decay, keys or values.
-enum class Side { kKeysAlone, kKeys, kValues };
-
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
-struct GradientLayout {
-    Matrix<T> q, k, erase, d_out;
-    Matrix<Written<T, Corrects>> update;
-    Matrix<Factor<T>> d_right, state, d_state;  // transposed
-    Pairs<T, Decays> d_scores, pairs;           // the gradient of the system or, where nothing corrects, the scores
-    ChunkSteps<Gated> steps;
-    GateGradient gradient;
-    float* d_beta;  // by step, for each tile across
-    DecayGradient<T> decays;
+// Without decays by dimension: a part of the keys and values, in `Width` times 16 columns of keys.
+template <typename T, bool Corrects, bool Gated, int Width>
+struct GradientParts {
+    using F = Factor<T>;
+    Rows<T, 16 * Width> q, k;
+    Rows<T, kSide> d_out, v;  // v in the place of d_scores, until these are found
+    WrittenRows<T, Corrects> update;
+    Rows<F, kSide> d_right;              // transposed
+    Rows<F, 16 * Width> state, d_state;  // transposed
+    Rows<F, kSide> d_scores, pairs;      // pairs: the gradient of the system or, where nothing corrects, the scores
+    FoundSteps<Gated> steps;
+    GateSums sums;
     size_t bytes;
 
-    __host__ __device__ GradientLayout(Carver carver, int keys, int values)
-        : q(carver.matrix<T>(kSide, keys)), k(carver.matrix<T>(kSide, keys)),
-          erase(carver.matrix<T>(Corrects && Decays ? kSide : 0, keys)), d_out(carver.matrix<T>(kSide, values)),
-          update(matrix_of_writes<T, Corrects>(carver, values)),
-          d_right(carver.matrix<Factor<T>>(Corrects ? values : 0, kSide)), d_scores(carver, kSide, kSide),
-          pairs(carver, kSide, kSide), steps(carver), gradient(carver, kSide, kWidest, kTileThreads, Gated) {
-        d_beta = carver.take<float>(2 * kSide);
-        if (Decays) decays.keep(carver, Corrects, keys);
-        Carver later = carver;
-        state = carver.matrix<Factor<T>>(values, keys);
-        d_state = carver.matrix<Factor<T>>(values, keys);
-        if (Decays) decays.replace(later, Corrects, keys);
-        bytes = later.used > carver.used ? later.used : carver.used;
+    __host__ __device__ GradientParts(Carver carver, int values)
+        : q(carver, kSide), k(carver, kSide), d_out(carver, kSide), update(carver, rows_of_writes<Corrects>(values)),
+          d_right(carver, Corrects ? values : 0), state(carver, values), d_state(carver, values),
+          d_scores(carver, kSide), pairs(carver, kSide) {
+        v.data = reinterpret_cast<T*>(d_scores.data);
+        if (Gated || Corrects) steps = FoundSteps<Gated>(carver);
+        if (Gated) sums = GateSums(carver);
+        bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated, bool Decays, Side Of>
-__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 || Decays ? 1 : 2)
-    gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int key_part,
-              const int value_part) {
+// This lane's part of numbers of two steps, its strip's columns: of each half of the 16.
+using OfSteps = float[2];
+// The sums of the parts, handed to one lane for each step: done(column, sum).
+template <typename F>
+__device__ __forceinline__ void sum_steps(const OfSteps& parts, F done) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = parts[half] + __shfl_xor_sync(kAllLanes, parts[half], 1);
+        sum += __shfl_xor_sync(kAllLanes, sum, 2);
+        if (warp_lane() % 4 == 0) done(warp_lane() / 4 + 8 * half, sum);
+    }
+}
+
+template <typename T, bool Corrects, bool Gated, int Width>
+__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
+    gradients(const RuleBackward p, const Slice<Factor<T>> slice, const int value_part) {
     using F = Factor<T>;
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    constexpr bool kTurned = Of == Side::kValues;
-    constexpr bool kAhead = !Decays;  // there is room for the first parts of all at once
-    const GradientLayout<T, Corrects, Gated, Decays, Of != Side::kKeysAlone> shared(Carver(memory), key_part,
-                                                                                    value_part);
-    const ChunkSteps<Gated>& steps = shared.steps;
-    const GateGradient& gradient = shared.gradient;
+    const GradientParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
+    const FoundSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
-    const int thread = threadIdx.x, batch = at.batch, head = at.head, start = at.start, time = p.sizes.time;
-    const auto key_head = [&](const Sequence& x, int key) { return Head<T>(x, batch, head, key, p.sizes.key_dim); };
-    const auto value_head = [&](const Sequence& x, int value) {
-        return Head<T>(x, batch, head, value, p.sizes.value_dim);
-    };
+    const int thread = threadIdx.x, row = own_row(), group = warp_lane() / 4;
+    const int start = at.start, time = p.sizes.time;
     const bool complement = !Corrects && p.complement != 0;
-    const bool all_keys = slice.key_rows <= key_part, all_values = slice.columns <= value_part;
-    const auto copy_values = [&](int value, int values) {
-        copy_steps(shared.d_out, value_head(p.d_out, value), values, start, time);
+    const bool all_keys = slice.key_rows <= kKeys, all_values = slice.columns <= value_part;
+    const auto values_from = [&](int value) { return min(value_part, slice.columns - value); };
+    const auto key_head = [&](const Sequence& x, int key) {
+        return Head<T>(x, at.batch, at.head, key, p.sizes.key_dim);
+    };
+    const auto value_head = [&](const Sequence& x, int value) {
+        return Head<T>(x, at.batch, at.head, value, p.sizes.value_dim);
+    };
+    const auto copy_keys = [&](int key) {
+        copy_steps(shared.q, key_head(p.q, key), start, time);
+        copy_steps(shared.k, key_head(p.k, key), start, time);
+    };
+    const auto copy_values = [&](int value) {
+        const int values = values_from(value);
+        copy_steps(shared.d_out, value_head(p.d_out, value), start, time);
         copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
         if constexpr (Corrects)
-            copy_found(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
-                       kSide);
+            copy_pieces(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
+                        values, kSide);
     };
-    const auto copy_state = [&](const Matrix<F>& to, F* all, int key, int keys, int value, int values) {
-        const F* const from = slice.state_of(all, at.local, at.n);
-        if constexpr (kTurned)
-            copy_found(to, from + key * slice.columns + value, slice.columns, keys, values);
-        else
-            copy_found(to, from + value * slice.key_rows + key, slice.key_rows, values, keys);
-    };
-    const Sequence& from_erase = Decays && p.erase.data != nullptr ? p.erase : p.k;
-    const auto copy_keys = [&](int key, int keys) {
-        copy_steps(shared.k, key_head(p.k, key), keys, start, time);
-        copy_steps(shared.q, key_head(p.q, key), keys, start, time);
-        if constexpr (Corrects && Decays) copy_steps(shared.erase, key_head(from_erase, key), keys, start, time);
-    };
-    const auto copy_states = [&](int key, int keys, int value, int values) {
-        copy_state(shared.state, slice.states, key, keys, value, values);
-        copy_state(shared.d_state, slice.d_states, key, keys, value, values);
+    const auto copy_state = [&](const Rows<F, kKeys>& to, F* all, int key, int value) {
+        const int values = values_from(value);
+        copy_pieces(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
+                    values, slice.key_rows - key);
     };
     const auto arrive = [] {
         copies_commit();
         copies_wait<0>();
         __syncthreads();
     };
+    // A gate of this thread's step, whose write loses by it.
+    const float own_log = Gated && complement ? load_step(p.log_gate, at.batch, at.head, start, kSide, time) : 0.0f;
 
-    const typename ChunkSteps<Gated>::Step own_step(p.beta, p.log_gate, batch, head, start, time);
-    for (int i = thread; i < 2 * kSide; i += kTileThreads) {
-        shared.d_beta[i] = 0.0f;
-        if constexpr (Gated) gradient.read()[i] = gradient.written()[i] = gradient.write_strength()[i] = 0.0f;
-    }
-    // The same lane each time adds to a step's sum of a tile across.
-    const auto add_to = [&](float* sums, const Tile& tile, int t, float sum) {
-        sums[tile.column / kTileColumns * kSide + t] += sum;
-    };
+    // The first parts of all are on their way at once, those that are needed first before the others.
+    copy_keys(0);
+    if constexpr (Gated || Corrects) steps.copy(slice.steps_of(at.local, at.n));
+    copies_commit();
+    copy_values(0);
+    if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, 0), start, time);
+    copies_commit();
+    copy_state(shared.state, slice.states, 0, 0);
+    copy_state(shared.d_state, slice.d_states, 0, 0);
+    copies_commit();
 
-    Tile products = own_tile(kSide), scores = products;
-    if constexpr (Of != Side::kKeysAlone)
-        copy_pairs<T, Decays>(shared.d_scores, slice.d_scores, slice.d_rest, slice.index(at.local, at.n));
-    else if constexpr (Decays && !Corrects)
-        copy_pairs<T, Decays>(shared.pairs, slice.scores, slice.rest, slice.index(at.local, at.n));
-    if (kAhead || all_keys) copy_keys(0, min(key_part, slice.key_rows));
-    if constexpr (kAhead) {  // what is needed first comes before the rest
-        copies_commit();
-        copy_values(0, min(value_part, slice.columns));
-        copies_commit();
-        copy_states(0, min(key_part, slice.key_rows), 0, min(value_part, slice.columns));
-        copies_commit();
-    }
-    steps.find(own_step, complement);
-    for (int key = Decays ? slice.key_rows : 0; key < slice.key_rows; key += key_part) {
-        const int keys = min(key_part, slice.key_rows - key);
-        if (key > 0) {
-            __syncthreads();
-            copy_keys(key, keys);
-            arrive();
-        } else {
-            copies_wait<2>();
-            __syncthreads();
+    Strip<kSide / 8> scores, products;  // Q K^T and K K^T
+    if constexpr (Gated || !Corrects) {
+        scores.clear();
+        if constexpr (Corrects) products.clear();
+        for (int key = 0; key < slice.key_rows; key += kKeys) {
+            if (key > 0) {
+                __syncthreads();
+                copy_keys(key);
+                arrive();
+            } else {
+                copies_wait<2>();
+                __syncthreads();
+            }
+            multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width);
+            if constexpr (Corrects) multiply_rows<kPasses, false, false>(products, shared.k, row, shared.k, Width);
         }
-        if (!has_pairs(products)) continue;
-        if constexpr (Corrects) multiply_stored<kPasses, false, true>(products, 0, keys, shared.k, shared.k);
-        if constexpr (Gated || !Corrects) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q, shared.k);
     }
-    Tile d_scores = own_tile(kSide), d_system = d_scores;
-    if constexpr (Of != Side::kKeysAlone) {
-        if (all_values) copy_values(0, slice.columns);
-        arrive();
-        shared.decays.keep_weights(shared.d_scores);
-    }
-    for (int value = Of == Side::kKeysAlone ? 0 : slice.columns; value < slice.columns; value += value_part) {
-        const int values = min(value_part, slice.columns - value);
-        if (kAhead && value == 0) {
+    OfSteps d_beta = {}, read_sums = {}, written_sums = {}, strength_sums = {};
+    Strip<kSide / 8> d_scores, d_system;  // dP, dA
+    d_scores.clear();
+    d_system.clear();
+    for (int value = 0; value < slice.columns; value += value_part) {
+        if (value == 0) {
             copies_wait<1>();
             __syncthreads();
         } else {
-            if (value > 0) __syncthreads();
-            copy_values(value, values);
+            __syncthreads();
+            copy_values(value);
+            if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, value), start, time);
             arrive();
         }
-        if (has_pairs(d_scores)) {
-            multiply_stored<kPasses, false, !Corrects>(d_scores, 0, values, shared.d_out, shared.update);
-            if constexpr (Corrects)
-                multiply_stored<kPasses, true, false>(d_system, 0, values, shared.d_right, shared.update);
-        }
-        if constexpr (Corrects) {
-            Tile errors = own_tile(values);  // of which only V is taken here
-            if (!is_in(errors, values)) continue;
-            const Head<T> v = value_head(p.v, value);
-            errors.sum_rows(
-                [&](int t, int j, float) {
-                    const bool there = start + t < time && j < v.dim;
-                    return there ? shared.d_right.get(j, t) * widen<float>(v.data[(start + t) * v.stride + j]) : 0.0f;
-                },
-                [&](int t, float sum) { add_to(shared.d_beta, errors, t, sum); });
-        }
+        const int blocks = values_from(value) / 16;
+        multiply_rows<kPasses, false, Corrects>(d_scores, shared.d_out, row, shared.update, blocks);
+        if constexpr (Corrects)
+            multiply_rows<kPasses, true, true>(
+                d_system, shared.d_right, row, shared.update, blocks, [&](int j, int inner, float x, float y) {
+                    const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&shared.v(row + j, inner));
+                    d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
+                });
     }
-    if (Of == Side::kKeysAlone && has_pairs(d_scores)) {
-        if constexpr (Corrects) {
-            if constexpr (Decays) {
-                const LowerBlocks<F> found = slice.lower_of(slice.products, at.local, at.n);
-                products.each(
-                    [&](int t, int s, float& value) { value = found.has(t, s) ? widen<float>(found(t, s)) : 0.0f; });
-            }
-            steps.keep_pairs(products, false);
-            d_system.each([](int, int, float& value) { value = -value; });
-            Tile by_strength = d_system;
-            by_strength.each_with(products, [](int, int, float& value, float& product) { value *= product; });
-            by_strength.sum_rows([](int, int, float value) { return value; },
-                                 [&](int t, float sum) { add_to(shared.d_beta, by_strength, t, sum); });
-            d_system.each([&](int t, int, float& value) { value *= steps.beta[t]; });
-        }
-        if constexpr (Gated || !Corrects) steps.keep_pairs(scores, true);
-        if constexpr (!Corrects && !Decays) {
-            if constexpr (Gated) scores.each([&](int, int s, float& value) { value *= steps.strength(s); });
-            shared.pairs.write(scores);
-        }
-        if constexpr (Gated) {
-            scores.each_with(d_scores, [](int, int, float& value, float& other) { value *= other; });
-            if constexpr (Corrects) {
-                products.each_with(d_system, [](int, int, float& value, float& other) { value *= other; });
-                scores.each_with(products, [](int, int, float& value, float& other) { value += other; });
-            }
-            scores.each([&](int t, int s, float& value) { gradient.inside(t, s) = value; });
-        }
-        steps.keep_pairs(d_scores, true);
-        shared.d_scores.write(d_scores);
-        if constexpr (Decays) shared.decays.keep_weights(d_scores, shared.decays.weights);
-        if constexpr (Corrects) {
-            steps.keep_pairs(d_system, false);
-            shared.pairs.write(d_system);
-            if constexpr (Decays) shared.decays.keep_weights(d_system, shared.decays.erase_weights);
-        }
+    steps.template keep_pairs<true>(d_scores, row);
+    if constexpr (Corrects) {
+        d_system.each([](int, int, float& x) { x = -x; });
+        steps.template keep_pairs<false>(d_system, row);
     }
-    if constexpr (Gated) {
-        __syncthreads();
-        gradient.sum_rows(kSide);
+    const auto by_beta = [&](auto& strip) { strip.each([&](int, int j, float& x) { x *= steps.beta(row + j); }); };
+    if constexpr (Gated) {  // what each pair's gates let through
+        Strip<kSide / 8> inside = scores;
+        inside.each_with(d_scores, [](float& x, float y) { x *= y; });
+        if constexpr (Corrects) {
+            products.each_with(d_system, [](float& x, float y) { x *= y; });
+            by_beta(products);
+            inside.each_with(products, [](float& x, float y) { x += y; });
+        } else {
+            inside.scale(steps.strengths());
+        }
+        shared.sums.add_inside(inside, row);
     }
+    __syncthreads();  // nobody reads v any more
+    d_scores.write(shared.d_scores.from(row, 0));
+    if constexpr (Corrects) {
+        Strip<kSide / 8> strong = d_system;
+        by_beta(strong);
+        strong.write(shared.pairs.from(row, 0));
+    } else {
+        steps.template keep_pairs<true>(scores, row);
+        if constexpr (Gated) scores.scale(steps.strengths());
+        scores.write(shared.pairs.from(row, 0));
+    }
+    if (complement && Gated) d_scores.scale(steps.strengths());  // for queries; keys have theirs in the end
 
     float passed = 0.0f;  // this thread's part of <S_0, dS>
-    for (int key = 0; key < slice.key_rows; key += key_part) {
-        const int keys = min(key_part, slice.key_rows - key);
-        Tile dq = own_tile(keys), read = dq, dk = dq;
-        const BlockColumn own(keys);
-        float whole = 0.0f;  // this thread's part of its key's sum of S_0 * dS, with decays
+    for (int key = 0; key < slice.key_rows; key += kKeys) {
+        Strip<2 * Width> dq, read, dk;
+        dq.clear(), read.clear(), dk.clear();
         for (int value = 0; value < slice.columns; value += value_part) {
-            const int values = min(value_part, slice.columns - value);
-            __syncthreads();
-            if (value == 0 && !all_keys) copy_keys(key, keys);
-            if (!all_values) copy_values(value, values);
-            if (!kAhead || key > 0 || value > 0) copy_states(key, keys, value, values);
-            arrive();
-            if constexpr (Gated)
-                for (Walk i(keys); i.row < values; i.next())
-                    passed += shared.state.get(i.row, i.column) * shared.d_state.get(i.row, i.column);
-            if (Decays && own.there())
-                for (int j = own.block; j < values; j += kBlocks) {
-                    const int row = kTurned ? own.column : j, column = kTurned ? j : own.column;
-                    const float product = shared.state.get(row, column) * shared.d_state.get(row, column);
-                    whole +=
-                        Of == Side::kKeysAlone ? product : product * slice.value_decays_of(at.local, at.n)[value + j];
+            if (key > 0 || value > 0 || !all_values || !all_keys) {
+                __syncthreads();
+                if (value == 0 && !all_keys) copy_keys(key);
+                if (!all_values) copy_values(value);
+                if (key > 0 || value > 0) {
+                    copy_state(shared.state, slice.states, key, value);
+                    copy_state(shared.d_state, slice.d_states, key, value);
                 }
-            if (!is_in(dq, keys)) continue;
-            multiply_stored<kPasses, false, kTurned>(dq, 0, values, shared.d_out, shared.state);
-            if constexpr (Corrects)
-                multiply_stored<kPasses, true, false>(read, 0, values, shared.d_right, shared.state);
-            multiply_stored<kPasses, Corrects, kTurned>(dk, 0, values, shared.update, shared.d_state);
-        }
-        if constexpr (Decays) {
-            const DecayGradient<T>& decays = shared.decays;
-            float gates[kSteps];
-            if (own.there())
-                load_logs<T>(gates, p.log_key_decay, batch, head, key + own.column, p.sizes.key_dim,
-                             start + own.block * kSteps, time);
-            exponentiate(gates);
-            __syncthreads();
-            if (own.there())
-                decays.template write_factors<Corrects>(own, gates, shared.q, shared.k, shared.erase, whole);
-            __syncthreads();
-            if (is_in(dq, keys)) {
-                decays.template pass_to_readers<kPasses>(dq, shared.d_scores, decays.reading, false);
-                write_tile(dq, decays.reads);
-                if constexpr (Corrects) {
-                    read.each([](int, int, float& value) { value = -value; });
-                    read.sum_rows([&](int t, int i, float value) { return value * decays.from_start(t, i); },
-                                  [&](int t, float sum) { add_to(shared.d_beta, read, t, sum); });
-                    read.each([&](int t, int, float& value) { value *= steps.beta[t]; });
-                    decays.template pass_to_readers<kPasses>(read, shared.pairs, decays.reading_erase, true);
-                    write_tile(read, decays.erase_reads);
-                }
-                decays.template pass_to_writers<kPasses, Corrects>(dk, shared.d_scores, shared.pairs);
-                write_tile(dk, decays.writes);
             }
-            __syncthreads();
-            if (own.there())
-                decays.template differentiate<Corrects>(own, gates, shared.q, shared.k, shared.erase,
-                                                        p.erase.data == nullptr);
-            __syncthreads();
-            const auto store = [&](auto zero, const Sequence& to, const auto& from) {
-                if (to.data != nullptr)
-                    store_rows(Head<decltype(zero)>(to, batch, head, key, p.sizes.key_dim), from, kSide, keys, start,
-                               time);
-            };
-            store(T(), p.dq, decays.reading);
-            store(T(), p.dk, decays.writes);
-            if constexpr (Corrects) store(T(), p.d_erase, decays.erase_reads);
-            if (p.d_log_key_decay.dtype == kFloat32)
-                store(float(), p.d_log_key_decay, decays.reads);
-            else
-                store(T(), p.d_log_key_decay, decays.reads);
-            continue;
+            arrive();
+            const int blocks = values_from(value) / 16;
+            multiply_rows<kPasses, false, true>(dq, shared.d_out, row, shared.state, blocks);
+            if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
+            multiply_rows<kPasses, Corrects, true>(dk, shared.update, row, shared.d_state, blocks);
+            if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
         }
-        if (!is_in(dq, keys)) continue;
-        const auto of_query = [&](int t, int i, float value) { return value * shared.q.get(t, i); };
-        const auto of_key = [&](int t, int i, float value) { return value * shared.k.get(t, i); };
-        if constexpr (Corrects) {
-            read.each([&](int t, int, float& value) { value *= -steps.from_start(t); });
-            read.sum_rows(of_key, [&](int t, float sum) { add_to(shared.d_beta, read, t, sum); });
-            read.each([&](int t, int, float& value) { value *= steps.beta[t]; });
-        }
+        const auto own_q = shared.q.from(row, 0), own_k = shared.k.from(row, 0);
         if constexpr (Gated) {
-            dq.each([&](int t, int, float& value) { value *= steps.from_start(t); });
-            dk.each([&](int t, int, float& value) { value *= steps.to_end(t); });
-            dq.sum_rows(of_query, [&](int t, float sum) { add_to(gradient.read(), dq, t, sum); });
-            if constexpr (Corrects)
-                read.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.read(), read, t, sum); });
-            dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.written(), dk, t, sum * steps.strength(t)); });
+            dq.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
+            dq.dot(read_sums, own_q);
+            dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });
+            OfSteps of_writes = {};
+            dk.dot(of_writes, own_k);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                written_sums[half] += of_writes[half] * steps.strength(row + group + 8 * half);
         }
-        if (Gated && complement)
-            multiply_stored<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.d_scores.parts[0], shared.k,
-                                                   steps.gates.write());
-        else
-            shared.d_scores.template multiply<kPasses, false, false>(dq, 0, dq.row + kTileRows, shared.k);
-        store_tile(dq, key_head(p.dq, key), start, time);
-        if constexpr (Corrects) dk.each_with(read, [](int, int, float& value, float& other) { value += other; });
-        shared.d_scores.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.q);
+        if constexpr (Gated && !Corrects) {
+            multiply_kept<kPasses, true>(dq, d_scores, shared.k);
+            if (complement && kRounded<T>) multiply_kept<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
+        } else {  // those in registers are not needed any more
+            multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kSide / 16);
+        }
+        dq.store_rows(key_head(p.dq, key), kKeys, start + row, time);
         if constexpr (Corrects) {
-            shared.pairs.template multiply<kPasses, false, false>(dk, 0, dk.row + kTileRows, shared.k);
-            shared.pairs.template multiply<kPasses, true, false>(dk, dk.row, kSide, shared.k);
-        } else if constexpr (Gated) {
-            dk.sum_rows(of_key, [&](int t, float sum) { add_to(gradient.write_strength(), dk, t, sum); });
-            dk.each([&](int t, int, float& value) { value *= steps.strength(t); });
+            read.each([&](int, int j, float& x) { x *= -steps.from_start(row + j); });
+            if constexpr (Gated) {
+                OfSteps of_reads = {};
+                read.dot(of_reads, own_k);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    read_sums[half] += of_reads[half] * steps.beta(row + group + 8 * half);
+            }
+            multiply_kept<kPasses, true>(read, d_system, shared.k);
+            read.dot(d_beta, own_k);
+            by_beta(read);
+            dk.each_with(read, [](float& x, float y) { x += y; });
         }
-        store_tile(dk, key_head(p.dk, key), start, time);
+        multiply_rows<kPasses, true, true>(dk, shared.d_scores, row, shared.q, kSide / 16);
+        if constexpr (Corrects) {
+            multiply_rows<kPasses, true, true>(dk, shared.pairs, row, shared.k, kSide / 16);
+        } else if constexpr (Gated) {
+            dk.dot(strength_sums, own_k);
+            dk.each([&](int, int j, float& x) { x *= steps.strength(row + j); });
+        }
+        dk.store_rows(key_head(p.dk, key), kKeys, start + row, time);
     }
-    if constexpr (!Corrects && Of == Side::kKeysAlone) {
-        const bool there = all_keys && all_values && !Decays;  // in shared memory
-        const Sequence& k = Decays ? written : p.k;
+    if constexpr (!Corrects) {
         for (int value = 0; value < slice.columns; value += value_part) {
-            const int values = min(value_part, slice.columns - value);
-            Tile dv = own_tile(values);
-            for (int key = 0; key < slice.key_rows; key += key_part) {
-                const int keys = min(key_part, slice.key_rows - key);
-                if (!there) {
+            const int across = values_from(value) / 16;
+            Strip<kWidest / 8> dv;
+            dv.clear();
+            for (int key = 0; key < slice.key_rows; key += kKeys) {
+                if (!all_keys || !all_values) {
                     __syncthreads();
-                    if (!all_keys || Decays) copy_steps(shared.k, key_head(k, key), keys, start, time);
-                    if (!all_values && key == 0)
-                        copy_steps(shared.d_out, value_head(p.d_out, value), values, start, time);
-                    copy_state(shared.d_state, slice.d_states, key, keys, value, values);
+                    if (!all_keys) copy_steps(shared.k, key_head(p.k, key), start, time);
+                    if (!all_values && key == 0) copy_steps(shared.d_out, value_head(p.d_out, value), start, time);
+                    copy_state(shared.d_state, slice.d_states, key, value);
                     arrive();
                 }
-                if (is_in(dv, values)) multiply_stored<kPasses, false, true>(dv, 0, keys, shared.k, shared.d_state);
+                each_columns(dv, across, [&](auto& part, int first) {
+                    multiply_rows<kPasses, false, false>(part, shared.k, row, shared.d_state.from(first, 0), Width);
+                });
             }
-            if (!is_in(dv, values)) continue;
-            if constexpr (Gated) dv.each([&](int s, int, float& x) { x *= steps.to_end(s) * steps.strength(s); });
-            shared.pairs.template multiply<kPasses, true, false>(dv, dv.row, kSide, shared.d_out);
-            store_tile(dv, value_head(p.dv, value), start, time);
+            if constexpr (Gated)
+                dv.each([&](int, int j, float& x) { x *= steps.to_end(row + j) * steps.strength(row + j); });
+            each_columns(dv, across, [&](auto& part, int first) {
+                multiply_rows<kPasses, true, true>(part, shared.pairs, row, shared.d_out.from(0, first), kSide / 16);
+            });
+            dv.store_rows(value_head(p.dv, value), 16 * across, start + row, time);
         }
     }
-    if constexpr (Gated) gradient.put_passing(passed);
-    __syncthreads();
-    if (Corrects && p.d_beta.data != nullptr && thread < kSide && start + thread < time)
-        store_step(p.d_beta, batch, head, start + thread, shared.d_beta[thread] + shared.d_beta[kSide + thread]);
-    if constexpr (Gated) gradient.store(p.d_log_gate, batch, head, start, kSide, time, steps.gates, complement);
+    if (Corrects && p.d_beta.data != nullptr)
+        sum_steps(d_beta, [&](int j, float sum) {
+            if (start + row + j < time) store_step(p.d_beta, at.batch, at.head, start + row + j, sum);
+        });
+    if constexpr (Gated) {
+        const GateSums& sums = shared.sums;
+        sum_steps(read_sums, [&](int j, float sum) { sums.read()[row + j] = sum; });
+        sum_steps(written_sums, [&](int j, float sum) { sums.written()[row + j] = sum; });
+        if (complement) sum_steps(strength_sums, [&](int j, float sum) { sums.strength()[row + j] = sum; });
+        sums.put_passing(passed);
+        __syncthreads();
+        if (thread >= kSide || start + thread >= time) return;
+        float sum = sums.of(thread, steps.whole());
+        if (complement) sum -= sums.strength()[thread] * expf(own_log);
+        store_step(p.d_log_gate, at.batch, at.head, start + thread, sum);
+    }
 }
 
-// The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
-template <typename T>
-RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
-    p.d_out = slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes);
-    p.v = slice.template sequence_of<T>(slice.values, slice.columns, p.sizes);
-    return p;
-}
-RuleBackward swapped(RuleBackward p) {
-    std::swap(p.sizes.key_dim, p.sizes.value_dim);
-    std::swap(p.q, p.d_out);
-    std::swap(p.k, p.v);
-    p.log_key_decay = p.log_value_decay;
-    p.dq = {};  // outputs, that are there
-    p.dk = p.dv;
-    p.d_log_key_decay = p.d_log_value_decay;
-    return p;
-}
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
+struct GradientLayout {
+    size_t bytes;
+    GradientLayout(const Carver& carver, int keys, int values)
+        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, keys, values) : with_width(keys, [&](auto width) {
+              return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
+          })) {}
+};
 
 template <typename T>
 cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
@@ -406,20 +333,12 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        const auto find = [&](auto kernel, const RuleBackward& of, const Slice<F>& from) {
-            return launch(kernel, dim3(static_cast<unsigned>(slice.heads) * slice.chunks), dim3(kTileThreads),
-                          plan.last_shared, stream, of, written, from, plan.key_part, plan.value_part);
-        };
-        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
-            if constexpr (values) {
-                const Slice<F> turned = slice.swapped();
-                error = find(gradients<T, corrects, gated, decays, Side::kKeys>, side_of<T>(p, slice), slice);
-                if (error != cudaSuccess) return error;
-                return find(gradients<T, corrects, gated, decays, Side::kValues>, side_of<T>(swapped(p), turned),
-                            turned);
-            } else {
-                return find(gradients<T, corrects, gated, decays, Side::kKeysAlone>, p, slice);
-            }
+        if (plan.pass.decays) return launch_decayed_gradients<T>(p, plan, slice, written, stream);
+        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
+            return with_width(plan.key_part, [&](auto width) {
+                return launch(gradients<T, corrects, gated, width>, dim3(slice.heads, slice.chunks),
+                              dim3(kStripThreads), plan.last_shared, stream, p, slice, plan.value_part);
+            });
         });
     });
 }

@@ -35,6 +35,7 @@ __device__ __forceinline__ void show_to_groups() {
 // a Matrix: off pieces they were read in ways that spilled registers.
 template <typename T>
 struct Pieces {
+    using Element = T;
     static constexpr int kPiece = 16 / sizeof(T);
     static constexpr bool kInRows = sizeof(T) == 4;
     T* data;

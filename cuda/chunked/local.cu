@@ -170,7 +170,6 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, given.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
-    const int64_t index = slice.index(at.local, at.n);
 
     const auto copy_keys = [&](int key) {
         const auto copy = [&](const Matrix<T>& to, const Sequence& from) {
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_lower(scores, square_of(slice.scores));
-            if constexpr (Pairs<T, Decays>::kSplit && !(Corrects && Backward)) {
+            if constexpr (Decays && Pairs<T>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
                 write_lower(scores, square_of(slice.rest));
             }
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
     }
     if constexpr (Corrects) {
         const int thread = threadIdx.x, warp = thread / kWarp;
-        steps.store(slice.steps + index * kStepNumbers);
+        steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();
         invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
         __syncthreads();
@@ -272,14 +271,14 @@ __global__ void __launch_bounds__(kSide)
     const ChunkSteps<true> steps(carver);
     const Place at(slice, sizes);
     steps.find({Sequence{}, log_gate, at.batch, at.head, at.start, sizes.time}, complement);
-    steps.store(slice.steps + slice.index(at.local, at.n) * kStepNumbers);
+    steps.store(slice.steps_of(at.local, at.n));
 }
 
 }  // namespace
 
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
-    const dim3 grid(static_cast<unsigned>(slice.heads) * slice.chunks);
+    const dim3 grid(slice.heads, slice.chunks);
     if (!pass.corrects && !pass.decays) {
         if (!pass.gated) return cudaSuccess;
         Carver carver(nullptr);

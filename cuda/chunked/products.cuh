@@ -243,6 +243,7 @@ struct KeptFactor {
 // Rows of `stride` elements.
 template <typename T>
 struct Matrix {
+    using Element = T;
     T* data;
     int stride;
     __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * stride + column]; }

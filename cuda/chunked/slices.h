@@ -26,14 +26,27 @@ auto with_rule(const RulePass& pass, F f) {
     return with_flags(pass.corrects, pass.gated, [&](auto corrects, auto gated) { return f(corrects, gated, no, no); });
 }
 
-// Numbers by step that a chunk's local stage leaves, one array after another: beta_t, beta_t D_t0, D_t0, D_es w_s (in the
-// notation of gates.cuh), then D and its log.
+// Numbers that a chunk's local stage leaves, one array after another: for the walk, by step, beta_t, beta_t D_t0, D_t0, D_es w_s (in
+// the notation of gates.cuh), then D and its log. With gates then for the
+// last stage w_s, D_es, and what D_ts is made of for any pair: from the start of t's block of 16 steps to t, from s to the end
+// of its block, and the gates of each block; rows of pairs (t, s) of one block.
 constexpr int kSide = 64;   // steps of a chunk
-constexpr int kBlocks = 4;  // of a chunk, with decays of keys
+constexpr int kBlocks = 4;  // of a chunk, of 16 steps each
 constexpr int kBlockSide = kSide / kBlocks;
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
-constexpr int kStepNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
+constexpr int kWalkNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
+enum GateNumbers {
+    kStrength = kWalkNumbers,
+    kToChunkEnd = kStrength + kSide,
+    kFromBlock = kToChunkEnd + kSide,
+    kToBlockEnd = kFromBlock + kSide,
+    kOfBlock = kToBlockEnd + kSide,
+    kWithin = kOfBlock + kBlocks
+};
+constexpr int kWithinRow = 20;  // numbers of such a row: those of 4 rows lie in different banks
+constexpr int kGateNumbers = kWithin + kSide * kWithinRow;
+constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
 
 // What stages hand one another of a chunk's square of numbers: its blocks of 16 x 16 on and below the diagonal, row after row of
 // these, each with its own rows one after another.
@@ -42,6 +55,7 @@ constexpr int kLower = kLowerRows * kBlockSide;
 
 template <typename F>
 struct LowerBlocks {
+    using Element = F;
     F* data;
     int stride;  // of a block's rows
     __host__ __device__ __forceinline__ static bool has(int row, int column) {
@@ -70,6 +84,7 @@ struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;                 // padded to multiples of 16
     int decay_rows;                        // of a chunk
+    int step_numbers;                      // of a chunk
     float *inverse, *steps, *decays;
     F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
     // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
@@ -96,6 +111,7 @@ struct Slice {
     __device__ __forceinline__ float* value_decays_of(int head, int n) const {
         return value_decays + index(head, n) * (2 * columns);
     }
+    __device__ __forceinline__ float* steps_of(int head, int n) const { return steps + index(head, n) * step_numbers; }
     // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
     template <typename T>
     Sequence sequence_of(F* all, int width, const Sizes& sizes) const {
@@ -127,7 +143,8 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
                    chunks,
                    round_up(sizes.key_dim, 16),
                    round_up(sizes.value_dim, 16),
-                   pass.corrects ? kBlocks : 2};
+                   pass.corrects ? kBlocks : 2,
+                   step_numbers(pass.gated)};
     size_t used = 0;
     const auto take = [&](auto*& place, size_t numbers) {
         using Number = std::remove_reference_t<decltype(*place)>;
@@ -135,7 +152,7 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
         used += up_to_256(static_cast<size_t>(slice.heads) * chunks * numbers * sizeof(Number));
     };
     if (pass.corrects) take(slice.inverse, kLower);
-    if (pass.corrects || pass.gated) take(slice.steps, kStepNumbers);
+    if (pass.corrects || pass.gated) take(slice.steps, step_numbers(pass.gated));
     take(slice.states, slice.columns * slice.key_rows);
     if (pass.corrects) take(slice.updates, slice.columns * kSide);
     if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);

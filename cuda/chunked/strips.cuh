@@ -45,6 +45,15 @@ struct Strip {
                 f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
     }
 
+    // f(float& value, other value) with the elements of another strip.
+    template <typename F>
+    __device__ __forceinline__ void each_with(const Strip& other, F f) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
+    }
+
     // Each place's elements times a number of its own, in shared memory.
     __device__ __forceinline__ void scale(const float* by_place) {
         each_pair([&](int place, int, float& x, float& y) {
@@ -83,32 +92,64 @@ struct Strip {
         }
     }
 
-    // To rows of `stride` places each in global memory, a row for each column; only places below `places`, a multiple of 4. Two
-    // lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that memory takes at once.
-    template <typename F>
-    __device__ __forceinline__ void store(F* to, int stride, int places) {
+    // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
+    // multiple of 4. Two lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that
+    // memory takes at once.
+    template <typename F, typename Stride>
+    __device__ __forceinline__ void store(F* to, Stride stride, int places, int rows = kTileRows) {
         if constexpr (sizeof(F) == 2) {
             static_assert(N % 2 == 0, "two groups of places are exchanged");
             const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
+            const int first = 8 * odd + member / 2 * 4;
 #pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                const int place = 8 * (n + odd) + member / 2 * 4;
+            for (int half = 0; half < 2; ++half) {
+                F* const row = to + (group + 8 * half) * stride + first;
+                const int left = group + 8 * half < rows ? places - first : 0;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                for (int n = 0; n < N; n += 2) {
                     const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
-                    const unsigned first = narrow_pair<F>(x[0], x[1]).bits(),
-                                   second = narrow_pair<F>(y[0], y[1]).bits();
-                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
-                    if (place < places)
-                        *reinterpret_cast<uint2*>(to + (group + 8 * half) * stride + place) =
-                            make_uint2(odd ? other : first, odd ? second : other);
+                    const unsigned one = narrow_pair<F>(x[0], x[1]).bits(), two = narrow_pair<F>(y[0], y[1]).bits();
+                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
+                    if (8 * n < left)
+                        *reinterpret_cast<uint2*>(row + 8 * n) = make_uint2(odd ? other : one, odd ? two : other);
                 }
             }
             return;
         }
         each_pair([&](int place, int j, float& x, float& y) {
-            if (place < places) put_pair(to + j * stride + place, x, y);
+            if (place < places && j < rows) put_pair(to + j * stride + place, x, y);
         });
+    }
+
+    // To rows of a sequence, `to` beginning at the strip's first place: column j is step `start` + j.
+    template <typename T>
+    __device__ __forceinline__ void store_rows(const Head<T>& to, int places, int start, int time) {
+        T* const first = to.data + start * to.stride;
+        if ((reinterpret_cast<uintptr_t>(first) | to.stride * sizeof(T)) % 8 == 0 && min(places, to.dim) % 4 == 0)
+            return store(first, to.stride, min(places, to.dim), time - start);
+        each([&](int place, int j, float& x) {
+            if (place < min(places, to.dim) && start + j < time) first[j * to.stride + place] = narrow<T>(x);
+        });
+    }
+
+    // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
+    template <typename By>
+    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) const {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const auto pair =
+                    *reinterpret_cast<const Pair<typename By::Element>*>(&by(group + 8 * half, 8 * n + 2 * member));
+                sums[half] += value[n][2 * half] * widen<float>(pair.x) + value[n][2 * half + 1] * widen<float>(pair.y);
+            }
+    }
+
+    // To rows of places in shared memory, a row for each column.
+    template <typename To>
+    __device__ __forceinline__ void write(const To& to) {
+        each_pair([&](int place, int j, float x, float y) { put_pair(&to(j, place), x, y); });
     }
 
     // To rows of a sequence, `to` beginning at the strip's first column: place p is step `start` + p.
@@ -133,12 +174,13 @@ __device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& 
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the
-// left factor is rounded to it, and beside float16 if that is `Exact`; else all is multiplied in tf32, in one pass with a right
-// factor that is exact in it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, int N, int M, typename T,
-          template <typename> class Right>
-__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right<T>& right) {
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it, and beside float16
+// if that is `Exact`; else all is multiplied in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is
+// rounded to it.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, bool Rounds = false, int N, int M,
+          typename Right>
+__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right& right) {
+    using T = typename Right::Element;
     const int lane = warp_lane();
     if constexpr (kRounded<T> || (Exact && sizeof(T) == 2)) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
@@ -172,7 +214,7 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
                 else
                     pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
                 const float first = widen<float>(pair.x), second = widen<float>(pair.y);
-                if constexpr (Passes == 1)
+                if constexpr (Passes == 1 && !Rounds)
                     factor.multiply_exact(sums.value[n], first, second);
                 else
                     factor.multiply(sums.value[n], first, second);
@@ -181,8 +223,8 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
     }
 }
 
-// The same, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by fours, else by each
-// warp. Until `finish` nobody may touch the sums, but for products that add to them too.
+// The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
+// fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
 template <int Passes, bool RowsInner, bool Exact = false, int N, int M, typename T>
 __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Strip<M>& left, const Pieces<T>& right) {
     if constexpr ((kRounded<T> || (Exact && sizeof(T) == 2)) && N % 8 == 0 && M % 8 == 0) {

@@ -108,15 +108,30 @@ struct ChunkSteps {
     __device__ __forceinline__ float to_end(int t) const { return Gated ? gates.to_chunk()[t] : 1.0f; }
     __device__ __forceinline__ float strength(int s) const { return Gated ? gates.write()[s] : 1.0f; }
 
-    // As the walk reads them, by the first kSide threads.
+    // As the other stages read them.
     __device__ __forceinline__ void store(float* numbers) const {
         const int step = threadIdx.x;
+        if constexpr (Gated)
+            for (int i = 4 * step; i < kSide * kWithinRow; i += 4 * blockDim.x) {
+                const int t = i / kWithinRow, s = i % kWithinRow, there = s < kGateBlock;
+                float four[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) four[j] = there && s + j <= t % kGateBlock ? gates.within(t, s + j) : 0.0f;
+                *reinterpret_cast<float4*>(numbers + kWithin + i) = make_float4(four[0], four[1], four[2], four[3]);
+            }
         if (step >= kSide) return;
+        if constexpr (Gated) {
+            numbers[kStrength + step] = gates.write()[step];
+            numbers[kToChunkEnd + step] = gates.to_chunk()[step];
+            numbers[kFromBlock + step] = gates.start()[step];
+            numbers[kToBlockEnd + step] = gates.end()[step];
+            if (step < kBlocks) numbers[kOfBlock + step] = gates.block()[step];
+        }
         numbers[kBeta + step] = beta[step];
         numbers[kReadBeta + step] = beta[step] * from_start(step);
         numbers[kFromStart + step] = from_start(step);
         numbers[kToEnd + step] = to_end(step) * strength(step);
-        if (step < kStepNumbers - kWholeGate)
+        if (step < kWalkNumbers - kWholeGate)
             numbers[kWholeGate + step] = Gated ? (step == 0 ? gates.whole() : gates.whole_log()) : step == 0;
     }
     __device__ __forceinline__ void keep_pairs(Tile& tile, bool diagonal) const {
@@ -130,24 +145,22 @@ struct Place {
 
     template <typename F>
     __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
-        : local(blockIdx.x / slice.chunks), n(slice.begin + blockIdx.x % slice.chunks),
-          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
-          start(n * kSide) {}
+        : local(blockIdx.x), n(slice.begin + blockIdx.y), batch((slice.first_head + local) / sizes.heads),
+          head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
 };
 
-// P, dP or dA. With decays of keys they are not rounded: chunks of 64 steps have more of them than those of 16 that follow one
-// another, and all that is rounded adds up in the gradients of decays.
-template <typename T, bool Decays>
-using Pairs = SplitMatrix<T, Decays>;
+// P, dP or dA with decays by dimension. They are not rounded: all that is rounded adds up in the gradients of decays.
+template <typename T>
+using Pairs = SplitMatrix<T>;
 
 // Starts to copy those of a chunk from the workspace.
-template <typename T, bool Decays, int Threads = kTileThreads, typename F>
-__device__ __forceinline__ void copy_pairs(const Pairs<T, Decays>& to, F* big, F* rest, int64_t index) {
+template <typename T, typename F>
+__device__ __forceinline__ void copy_pairs(const Pairs<T>& to, F* big, F* rest, int64_t index) {
     const auto copy = [&](int part, F* from) {
-        copy_lower<Threads>(to.parts[part], LowerBlocks<F>{from + index * kLower, kTileRows});
+        copy_lower(to.parts[part], LowerBlocks<F>{from + index * kLower, kTileRows});
     };
     copy(0, big);
-    if constexpr (Pairs<T, Decays>::kSplit) copy(1, rest);
+    if constexpr (Pairs<T>::kSplit) copy(1, rest);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.

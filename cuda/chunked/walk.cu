@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             copy_numbers<kLower, kThreads>(shared.inverse[stage].data, LowerStages<float>::kStride,
                                            slice.lower_of(slice.inverse, head_index, n).data, thread, threads);
         if (Corrects || gated)
-            copy_numbers<kStepNumbers, kThreads>(
-                shared.steps[stage].data, 16, slice.steps + slice.index(head_index, n) * kStepNumbers, thread, threads);
+            copy_numbers<kWalkNumbers, kThreads>(shared.steps[stage].data, 16, slice.steps_of(head_index, n), thread,
+                                                 threads);
     };
 
     const bool records = w.record && column < slice.columns, records_steps = records && part == 0;

@@ -66,8 +66,8 @@ struct WalkLayout {
           erase(carver, kSide, corrects && decayed ? stages * key_rows : 0),
           values(carver, stages, kSide, strips * kTileRows), inverse(carver, corrects ? stages : 0),
           scores(carver, corrects && backward ? stages : 0) {
-        steps.first = {carver.take<float>(stages * kStepNumbers), kStepNumbers};
-        steps.distance = kStepNumbers;
+        steps.first = {carver.take<float>(stages * kWalkNumbers), kWalkNumbers};
+        steps.distance = kWalkNumbers;
         decays.distance = corrects ? kBlocks * key_rows : key_rows + strips * kTileRows;
         decays.first = {carver.take<float>(decayed ? stages * decays.distance : 0), key_rows};
         exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
