@@ -141,11 +141,9 @@ __device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from,
     }
 }
 
-// The value of a (batch, time, heads) tensor at this thread's step of a chunk; 0 past the chunk's or the tensor's end, 1
-// where there is no tensor.
-__device__ __forceinline__ float load_step(const Sequence& x, int batch, int head, int start, int chunk, int time) {
-    const int step = threadIdx.x, t = start + step;
-    if (step >= chunk || t >= time) return 0.0f;
+// The value of a (batch, time, heads) tensor at step t; 0 past its end, 1 where there is no tensor.
+__device__ __forceinline__ float load_step(const Sequence& x, int batch, int head, int t, int time) {
+    if (t >= time) return 0.0f;
     if (x.data == nullptr) return 1.0f;
     return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
 }

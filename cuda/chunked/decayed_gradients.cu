@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         __syncthreads();
     };
 
-    if (thread < kSide) shared.beta[thread] = load_step(p.beta, batch, head, start, kSide, time);
+    if (thread < kSide) shared.beta[thread] = load_step(p.beta, batch, head, start + thread, time);
     for (int i = thread; i < 2 * kSide; i += kTileThreads) shared.d_beta[i] = 0.0f;
     // The same lane each time adds to a step's sum of a tile across.
     const auto add_to_d_beta = [&](const Tile& tile, int t, float sum) {

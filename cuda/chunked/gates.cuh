@@ -10,107 +10,214 @@
 // drift over thousands of steps with gates near 1.
 #pragma once
 
-#include "block.cuh"
+#include "slices.h"
+#include "strips.cuh"
 
 namespace fairseq_fastweights {
 
 constexpr int kGateBlock = 16;
 
-// Arrays by step, one after another in memory, so that a kernel holds one pointer to all of them.
-struct ChunkGates {
-    float* steps;
-    int chunk;
-    Matrix<float> within;  // (t, s % 16) for t >= s of one block
+// A chunk's numbers by step (StepNumbers, GateNumbers in slices.h), in shared memory: the local stage finds them, the last one
+// reads what that left. Without gates there is nothing but beta.
+template <bool Gated>
+struct ChunkSteps {
+    float* numbers;
 
-    __host__ __device__ ChunkGates(Carver& carver, int chunk)
-        : steps(carver.take<float>(10 * chunk + 2)), chunk(chunk),
-          within{carver.take<float>(chunk * (kGateBlock + 1)), kGateBlock + 1} {}
+    ChunkSteps() = default;
+    __host__ __device__ explicit ChunkSteps(Carver& carver) : numbers(carver.take<float>(step_numbers(Gated))) {}
+    __device__ __forceinline__ float beta(int t) const { return numbers[kBeta + t]; }
+    __device__ __forceinline__ float from_start(int t) const { return Gated ? numbers[kFromStart + t] : 1.0f; }
+    __device__ __forceinline__ float to_end(int t) const { return Gated ? numbers[kToChunkEnd + t] : 1.0f; }
+    __device__ __forceinline__ float whole() const { return Gated ? numbers[kWholeGate] : 1.0f; }
+    __device__ __forceinline__ float strength(int s) const { return Gated ? numbers[kStrength + s] : 1.0f; }
+    __device__ __forceinline__ const float* strengths() const { return numbers + kStrength; }
 
-    __device__ __forceinline__ float* log_gate() const { return steps; }
-    __device__ __forceinline__ float* write() const { return steps + chunk; }
-    // Logs from the block's start to and with the step, and from after it to the block's end; their exponentials.
-    __device__ __forceinline__ float* start_log() const { return steps + 2 * chunk; }
-    __device__ __forceinline__ float* end_log() const { return steps + 3 * chunk; }
-    __device__ __forceinline__ float* start() const { return steps + 4 * chunk; }
-    __device__ __forceinline__ float* end() const { return steps + 5 * chunk; }
-    // Products from the chunk's start to and with the step, and from after it to the chunk's end.
-    __device__ __forceinline__ float* from_chunk() const { return steps + 6 * chunk; }
-    __device__ __forceinline__ float* to_chunk() const { return steps + 7 * chunk; }
-    // By block: all its gates.
-    __device__ __forceinline__ float* block_log() const { return steps + 8 * chunk; }
-    __device__ __forceinline__ float* block() const { return steps + 9 * chunk; }
-    // All the chunk's gates multiplied, and the log of that.
-    __device__ __forceinline__ float& whole() const { return steps[10 * chunk]; }
-    __device__ __forceinline__ float& whole_log() const { return steps[10 * chunk + 1]; }
+    // A step's beta and log gate. They are loaded before copies are begun, behind which they would have to wait.
+    struct Step {
+        float beta, log_gate;
 
-    // After `log_gate`, and a barrier. The products from one step on are found by as many threads as there are.
-    __device__ __forceinline__ void find_blocks(bool complement) const {
-        const int thread = opaque_thread(), s = thread % chunk, part = thread / chunk;
-        const int parts = min(static_cast<int>(blockDim.x) / chunk, kGateBlock);
-        if (part >= parts) return;
-        const int column = s % kGateBlock, first = s - column;
-        float logs[kGateBlock];  // all at once: what is stored in between could be what is loaded, to the compiler
-#pragma unroll
-        for (int i = 0; i < kGateBlock; ++i) logs[i] = log_gate()[first + i];
-        float before = 0.0f, after = 0.0f;
+        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
+                                        int start, int time)
+            : beta(of(strengths, batch, head, start, time)),
+              log_gate(Gated ? of(log_gate, batch, head, start, time) : 0.0f) {}
+
+    private:
+        __device__ __forceinline__ static float of(const Sequence& x, int batch, int head, int start, int time) {
+            return load_step(x, batch, head, start + static_cast<int>(threadIdx.x) % kSide, time);
+        }
+    };
+
+    // Finds them of the steps that each kSide threads have, of which there may be several times as many. Ends with a barrier.
+    __device__ __forceinline__ void find(const Step& own, bool complement) const {
+        const int thread = threadIdx.x, step = thread % kSide, part = thread / kSide;
+        if constexpr (!Gated) {
+            if (thread < kSide) {
+                numbers[kBeta + step] = numbers[kReadBeta + step] = own.beta;
+                numbers[kFromStart + step] = numbers[kToEnd + step] = 1.0f;
+                if (thread < kWalkNumbers - kWholeGate) numbers[kWholeGate + thread] = thread == 0;
+            }
+            __syncthreads();
+            return;
+        }
+        const int parts = blockDim.x / kSide, column = step % kGateBlock, block = step / kGateBlock;
+        float* const within = numbers + kWithin + block * kGateBlock * kWithinRow + column;
+        float* const block_logs = numbers + kWithin + kGateBlock;  // beside the first row
+        float before = 0.0f, after = 0.0f;                         // logs to and with this step, and behind it
 #pragma unroll
         for (int i = 0; i < kGateBlock; ++i) {
-            if (i <= column) before += logs[i];
-            if (i > column) after += logs[i];
-            if (i >= column && (i & (parts - 1)) == part) within(first + i, column) = expf(after);
+            const float log = __shfl_sync(kAllLanes, own.log_gate, (warp_lane() & kGateBlock) + i);
+            if (i <= column)
+                before += log;
+            else
+                after += log;
+            if ((i & (parts - 1)) == part) within[i * kWithinRow] = i < column ? 0.0f : expf(after);
         }
-        if (part > 0) return;
-        write()[s] = complement ? -expm1f(log_gate()[s]) : 1.0f;
-        start_log()[s] = before;
-        start()[s] = expf(before);
-        end_log()[s] = after;
-        end()[s] = expf(after);
-        if (column == kGateBlock - 1) {
-            block_log()[s / kGateBlock] = before;
-            block()[s / kGateBlock] = expf(before);
+        if (part == 0 && column == kGateBlock - 1) block_logs[block] = before;
+        __syncthreads();
+        if (part == 0) {
+            const float write = complement ? -expm1f(own.log_gate) : 1.0f;
+            numbers[kBeta + step] = own.beta;
+            numbers[kStrength + step] = write;
+            numbers[kFromBlock + step] = expf(before);
+            numbers[kToBlockEnd + step] = expf(after);
+            float earlier = 0.0f, later = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kBlocks; ++i) {
+                if (i < block) earlier += block_logs[i];
+                if (i > block) later += block_logs[i];
+            }
+            const float from_chunk = expf(earlier + before), to_chunk = expf(after + later);
+            numbers[kReadBeta + step] = own.beta * from_chunk;
+            numbers[kFromStart + step] = from_chunk;
+            numbers[kToChunkEnd + step] = to_chunk;
+            numbers[kToEnd + step] = to_chunk * write;
+            if (step < kBlocks) numbers[kOfBlock + step] = expf(block_logs[step]);
+            if (step == kSide - 1) {
+                numbers[kWholeGate] = from_chunk;
+                numbers[kWholeLog] = earlier + before;
+            }
         }
+        __syncthreads();
     }
 
-    // After `find_blocks`, and a barrier.
-    __device__ __forceinline__ void find_chunk() const {
-        const int s = opaque_thread();
-        if (s >= chunk) return;
-        const int mine = s / kGateBlock, blocks = chunk / kGateBlock;
-        float before = 0.0f, after = 0.0f;
-        for (int i = 0; i < mine; ++i) before += block_log()[i];
-        for (int i = mine + 1; i < blocks; ++i) after += block_log()[i];
-        from_chunk()[s] = expf(before + start_log()[s]);
-        to_chunk()[s] = expf(end_log()[s] + after);
-        if (s == chunk - 1) {
-            whole_log() = before + start_log()[s];
-            whole() = expf(before + start_log()[s]);
-        }
+    // To the workspace, after `find`.
+    __device__ __forceinline__ void store(float* to) const {
+        for (int i = 4 * threadIdx.x; i < step_numbers(Gated); i += 4 * blockDim.x)
+            *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(numbers + i);
+    }
+    // Starts to copy what the last stage reads from there.
+    __device__ __forceinline__ void copy(const float* from) const {
+        for (int i = 4 * threadIdx.x; i < (Gated ? kGateNumbers : kSide); i += 4 * blockDim.x)
+            copy_async<16>(numbers + i, from + i);
     }
 
-    // The gates in (s, t], multiplied, for the tile's elements (t, s); 0 for s > t. After `find_blocks` and a barrier.
-    __device__ __forceinline__ void find_between(Tile& tile) const {
-        static_assert(kTileRows == kGateBlock && kTileColumns % kGateBlock == 0,
-                      "16 columns of a tile lie in one block");
-        constexpr int kParts = kGateBlock / 8;
-        const int group = warp_lane() / 4, member = warp_lane() % 4, last = tile.row / kGateBlock;
+    // Of a strip whose columns are the steps t of block `row` / 16 and whose places are steps s: the pairs with s < t or, with
+    // `Diagonal`, with s <= t, times D_ts; 0 for others.
+    template <bool Diagonal>
+    __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
+        const int group = warp_lane() / 4, member = warp_lane() % 4, last = row / kGateBlock;
+        if constexpr (!Gated) {
+            pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
+            return;
+        }
+        float from_block[2], middle = 1.0f;
 #pragma unroll
-        for (int half = 0; half < kTileParts / kParts; ++half) {
-            const int first = tile.column / kGateBlock + half;
-            if (first > last) continue;  // zeros, as a tile begins
-            float middle = 1.0f;
-            for (int i = first + 1; i < last; ++i) middle *= block()[i];
+        for (int half = 0; half < 2; ++half) from_block[half] = numbers[kFromBlock + row + group + 8 * half];
 #pragma unroll
-            for (int part = 0; part < kParts; ++part)
+        for (int block = kBlocks - 1; block >= 0; --block) {
+            if (block < last - 1) middle *= numbers[kOfBlock + block + 1];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int t = group + i / 2 * 8, s = 8 * part + 2 * member + i % 2;  // in their blocks
-                    float& product = tile.value[half * kParts + part][i];
-                    if (first == last)
-                        product = s <= t ? within(tile.row + t, s) : 0.0f;
-                    else
-                        product = end()[first * kGateBlock + s] * middle * start()[tile.row + t];
+            for (int part = 0; part < 2; ++part) {
+                const int s = 8 * part + 2 * member;
+                float (&value)[4] = pairs.value[2 * block + part];
+                if (block > last) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) value[i] = 0.0f;
+                } else if (block == last) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int t = group + 8 * half;
+                        const float2 gates =
+                            *reinterpret_cast<const float2*>(numbers + kWithin + (row + t) * kWithinRow + s);
+                        value[2 * half] = s + !Diagonal <= t ? value[2 * half] * gates.x : 0.0f;
+                        value[2 * half + 1] = s + 1 + !Diagonal <= t ? value[2 * half + 1] * gates.y : 0.0f;
+                    }
+                } else {
+                    const float2 to_end =
+                        *reinterpret_cast<const float2*>(numbers + kToBlockEnd + block * kGateBlock + s);
+                    const float x = to_end.x * middle, y = to_end.y * middle;
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        value[2 * half] *= x * from_block[half];
+                        value[2 * half + 1] *= y * from_block[half];
+                    }
                 }
+            }
         }
+    }
+};
+
+// Sums by step of what the gates let through, in shared memory. The gradient of log g_u collects whatever passes through step u:
+// what was written before it and is read at or after it,
+//   sum over s < u <= t of P_ts <dy_t, v_s> (with the delta rule of P_ts dP_ts and G_ts (B dA)_ts, in the notation of system.cuh),
+// and likewise writes before the chunk and reads after it, and D <S_0, dS>: sums of products over a range, without a subtraction,
+// which keeps it exact where gates are so strong that it almost vanishes. Where w = 1 - g, it loses g <k_u, (dK / w)_u>.
+struct GateSums {
+    float* sums;
+
+    GateSums() = default;
+    __host__ __device__ explicit GateSums(Carver& carver) : sums(carver.take<float>((kBlocks + 3) * kSide + kBlocks)) {}
+    __device__ __forceinline__ float* inside(int warp) const { return sums + warp * kSide; }
+    __device__ __forceinline__ float* read() const { return sums + kBlocks * kSide; }
+    __device__ __forceinline__ float* written() const { return read() + kSide; }
+    __device__ __forceinline__ float* strength() const { return written() + kSide; }
+    __device__ __forceinline__ float* passing() const { return strength() + kSide; }  // by warp: <S_0, dS>
+
+    // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on. Of a row the
+    // sums over s < u are found from place to place, and then those of all rows with t >= u added.
+    __device__ __forceinline__ void add_inside(const Strip<kSide / 8>& pairs, int row) const {
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+        float before[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int n = 0; n < kSide / 8; ++n) {
+            float first = 0.0f, second = 0.0f;
+            const int u = 8 * n + 2 * member;
+            if (8 * n < row + kTileRows) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float x = pairs.value[n][2 * half], pair = x + pairs.value[n][2 * half + 1];
+                    const float other = __shfl_xor_sync(kAllLanes, pair, 1), two = pair + other;
+                    const float others = __shfl_xor_sync(kAllLanes, two, 2);
+                    const float sum = before[half] + ((member & 2) ? others : 0.0f) + ((member & 1) ? other : 0.0f);
+                    before[half] += two + others;
+                    const int t = row + group + 8 * half;
+                    if (u <= t) first += sum;
+                    if (u < t) second += sum + x;
+                }
+#pragma unroll
+                for (int distance = 4; distance < kWarp; distance *= 2) {
+                    first += __shfl_xor_sync(kAllLanes, first, distance);
+                    second += __shfl_xor_sync(kAllLanes, second, distance);
+                }
+            }
+            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
+        }
+    }
+
+    // This warp's part of <S_0, dS>, from this thread's.
+    __device__ __forceinline__ void put_passing(float sum) const {
+        for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        if (warp_lane() == 0) passing()[threadIdx.x / kWarp] = sum;
+    }
+
+    // After a barrier: the gradient of the log gate of step u, but for what its write loses.
+    __device__ __forceinline__ float of(int u, float whole) const {
+        float sum = 0.0f, passed = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+#pragma unroll 8
+        for (int step = 0; step < kSide; ++step) sum += (step >= u ? read() : written())[step];
+        return sum + passed * whole;
     }
 };
 

@@ -31,7 +31,7 @@ struct GradientParts {
     Rows<F, kSide> d_right;              // transposed
     Rows<F, 16 * Width> state, d_state;  // transposed
     Rows<F, kSide> d_scores, pairs;      // pairs: the gradient of the system or, where nothing corrects, the scores
-    FoundSteps<Gated> steps;
+    ChunkSteps<Gated> steps;
     GateSums sums;
     size_t bytes;
 
@@ -40,7 +40,7 @@ struct GradientParts {
           d_right(carver, Corrects ? values : 0), state(carver, values), d_state(carver, values),
           d_scores(carver, kSide), pairs(carver, kSide) {
         v.data = reinterpret_cast<T*>(d_scores.data);
-        if (Gated || Corrects) steps = FoundSteps<Gated>(carver);
+        if (Gated || Corrects) steps = ChunkSteps<Gated>(carver);
         if (Gated) sums = GateSums(carver);
         bytes = carver.used;
     }
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const GradientParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
-    const FoundSteps<Gated>& steps = shared.steps;
+    const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
     const int thread = threadIdx.x, row = own_row(), group = warp_lane() / 4;
     const int start = at.start, time = p.sizes.time;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         __syncthreads();
     };
     // A gate of this thread's step, whose write loses by it.
-    const float own_log = Gated && complement ? load_step(p.log_gate, at.batch, at.head, start, kSide, time) : 0.0f;
+    const float own_log = Gated && complement ? load_step(p.log_gate, at.batch, at.head, start + thread, time) : 0.0f;
 
     // The first parts of all are on their way at once, those that are needed first before the others.
     copy_keys(0);

@@ -20,12 +20,12 @@ struct OutputParts {
     Rows<T, 16 * Width> q, k;
     Rows<Factor<T>, 16 * Width> state;  // transposed
     WrittenRows<T, Corrects> update;
-    FoundSteps<Gated> steps;
+    ChunkSteps<Gated> steps;
     size_t bytes;
 
     __host__ __device__ OutputParts(Carver carver, int values)
         : q(carver, kSide), k(carver, kSide), state(carver, values), update(carver, rows_of_writes<Corrects>(values)) {
-        if (Gated) steps = FoundSteps<Gated>(carver);
+        if (Gated) steps = ChunkSteps<Gated>(carver);
         bytes = carver.used;
     }
 };
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const OutputParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
-    const FoundSteps<Gated>& steps = shared.steps;
+    const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
     const int start = at.start, time = p.sizes.time, row = own_row();
     const auto copy_keys = [&](const Rows<T, kKeys>& to, const Sequence& x, int key) {

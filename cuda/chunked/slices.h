@@ -46,7 +46,7 @@ enum GateNumbers {
 };
 constexpr int kWithinRow = 20;  // numbers of such a row: those of 4 rows lie in different banks
 constexpr int kGateNumbers = kWithin + kSide * kWithinRow;
-constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
+__host__ __device__ constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
 
 // What stages hand one another of a chunk's square of numbers: its blocks of 16 x 16 on and below the diagonal, row after row of
 // these, each with its own rows one after another.
