@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
         each_columns(out, values / 16, [&](auto& part, int first) {
-            multiply_kept<kPasses, !Corrects, Part::kAll, false, sizeof(Written<T, Corrects>) == 4>(
+            multiply_kept<kPasses, !Corrects, Part::kAll, sizeof(Written<T, Corrects>) == 4>(
                 part, scores, Corrects ? shared.update.from(first, 0) : shared.update.from(0, first));
         });
         out.store_rows(Head<T>(p.out, at.batch, at.head, value, p.sizes.value_dim), values, start + row, time);

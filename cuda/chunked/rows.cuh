@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, 
                 y = Turned ? left.get(inner + place + 1, row + j) : left.get(row + j, inner + place + 1);
                 if constexpr (kSees) see(j, inner + place, x, y);
             });
-            multiply_kept<Passes, RowsInner, Part::kAll, false, sizeof(B) == 4>(
+            multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4>(
                 sums, part, RowsInner ? right.from(inner, 0) : right.from(0, inner));
         }
     }

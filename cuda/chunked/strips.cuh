@@ -174,15 +174,13 @@ __device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& 
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it, and beside float16
-// if that is `Exact`; else all is multiplied in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is
-// rounded to it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Exact = false, bool Rounds = false, int N, int M,
-          typename Right>
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it; else all is
+// multiplied in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is rounded to it.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, int N, int M, typename Right>
 __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right& right) {
     using T = typename Right::Element;
     const int lane = warp_lane();
-    if constexpr (kRounded<T> || (Exact && sizeof(T) == 2)) {
+    if constexpr (kRounded<T>) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
         for (int e = 0; e < M / 2; ++e) {
@@ -223,27 +221,31 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
     }
 }
 
+// A warpgroup's product begun, with this warp's rows of the left factor in `a`.
+template <typename T, bool RowsInner, int N, int M>
+__device__ __forceinline__ void start_in_group(Strip<N>& sums, const unsigned (&a)[M][4], const Pieces<T>& right) {
+    groups_begin();
+#pragma unroll
+    for (int e = 0; e < M; ++e)
+#pragma unroll
+        for (int n = 0; n < N; n += kGroupColumns / 8)
+            multiply_in_group<T, RowsInner>(sums.value, n, a[e], right.template descriptor<RowsInner>(16 * e, 8 * n));
+    groups_commit();
+}
+
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
 // fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
-template <int Passes, bool RowsInner, bool Exact = false, int N, int M, typename T>
+template <int Passes, bool RowsInner, int N, int M, typename T>
 __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Strip<M>& left, const Pieces<T>& right) {
-    if constexpr ((kRounded<T> || (Exact && sizeof(T) == 2)) && N % 8 == 0 && M % 8 == 0) {
+    if constexpr (kRounded<T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
             unsigned a[M / 2][4];
 #pragma unroll
             for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[e], left, e);
-            groups_begin();
-#pragma unroll
-            for (int e = 0; e < M / 2; ++e)
-#pragma unroll
-                for (int n = 0; n < N; n += kGroupColumns / 8)
-                    multiply_in_group<T, RowsInner>(sums.value, n, a[e],
-                                                    right.template descriptor<RowsInner>(16 * e, 8 * n));
-            groups_commit();
-            return;
+            return start_in_group<T, RowsInner>(sums, a, right);
         }
     }
-    multiply_kept<Passes, RowsInner, Part::kAll, Exact>(sums, left, right);
+    multiply_kept<Passes, RowsInner>(sums, left, right);
 }
 template <int N>
 __device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {

@@ -124,4 +124,36 @@ struct StepStore {
     }
 };
 
+// f(float& x, the state's number or null, where that would be beyond it) for a strip's part of a (key_dim, value_dim) state.
+template <int N, typename F>
+__device__ __forceinline__ void each_of_state(Strip<N>& state, float* numbers, int first_key, int keys, int column,
+                                              int columns, F f) {
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+    const int keys_left = keys - first_key - 2 * member, columns_left = columns - column - group;
+    numbers += static_cast<int64_t>(first_key + 2 * member) * columns + column + group;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            float* const row = numbers + static_cast<int64_t>(8 * n + odd) * columns;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                f(state.value[n][2 * half + odd],
+                  8 * n + odd < keys_left && 8 * half < columns_left ? row + 8 * half : nullptr);
+        }
+}
+template <int N>
+__device__ __forceinline__ void load_state(Strip<N>& state, float* from, int first_key, int keys, int column,
+                                           int columns) {
+    each_of_state(state, from, first_key, keys, column, columns,
+                  [](float& x, const float* number) { x = number != nullptr ? *number : 0.0f; });
+}
+template <int N>
+__device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
+                                            int columns) {
+    each_of_state(state, to, first_key, keys, column, columns, [](float x, float* number) {
+        if (number != nullptr) *number = x;
+    });
+}
+
 }  // namespace fairseq_fastweights

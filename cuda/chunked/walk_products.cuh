@@ -1,4 +1,5 @@
-// Products of a walk whose left factors are in a warp's registers, as those of strips.cuh, and need no rounding there.
+// Products that are a walk's alone, with left factors in a warp's registers as those of strips.cuh: of what a walk is given, by T, and
+// of a state that decays from block to block.
 #pragma once
 
 #include "slices.h"
@@ -82,17 +83,7 @@ template <int Passes, bool RowsInner, int N, int M, typename T>
 __device__ __forceinline__ void start_given(bool grouped, Strip<N>& sums, const GivenStrip<T, M, true>& left,
                                             const Pieces<T>& right) {
     if constexpr (N % 8 == 0 && M % 8 == 0) {
-        if (grouped) {
-            groups_begin();
-#pragma unroll
-            for (int e = 0; e < M / 2; ++e)
-#pragma unroll
-                for (int n = 0; n < N; n += kGroupColumns / 8)
-                    multiply_in_group<T, RowsInner>(sums.value, n, left.bits[e],
-                                                    right.template descriptor<RowsInner>(16 * e, 8 * n));
-            groups_commit();
-            return;
-        }
+        if (grouped) return start_in_group<T, RowsInner>(sums, left.bits, right);
     }
     multiply_given<Passes, RowsInner>(sums, left, right);
 }
@@ -154,6 +145,53 @@ __device__ __forceinline__ void multiply_by_inverse(Strip<kSide / 8>& found, con
             }
         }
     }
+}
+
+// f(block, its rows of keys, its decays) for a chunk's blocks in the order of the walk.
+template <bool Reverse, typename F>
+__device__ __forceinline__ void each_block(const Matrix<float>& decays, F f) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+        const int block = Reverse ? kBlocks - 1 - i : i;
+        f(block, &decays(block, 0));
+    }
+}
+
+// read += state' keys' where keys are decayed within blocks: the state passes the blocks before each, 16 keys at a time.
+template <int Passes, bool Reverse, int N, typename T>
+__device__ __forceinline__ void read_blocks(Strip<kSide / 8>& read, Strip<N>& state, const Pieces<T>& keys,
+                                            const Matrix<float>& decays) {
+#pragma unroll
+    for (int e = 0; e < N; e += 2) {
+        Strip<2> left = state.template part<2>(e);
+        each_block<Reverse>(decays, [&](int block, const float* by) {
+            const Pieces<T> rows = keys.from(kTileRows * block, 8 * e);
+            Strip<2>& sums = read.template part<2>(2 * block);
+            multiply_kept<Passes, false>(sums, left, rows);
+            if constexpr (Reverse && kRounded<T>) multiply_kept<Passes, false>(sums, left.template rest<T>(), rows);
+            left.scale(by + 8 * e);
+        });
+    }
+}
+
+// The sum of the parts that the warps of a strip have, in the same order in all of them.
+__device__ __forceinline__ void sum_parts_of(Strip<kSide / 8>& x, float4* exchange, int strip, int strips, int part,
+                                             int parts) {
+    const int lane = warp_lane();
+    const auto place = [&](int p, int n) -> float4& {
+        return exchange[((p * strips + strip) * (kSide / 8) + n) * kWarp + lane];
+    };
+#pragma unroll
+    for (int n = 0; n < kSide / 8; ++n)
+        place(part, n) = make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+    __syncthreads();
+    x.clear();
+    for (int p = 0; p < parts; ++p)
+#pragma unroll
+        for (int n = 0; n < kSide / 8; ++n) {
+            const float4 four = place(p, n);
+            x.value[n][0] += four.x, x.value[n][1] += four.y, x.value[n][2] += four.z, x.value[n][3] += four.w;
+        }
 }
 
 }  // namespace fairseq_fastweights
