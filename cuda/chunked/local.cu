@@ -1,6 +1,6 @@
 // The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
-// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four of a block's warps have 16 columns
-// of T each. With decays of keys also P and what they scale, in the notation of decays.cuh: Q * F_.0, K * F_e., E * F_.0.
+// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. Four warps have 16 columns of
+// T each. With decays of keys also P and what they scale, in the notation of decays.cuh: Q * F_.0, K * F_e., E * F_.0.
 //
 // T is found by substitution from the inverses of its blocks on the diagonal, in float32 by three products whatever the inputs
 // are: its errors reach all later steps.
@@ -18,43 +18,31 @@ __device__ __forceinline__ float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
-// Keys that are taken at once: with decays so many that a block fits wherever there are tensor cores for it.
-template <typename T, bool Decays>
-constexpr int kLocalKeys = !Decays          ? kWidest
-                           : sizeof(T) == 4 ? 16
-                                            : 32;
+constexpr int kInverseThreads = kSide / kTileRows * kWarp;  // a warp has 16 columns of T
 
-// Blocks of a multiprocessor that registers are held down for.
-template <typename T, bool Decays, bool Backward>
-constexpr int kLocalBlocks = sizeof(T) == 4 ? 1
-                             : Decays       ? 2
-                             : Backward     ? 3
-                                            : 4;
+// Keys that are taken at once with decays: so many that a block fits wherever there are tensor cores for it.
+template <typename T>
+constexpr int kDecayedKeys = sizeof(T) == 4 ? 16 : 32;
 
-template <typename T, bool Gated>
-struct LocalLayout {
-    DecayedRows<T> q, k, erase;  // without decays `rows` alone
+// A block's shared memory with decays of keys.
+template <typename T>
+struct DecayedLayout {
+    DecayedRows<T> q, k, erase;
     Matrix<float> totals, logs;  // of decays, by block
     Matrix<float> products;      // G; and the blocks' inverses, transposed, above its diagonal
-    ChunkSteps<Gated> steps;
+    ChunkSteps<false> steps;
     size_t bytes;
 
-    __host__ __device__ LocalLayout(Carver carver, bool corrects, bool decays, bool backward, int keys)
-        : products(carver.matrix<float>(corrects ? kSide : 0, kSide, 8)), steps(carver) {
-        if (decays) {
-            q = DecayedRows<T>(carver, keys);
-            k = DecayedRows<T>(carver, keys);
-            q.levels = k.levels = Stages<T>(carver, kLevels, kSide, keys);
-            if (corrects) {
-                erase = DecayedRows<T>(carver, keys);
-                erase.levels = Stages<T>(carver, kLevels, kSide, keys);
-            }
-            totals = carver.matrix<float>(kTotals, keys, 0);
-            logs = carver.matrix<float>(kBlocks, keys, 0);
-        } else {
-            k.rows = carver.matrix<T>(kSide, keys);
-            q.rows = carver.matrix<T>(backward ? kSide : 0, keys);
+    __host__ __device__ DecayedLayout(Carver carver, bool corrects, int keys)
+        : q(carver, keys), k(carver, keys), products(carver.matrix<float>(corrects ? kSide : 0, kSide, 8)),
+          steps(carver) {
+        q.levels = k.levels = Stages<T>(carver, kLevels, kSide, keys);
+        if (corrects) {
+            erase = DecayedRows<T>(carver, keys);
+            erase.levels = Stages<T>(carver, kLevels, kSide, keys);
         }
+        totals = carver.matrix<float>(kTotals, keys, 0);
+        logs = carver.matrix<float>(kBlocks, keys, 0);
         bytes = carver.used;
     }
 
@@ -160,14 +148,36 @@ __device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matr
     }
 }
 
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward>
-__global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward>)
-    local(const Local given, const Slice<Factor<T>> slice) {
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kLocalKeys<T, Decays>;
-    constexpr bool kScores = Decays || Backward;
+// Stores T - I, a strip of 16 columns by each of four warps, once the blocks of I + B G on the diagonal are inverted, in `products`.
+template <typename T>
+__device__ __forceinline__ void store_inverse(const Matrix<float>& products, const float* beta,
+                                              const LowerBlocks<float>& found) {
+    const int warp = threadIdx.x / kWarp, group = warp_lane() / 4, row = 2 * (warp_lane() % 4);
+    Strip<kSide / 8> inverse;
+    find_inverse(inverse, products, beta, warp * kTileRows);
+    // This lane's first element in the block of each row of blocks: how far the others are is known before the kernel runs.
+    float* const first = &found(row, 0) + warp * kBlockSide * kBlockSide + place_in_inverse(group);
+#pragma unroll
+    for (int n = 0; n < kSide / 8; ++n) {
+        if (8 * n < warp * kTileRows) continue;
+        float* const to = first + (&found(8 * n, 0) - found.data);
+        const bool diagonal = n / 2 == warp;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool one = diagonal && row + n % 2 * 8 + i % 2 == group + i / 2 * 8;
+            to[i % 2 * kBlockSide + i / 2 * 8] = one ? 0.0f : as_right_factor<T>(inverse.value[n][i]);
+        }
+    }
+}
+
+// With decays of keys: a block of kTileThreads threads.
+template <typename T, bool Corrects, bool Backward>
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
+    decayed_local(const Local given, const Slice<Factor<T>> slice) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kDecayedKeys<T>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const LocalLayout<T, Gated> shared(Carver(memory), Corrects, Decays, Backward, min(kKeys, slice.key_rows));
-    const ChunkSteps<Gated>& steps = shared.steps;
+    const DecayedLayout<T> shared(Carver(memory), Corrects, min(kKeys, slice.key_rows));
+    const ChunkSteps<false>& steps = shared.steps;
     const Place at(slice, given.sizes);
     const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
 
@@ -177,11 +187,11 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
                        start, time);
         };
         copy(shared.k.rows, given.k);
-        if constexpr (kScores) copy(shared.q.rows, given.q);
-        if constexpr (Corrects && Decays) copy(shared.erase.rows, given.erase);
+        copy(shared.q.rows, given.q);
+        if constexpr (Corrects) copy(shared.erase.rows, given.erase);
         copies_commit();
     };
-    const typename ChunkSteps<Gated>::Step own_step(given.strengths, given.log_gate, batch, head, start, time);
+    const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, batch, head, start, time);
     copy_keys(0);
     steps.find(own_step, false);
     Tile products = own_tile(kSide), scores = products;
@@ -191,40 +201,32 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
             __syncthreads();
             copy_keys(key);
         }
-        if constexpr (Decays) {
-            BlockColumn own(keys);
-            static_assert(2 * kBlocks * kKeys <= kTileThreads, "erase keys are of as many threads again");
-            const bool of_erase = Corrects && own.block >= kBlocks;
-            if (of_erase) own.block -= kBlocks;
-            float gates[kSteps];
-            if (own.there())
-                load_logs<T>(gates, given.log_key_decay, batch, head, key + own.column, given.sizes.key_dim,
-                             start + own.block * kSteps, time);
-            copies_wait<0>();
-            __syncthreads();
-            if (own.there()) shared.template write_decayed<Corrects>(own, of_erase, gates);
-            __syncthreads();
-            if (own.there())
-                shared.template store_decayed<Corrects, Backward>(own, of_erase, gates, slice, at, key + own.column);
-        }
+        BlockColumn own(keys);
+        static_assert(2 * kBlocks * kKeys <= kTileThreads, "erase keys are of as many threads again");
+        const bool of_erase = Corrects && own.block >= kBlocks;
+        if (of_erase) own.block -= kBlocks;
+        float gates[kSteps];
+        if (own.there())
+            load_logs<T>(gates, given.log_key_decay, batch, head, key + own.column, given.sizes.key_dim,
+                         start + own.block * kSteps, time);
         copies_wait<0>();
         __syncthreads();
-        if (!has_pairs(products) || (Decays && slice.scores == nullptr)) continue;
-        if constexpr (Decays) {
-            multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
-            if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
-        } else {
-            multiply_stored<kPasses, false, true>(products, 0, keys, shared.k.rows, shared.k.rows);
-            if constexpr (kScores) multiply_stored<kPasses, false, true>(scores, 0, keys, shared.q.rows, shared.k.rows);
-        }
+        if (own.there()) shared.template write_decayed<Corrects>(own, of_erase, gates);
+        __syncthreads();
+        if (own.there())
+            shared.template store_decayed<Corrects, Backward>(own, of_erase, gates, slice, at, key + own.column);
+        __syncthreads();
+        if (!has_pairs(products) || slice.scores == nullptr) continue;
+        multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
+        if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
     }
+    const auto square_of = [&](Factor<T>* all) { return slice.lower_of(all, at.local, at.n); };
     if (has_pairs(products)) {
-        const auto square_of = [&](Factor<T>* all) { return slice.lower_of(all, at.local, at.n); };
-        if (kScores && slice.scores != nullptr) {
+        if (slice.scores != nullptr) {
             steps.keep_pairs(scores, true);
             scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
             write_lower(scores, square_of(slice.scores));
-            if constexpr (Decays && Pairs<T>::kSplit && !(Corrects && Backward)) {
+            if constexpr (Pairs<T>::kSplit && !(Corrects && Backward)) {
                 scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
                 write_lower(scores, square_of(slice.rest));
             }
@@ -232,34 +234,90 @@ __global__ void __launch_bounds__(kTileThreads, kLocalBlocks<T, Decays, Backward
         if constexpr (Corrects) {
             steps.keep_pairs(products, false);
             write_tile(products, shared.products);
-            if constexpr (Decays && Backward) write_lower(products, square_of(slice.products));
+            if constexpr (Backward) write_lower(products, square_of(slice.products));
         }
     }
     if constexpr (Corrects) {
-        const int thread = threadIdx.x, warp = thread / kWarp;
         steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();
-        invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);
+        invert_diagonal_blocks(shared.products, steps.beta, threadIdx.x, kSide);
         __syncthreads();
-        if (warp >= kSide / kTileRows) return;
-        Strip<kSide / 8> inverse;
-        find_inverse(inverse, shared.products, steps.beta, warp * kTileRows);
-        const LowerBlocks<float> found = slice.lower_of(slice.inverse, at.local, at.n);
-        const int group = warp_lane() / 4, row = 2 * (warp_lane() % 4), place = place_in_inverse(group);
-        // This lane's first element in the block of each row of blocks: how far the others are is known before the kernel runs.
-        float* const first = &found(row, 0) + warp * kBlockSide * kBlockSide + place;
-#pragma unroll
-        for (int n = 0; n < kSide / 8; ++n) {
-            if (8 * n < warp * kTileRows) continue;
-            float* const to = first + (&found(8 * n, 0) - found.data);
-            const bool diagonal = n / 2 == warp;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool one = diagonal && row + n % 2 * 8 + i % 2 == group + i / 2 * 8;
-                to[i % 2 * kBlockSide + i / 2 * 8] = one ? 0.0f : as_right_factor<T>(inverse.value[n][i]);
-            }
-        }
+        if (threadIdx.x < kInverseThreads)
+            store_inverse<T>(shared.products, steps.beta, slice.lower_of(slice.inverse, at.local, at.n));
     }
+}
+
+template <typename T, bool Gated>
+struct DeltaLayout {
+    Matrix<T> q, k;
+    Matrix<float> products;  // as above
+    ChunkSteps<Gated> steps;
+    size_t bytes;
+
+    __host__ __device__ DeltaLayout(Carver carver, bool backward, int keys)
+        : q(carver.matrix<T>(backward ? kSide : 0, keys)), k(carver.matrix<T>(kSide, keys)),
+          products(carver.matrix<float>(kSide, kSide, 8)), steps(carver), bytes(carver.used) {}
+};
+
+// Of the delta rule, with or without gates: a block of four warps, each of which has 16 steps' pairs with all steps up to these.
+template <typename T, bool Gated, bool Backward>
+__global__ void __launch_bounds__(kInverseThreads, sizeof(T) == 4 ? 3
+                                                   : Backward     ? 5
+                                                                  : 7)
+    delta_local(const Local given, const Slice<Factor<T>> slice) {
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const DeltaLayout<T, Gated> shared(Carver(memory), Backward, min(kWidest, slice.key_rows));
+    const ChunkSteps<Gated>& steps = shared.steps;
+    const Place at(slice, given.sizes);
+    const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
+    const int lane = warp_lane(), row = static_cast<int>(threadIdx.x) / kWarp * kTileRows, columns = row + kTileRows;
+
+    const auto copy_keys = [&](int key) {
+        const auto copy = [&](const Matrix<T>& to, const Sequence& from) {
+            copy_steps<kInverseThreads>(to, Head<T>(from, batch, head, key, given.sizes.key_dim),
+                                        min(kWidest, slice.key_rows - key), start, time);
+        };
+        copy(shared.k, given.k);
+        if constexpr (Backward) copy(shared.q, given.q);
+        copies_commit();
+    };
+    const typename ChunkSteps<Gated>::Step own_step(given.strengths, given.log_gate, batch, head, start, time);
+    copy_keys(0);
+    steps.find(own_step, false);
+    Tile products[2] = {Tile(row, 0, columns), Tile(row, kTileColumns, columns)},
+         scores[2] = {products[0], products[1]};
+    const auto each_half = [&](auto f) {
+        f(products[0], scores[0]);
+        if (columns > kTileColumns) f(products[1], scores[1]);
+    };
+    for (int key = 0; key < slice.key_rows; key += kWidest) {
+        const int keys = min(kWidest, slice.key_rows - key);
+        if (key > 0) {
+            __syncthreads();
+            copy_keys(key);
+        }
+        copies_wait<0>();
+        __syncthreads();
+        each_half([&](Tile& product, Tile& score) {
+            multiply_stored<kPasses, false, true>(product, 0, keys, shared.k, shared.k);
+            if constexpr (Backward) multiply_stored<kPasses, false, true>(score, 0, keys, shared.q, shared.k);
+        });
+    }
+    each_half([&](Tile& product, Tile& score) {
+        steps.keep_pairs(product, false);
+        write_tile(product, shared.products);
+        if constexpr (Backward) {
+            steps.keep_pairs(score, true);
+            if constexpr (!kRounded<T>) score.each([](int, int, float& value) { value = as_right_factor<T>(value); });
+            write_lower(score, slice.lower_of(slice.scores, at.local, at.n));
+        }
+    });
+    steps.store(slice.steps_of(at.local, at.n));
+    __syncwarp();
+    invert_diagonal_blocks(shared.products, steps.beta, row + lane, lane < kTileRows ? kSide : 0);
+    __syncthreads();
+    store_inverse<T>(shared.products, steps.beta, slice.lower_of(slice.inverse, at.local, at.n));
 }
 
 // For a rule that does not correct: a block of kSide threads.
@@ -286,14 +344,6 @@ cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<F
         return launch(gates_local<Factor<T>>, grid, dim3(kSide), carver.used, stream, given.sizes, given.log_gate,
                       given.complement, slice);
     }
-    const auto launch_of = [&](auto corrects, auto gated, auto decays, auto backward) {
-        const int keys = std::min(kLocalKeys<T, decays>, slice.key_rows);
-        return launch(local<T, corrects, gated, decays, backward>, grid, dim3(kTileThreads),
-                      LocalLayout<T, gated>(Carver(nullptr), corrects, decays, backward, keys).bytes, stream, given,
-                      slice);
-    };
-    const std::true_type yes{};
-    const std::false_type no{};
     if (pass.values) {
         RulePass of_keys = pass;
         of_keys.values = false;
@@ -301,10 +351,15 @@ cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<F
         return error == cudaSuccess ? launch_local<T>(given, of_keys, slice, stream) : error;
     }
     if (pass.decays)
-        return with_flags(pass.corrects, pass.backward,
-                          [&](auto corrects, auto backward) { return launch_of(corrects, no, yes, backward); });
-    return with_flags(pass.gated, pass.backward,
-                      [&](auto gated, auto backward) { return launch_of(yes, gated, no, backward); });
+        return with_flags(pass.corrects, pass.backward, [&](auto corrects, auto backward) {
+            const DecayedLayout<T> layout(Carver(nullptr), corrects, std::min(kDecayedKeys<T>, slice.key_rows));
+            return launch(decayed_local<T, corrects, backward>, grid, dim3(kTileThreads), layout.bytes, stream, given,
+                          slice);
+        });
+    return with_flags(pass.gated, pass.backward, [&](auto gated, auto backward) {
+        const DeltaLayout<T, gated> layout(Carver(nullptr), backward, std::min(kWidest, slice.key_rows));
+        return launch(delta_local<T, gated, backward>, grid, dim3(kInverseThreads), layout.bytes, stream, given, slice);
+    });
 }
 
 template cudaError_t launch_local<float>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);
