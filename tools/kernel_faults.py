@@ -268,11 +268,10 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "for (int n = e; n < 2; ++n)", "for (int n = e; n < 1; ++n)"),
     Fault("cuda/chunked/tiles.cuh", "= beta[step] * from_start(step);", "= beta[step];"),
     without("cuda/chunked/local.cu", "            steps.keep_pairs(scores, true);\n"),
-    Fault(
-        "cuda/chunked/local.cu",
-        "invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);\n        __syncthreads();",
-        "invert_diagonal_blocks(shared.products, steps.beta, thread, kSide);",
-    ),
+    Fault("cuda/chunked/local.cu", "    __syncthreads();\n    store_inverse", "    store_inverse"),
+    Fault("cuda/chunked/local.cu", "if (columns > kTileColumns) f(", "if (columns > kTileRows) f("),
+    Fault("cuda/chunked/local.cu", "steps.beta, row + lane, lane", "steps.beta, lane, lane"),
+    Fault("cuda/chunked/local.cu", "if (threadIdx.x < kInverseThreads)\n", "if (threadIdx.x < kWarp)\n"),
     Fault(
         "cuda/chunked/local.cu",
         "copy_steps(to, Head<T>(from, batch, head, key, given.sizes.key_dim)",
@@ -283,7 +282,7 @@ CUDA = (
     Fault("cuda/chunked/slices.h", "(down / kBlockSide + 1) / 2", "(down / kBlockSide) / 2"),
     Fault("cuda/chunked/slices.h", "column % 2 * 4 + column % 8 / 2;", "column % 8;"),
     Fault("cuda/chunked/local.cu", "if (of_erase) own.block -= kBlocks;", ""),
-    Fault("cuda/chunked/tiles.cuh", "if (column >= columns) return;\n", ""),
+    Fault("cuda/chunked/tiles.cuh", "if (column >= columns) return;\n    const int there", "    const int there"),
     Fault("cuda/chunked/tiles.cuh", "beta[thread] = own.strength;", "beta[thread] = 1.0f;"),
     Fault("cuda/chunked/tiles.cuh", "(block >= 1) + (block >= 3)", "(block >= 1) + (block >= 4)"),
     Fault("cuda/chunked/tiles.cuh", "if (to.has(row, column)) put_pair", "put_pair"),
@@ -424,7 +423,7 @@ CUDA = (
     ),
     without(
         "cuda/chunked/walk.cu",
-        "                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);",
+        " if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);",
     ),
     Fault("cuda/chunked/tiles.cuh", "to_end(step) * strength(step)", "to_end(step)"),
     Fault("cuda/chunked/local.cu", "at.start, sizes.time}, complement);", "at.start, sizes.time}, false);"),

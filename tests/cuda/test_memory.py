@@ -40,8 +40,8 @@ GATES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeypatch):
     """A retention network's states are so large that it takes a little more. Decays of 512 keys with a correction go
-    step by step, and leave parts of the keys' gradients, in float. Squares of a chunk's steps are many times as large as
-    its keys and values where these are few: such heads may take what heads of 64 would, or twice as much as all else."""
+    step by step, and leave parts of the keys' gradients, in float. Squares of a chunk's steps are many times as large
+    as its keys and values where these are few: such heads may take what heads of 64 would, up to twice all else."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
     monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
