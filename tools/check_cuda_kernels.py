@@ -29,8 +29,9 @@ SMALL_SPILLS = {
     "walk<__": 112,
     "walk<float, ": 352,
 }
-"""Bytes that kernels whose names begin so may spill, stored and loaded together. Of the walks it is those with decays of
-keys, in float32 those of the delta rule's way back, and with float16 and 64 keys to a warp. What it costs is unmeasured."""
+"""Bytes that kernels whose names begin so may spill, stored and loaded together. Of the walks it is those with decays
+of keys, in float32 those of the delta rule's way back, and with float16 and 64 keys to a warp. What it costs is
+unmeasured."""
 
 
 class Kernel(NamedTuple):
