@@ -21,39 +21,37 @@ __device__ __forceinline__ bool has_pairs(const Tile& tile) { return tile.column
 
 constexpr int kWidest = 64;  // keys, or values, that are taken at once
 
-// f(row, column) for this thread's pieces of 16 bytes of up to kSide rows of up to kWidest numbers. A thread has one column,
-// which is found without a division.
-template <typename T, typename F>
-__device__ __forceinline__ void each_piece(int rows, int columns, F f) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = kWidest / kPiece, kDown = kTileThreads / kAcross;
-    const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
-    if (column >= columns) return;
-#pragma unroll
-    for (int row = 0; row < kSide; row += kDown)
-        if (first + row < rows) f(first + row, column);
-}
-
-// Starts to copy a chunk's steps, from `start` on, `columns` wide, to shared memory; zeros where the tensor ends.
-template <typename T>
+// Starts to copy a chunk's steps, from `start` on, `columns` wide, to shared memory; zeros where the tensor ends. A thread has one
+// column of pieces of 16 bytes, as below, which is found without a division.
+template <int Threads = kTileThreads, typename T>
 __device__ __forceinline__ void copy_steps(const Matrix<T>& to, const Head<T>& from, int columns, int start, int time) {
     if (!from.in_pieces(columns)) return copy_elements(to, from, kSide, Walk(columns), start, time);
-    each_piece<T>(kSide, columns, [&](int row, int column) {
-        copy_piece(&to(row, column), from.data + (start + row) * from.stride + column,
-                   start + row < time && column < from.dim);
-    });
+    constexpr int kPiece = 16 / sizeof(T), kAcross = kWidest / kPiece, kDown = Threads / kAcross;
+    const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
+    if (column >= columns) return;
+    const int there = column < from.dim ? time - start - first : 0;
+    const T* piece = from.data + (start + first) * from.stride + column;
+    const int64_t on = kDown * from.stride;
+#pragma unroll
+    for (int row = 0; row < kSide; row += kDown, piece += on)
+        copy_or_clear(&to(first + row, column), piece, row < there);
 }
 
 // Starts to copy rows of the workspace, `stride` numbers apart, to shared memory.
 template <typename F>
 __device__ __forceinline__ void copy_found(const Matrix<F>& to, const F* from, int stride, int rows, int columns) {
-    each_piece<F>(rows, columns,
-                  [&](int row, int column) { copy_async<16>(&to(row, column), from + row * stride + column); });
+    constexpr int kPiece = 16 / sizeof(F), kAcross = kWidest / kPiece, kDown = kTileThreads / kAcross;
+    const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
+    if (column >= columns) return;
+#pragma unroll
+    for (int row = 0; row < kSide; row += kDown)
+        if (first + row < rows) copy_async<16>(&to(first + row, column), from + (first + row) * stride + column);
 }
 
 // Starts to copy a square's blocks on and below the diagonal to where they are in the square.
-template <int Threads = kTileThreads, typename F>
+template <typename F>
 __device__ __forceinline__ void copy_lower(const Matrix<F>& to, const LowerBlocks<F>& from) {
-    constexpr int kPiece = 16 / sizeof(F), kAcross = kTileRows / kPiece, kDown = Threads / kAcross;
+    constexpr int kPiece = 16 / sizeof(F), kAcross = kTileRows / kPiece, kDown = kTileThreads / kAcross;
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
 #pragma unroll
     for (int row = first; row < kLowerRows; row += kDown) {
