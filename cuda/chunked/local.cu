@@ -24,7 +24,9 @@ struct LocalParts {
 };
 
 template <typename T, bool Gated, bool Backward, int Width>
-__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2 : Backward ? 4 : 6)
+__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
+                                                 : Backward     ? 4
+                                                                : 6)
     local(const Local given, const Slice<Factor<T>> slice) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
