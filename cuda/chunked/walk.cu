@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const float* const steps = shared.steps[stage].data;
         const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
         if (records)
-            store_strip(state,
-                        slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
+            state.store(slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
                             column * slice.key_rows + first_key,
                         slice.key_rows, slice.key_rows - first_key);
         if (!Backward && until_kept == i) {
@@ -247,8 +246,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 multiply_by_inverse<kPasses, false>(found, errors, shared.inverse[stage]);
             }
             if (records_steps)
-                store_strip(found,
-                            slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
+                found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
                             kSide, kSide);
             if (!Decays && gated) {
                 const float whole = steps[kWholeGate];

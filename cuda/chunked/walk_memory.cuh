@@ -70,30 +70,6 @@ __device__ __forceinline__ void copy_numbers(F* to, int stride, const F* from, i
     }
 }
 
-// Strip::store where `places` are a multiple of 16.
-template <int N, typename F>
-__device__ __forceinline__ void store_strip(const Strip<N>& x, F* to, int stride, int places) {
-    static_assert(N % 2 == 0, "16 places are there or not");
-    const int group = warp_lane() / 4, member = warp_lane() % 4;
-    const bool odd = member % 2;
-    to += group * stride + (sizeof(F) == 2 ? member % 2 * 8 + member / 2 * 4 : 2 * member);
-#pragma unroll
-    for (int half = 0; half < 2; ++half, to += 8 * stride)
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            const float *const a = &x.value[n][2 * half], *const b = &x.value[n + 1][2 * half];
-            if constexpr (sizeof(F) == 2) {
-                const unsigned low = narrow_pair<F>(a[0], a[1]).bits(), high = narrow_pair<F>(b[0], b[1]).bits();
-                const unsigned other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
-                if (8 * n < places)
-                    *reinterpret_cast<uint2*>(to + 8 * n) = make_uint2(odd ? other : low, odd ? high : other);
-            } else if (8 * n < places) {
-                put_pair(to + 8 * n, a[0], a[1]);
-                put_pair(to + 8 * n + 8, b[0], b[1]);
-            }
-        }
-}
-
 // A strip's columns in those of a sequence, a row for each place, in pairs of 16 bits; see Strip::store_steps.
 template <typename T>
 struct StepStore {
