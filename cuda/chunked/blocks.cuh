@@ -11,7 +11,7 @@
 #pragma once
 
 #include "decays_gradient.cuh"
-#include "tiles.cuh"
+#include "rows.cuh"
 
 namespace fairseq_fastweights {
 
@@ -105,44 +105,87 @@ __device__ __forceinline__ void pass_blocks(Tile& tile, const SplitMatrix<T>& pa
     }
 }
 
-// A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, and outputs.
+// The pairs of this warp's steps, from `row` on, as the local stage left them: `rest` is what rounding left out.
+template <typename F>
+__device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerBlocks<F>& big,
+                                           const LowerBlocks<F>& rest, int row) {
+    pairs.each_pair([&](int s, int j, float& x, float& y) {
+        x = y = 0.0f;
+        if (!big.has(row, s)) return;
+        const auto add = [&](const LowerBlocks<F>& from) {
+            const Pair<F> pair = *reinterpret_cast<const Pair<F>*>(&from(row + j, s));
+            x += widen<float>(pair.x);
+            y += widen<float>(pair.y);
+        };
+        add(big);
+        if constexpr (sizeof(F) == 2) add(rest);
+    });
+}
+
+// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
+template <int Passes, bool RowsInner, int N, int M, typename Right>
+__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
+    using F = typename Right::Element;
+#pragma unroll
+    for (int e = 0; e < M / 2; ++e) {
+        Strip<2>& part = pairs.template part<2>(2 * e);
+        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
+        multiply_kept<Passes, RowsInner, Part::kAll, false, sizeof(F) == 4>(sums, part, factor);
+        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
+    }
+}
+
+// A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, what is read of blocks' starts, and P of
+// pairs of one block.
 template <typename T>
 struct BlockValues {
-    Matrix<T> written;
-    Matrix<float> totals, reads;
+    Rows<T, kSide> written;
+    Rows<float, kSide> totals, reads;
+    Rows<float, kSteps> weights;
 
     BlockValues() = default;
-    __host__ __device__ BlockValues(Carver& carver, int values)
-        : written(carver.matrix<T>(kSide, values)), totals(carver.matrix<float>(kBlocks, values, 0)),
-          reads(carver.matrix<float>(kSide, values)) {}
+    __host__ __device__ explicit BlockValues(Carver& carver)
+        : written(carver, kSide), totals(carver, kBlocks), reads(carver, kSide), weights(carver, kSide) {}
 
-    // `reads` = out, which was read of the chunk's start, and P V, with their decays; load(logs, block, column). Ends with a
-    // barrier.
-    template <int Passes, typename Load>
-    __device__ __forceinline__ void add_writes(Tile& out, int values, const Matrix<T>& v, const SplitMatrix<T>& scores,
-                                               Load load) const {
-        const BlockColumn own(values);
-        const int first = own.block * kSteps;
+    // store(t, value dimension, the output) with the decays of what was read of the chunk's start, `reading`, and of P V, for the
+    // warp's block of steps; load(logs, value dimension).
+    template <int Passes, typename Load, typename Store>
+    __device__ __forceinline__ void add_writes(Strip<kWidest / 8>& reading, Strip<kSide / 8>& scores, int values,
+                                               const Rows<T, kSide>& v, int row, Load load, Store store) const {
+        const int block = row / kSteps;
         float gates[kSteps], early[kSteps];
-        if (own.there()) {
-            load(gates, own.block, own.column);
-            exponentiate(gates);
-            load_column(early, block_of(v, own.block), own.column);
-            write_written(block_of(written, own.block), early, gates, own.column);
-            totals(own.block, own.column) = product_of(gates);
-        }
-        __syncthreads();
-        if (is_in(out, values)) {
-            pass_blocks<Passes>(out, scores, written, totals, [](int) {});
-            write_tile(out, reads);
-        }
-        __syncthreads();
-        if (own.there())
-            write_outputs(block_of(reads, own.block), early, gates, own.column, [&](float (&to)[4], int t, int s) {
+        const auto each_own = [&](auto f) {  // of the warp's value dimensions, those of this lane
+#pragma unroll 1
+            for (int column = warp_lane(); column < values; column += kWarp) {
+                load(gates, column);
+                exponentiate(gates);
+                load_column(early, v.from(row, 0), column);
+                f(column);
+            }
+        };
+        each_own([&](int column) {
+            write_written(written.from(row, 0), early, gates, column);
+            totals(block, column) = product_of(gates);
+        });
 #pragma unroll
-                for (int i = 0; i < 4; ++i) to[i] = scores.get(first + t, first + s + i);
-            });
+        for (int n = 0; n < kBlocks; ++n)
+            if (n == block) scores.template part<2>(2 * n).write(weights.from(row, 0));
         __syncthreads();
+#pragma unroll
+        for (int from = 0; from < kBlocks - 1; ++from) {
+            if (from >= block) break;
+            reading.scale(&totals(from, 0));
+            each_columns(reading, values / 16, [&](auto& part, int first) {
+                multiply_pairs<Passes, true>(part, scores.template part<2>(2 * from),
+                                             written.from(from * kSteps, first));
+            });
+        }
+        reading.write(reads.from(row, 0));
+        __syncwarp();
+        each_own([&](int column) {
+            write_outputs(reads.from(row, 0), weights.from(row, 0), early, gates, column,
+                          [&](int t, float x) { store(row + t, column, x); });
+        });
     }
 };
 

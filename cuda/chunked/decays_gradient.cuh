@@ -83,9 +83,9 @@ template <int First, bool Adds, typename T, typename DLate>
 __device__ __forceinline__ float differentiate_half(const WeightedPairs<T, DLate>& pairs, const float (&gates)[kSteps],
                                                     int column, float& read) {
     constexpr bool kSecond = First == kHalf;
-    const Column lates(pairs.late, column), earlies(pairs.early, column);
-    const Column<DLate> d_lates(pairs.d_late, column);
-    const Column<float> reads(pairs.reads, column), writes(pairs.writes, column), d_logs(pairs.d_logs, column);
+    const Column<Matrix<T>> lates(pairs.late, column), earlies(pairs.early, column);
+    const Column<Matrix<DLate>> d_lates(pairs.d_late, column);
+    const Column<Matrix<float>> reads(pairs.reads, column), writes(pairs.writes, column), d_logs(pairs.d_logs, column);
     float late[kHalf], early[kHalf], d_late[kHalf], d_early[kHalf], d_log[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void differentiate_column(const WeightedPairs<T, DLat
     const float passing =
         differentiate_half<0, Adds>(pairs, gates, column, read);  // all of the second half's steps, too
     if constexpr (Adds) return;
-    const Column<float> d_logs(pairs.d_logs, column);
+    const Column<Matrix<float>> d_logs(pairs.d_logs, column);
 #pragma unroll
     for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
 }

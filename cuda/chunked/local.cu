@@ -82,7 +82,7 @@ struct LocalLayout {
         const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
         const auto rows_of = [&](F* all) { return Matrix<T>{reinterpret_cast<T*>(all) + first, slice.key_rows}; };
         const auto copy = [&](F* to, const Matrix<T>& from) {
-            const Column<T> target(rows_of(to), 0), source(block_of(from, b), i);
+            const Column<Matrix<T>> target(rows_of(to), 0), source(block_of(from, b), i);
 #pragma unroll
             for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t));
         };
@@ -90,7 +90,7 @@ struct LocalLayout {
         if constexpr (Corrects) {
             copy(slice.written, k.scaled);
         } else {
-            const Column<T> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
+            const Column<Matrix<T>> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
             float product = 1.0f;
             for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
 #pragma unroll
@@ -102,7 +102,7 @@ struct LocalLayout {
         if constexpr (Corrects && Backward) {
             copy(slice.queries, q.scaled);
         } else if (slice.queries != nullptr) {
-            const Column<T> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
+            const Column<Matrix<T>> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
             float product = 1.0f;
             for (int before = 0; before < b; ++before) product *= totals(before, i);
 #pragma unroll

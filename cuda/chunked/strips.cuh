@@ -67,7 +67,11 @@ struct Strip {
     template <typename T>
     __device__ __forceinline__ Strip rest() const {
         Strip<N> left = *this;
-        left.each([](int, int, float& x) { x -= widen<float>(narrow<T>(x)); });
+        left.each_pair([](int, int, float& x, float& y) {
+            const Pair<T> pair = narrow_pair<T>(x, y);
+            x -= widen<float>(pair.x);
+            y -= widen<float>(pair.y);
+        });
         return left;
     }
 
