@@ -282,7 +282,7 @@ template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
     size_t bytes;
     GradientLayout(const Carver& carver, int keys, int values)
-        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, keys, values) : with_width(keys, [&](auto width) {
+        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, Values, keys, values) : with_width(keys, [&](auto width) {
               return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
           })) {}
 };
