@@ -17,81 +17,6 @@ namespace fairseq_fastweights {
 
 static_assert(kBlocks * kSteps == kSide, "blocks are those of decays.cuh");
 
-// The rows of a block of a chunk.
-template <typename T>
-__device__ __forceinline__ Matrix<T> block_of(const Matrix<T>& rows, int block) {
-    return {rows.data + block * kSteps * rows.stride, rows.stride};
-}
-
-// A key dimension of a block, one to a thread of those that there are.
-struct BlockColumn {
-    int block, column;
-
-    __device__ __forceinline__ explicit BlockColumn(int keys) : block(threadIdx.x / keys), column(threadIdx.x % keys) {}
-    __device__ __forceinline__ bool there() const { return block < kBlocks; }
-};
-
-// Rows of a chunk as products take them: for pairs of a block `rows` and `levels`, which queries and keys may share, and
-// `scaled` for those of two: queries from the block's start, keys to its end.
-template <typename T>
-struct DecayedRows {
-    Matrix<T> rows, scaled;
-    Stages<T> levels;
-
-    DecayedRows() = default;
-    __host__ __device__ DecayedRows(Carver& carver, int keys)
-        : rows(carver.matrix<T>(kSide, keys)), scaled(carver.matrix<T>(kSide, keys)) {}
-    __device__ __forceinline__ Stages<T> levels_of(int block) const {
-        Stages<T> of = levels;
-        of.first = block_of(levels.first, block);
-        return of;
-    }
-};
-
-// The products of decays that blocks multiply a key dimension by: G_0 to G_3, and G_1 G_2.
-constexpr int kTotals = kBlocks + 1;
-
-// tile += <late_t, early_s decayed from s to t> for s <= t; nothing that counts for others. By a warp.
-template <int Passes, typename T>
-__device__ __forceinline__ void multiply_decayed(Tile& tile, int keys, const DecayedRows<T>& late,
-                                                 const DecayedRows<T>& early, const Matrix<float>& totals) {
-    const int block = tile.row / kSteps;
-#pragma unroll
-    for (int half = 0; half < kTileColumns / kSteps; ++half) {
-        const int column = tile.column + half * kSteps, other = column / kSteps;
-        if (other > block) continue;
-        const auto add = [&](const Tile& part) {
-#pragma unroll
-            for (int j = 0; j < kSteps / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) tile.value[half * (kSteps / 8) + j][i] += part.value[j][i];
-        };
-        if (other < block) {
-            Tile part(tile.row, column, column + kSteps);
-            if (other + 1 == block)
-                multiply_stored<Passes, false, true>(part, 0, keys, late.scaled, early.scaled);
-            else
-                multiply_stored<Passes, false, true>(part, 0, keys, late.scaled, early.scaled,
-                                                     &totals(other + 3 == block ? kBlocks : other + 1, 0));
-            add(part);
-            continue;
-        }
-#pragma unroll 1
-        for (int level = 0; level <= kLevels; ++level) {
-            const bool same = level == kLevels;
-            Tile part(tile.row, column, column + kSteps);
-            multiply_stored<Passes, false, true>(part, 0, keys, late.levels[same ? 0 : level].either(late.rows, same),
-                                                 early.levels[same ? 0 : level].either(early.rows, same));
-            const int least = same ? 0 : 1 << level, end = same ? 1 : 2 << level;
-            part.each([&](int t, int s, float& value) {
-                const int apart = t ^ s;  // its highest bit tells the level
-                if (s > t || apart < least || apart >= end) value = 0.0f;
-            });
-            add(part);
-        }
-    }
-}
-
 // The pairs of this warp's steps, from `row` on, as the local stage left them: `rest` is what rounding left out.
 template <typename F>
 __device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerBlocks<F>& big,
@@ -107,19 +32,6 @@ __device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerB
         add(big);
         if constexpr (sizeof(F) == 2) add(rest);
     });
-}
-
-// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
-template <int Passes, bool RowsInner, int N, int M, typename Right>
-__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
-    using F = typename Right::Element;
-#pragma unroll
-    for (int e = 0; e < M / 2; ++e) {
-        Strip<2>& part = pairs.template part<2>(2 * e);
-        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
-        multiply_kept<Passes, RowsInner, Part::kAll, false, sizeof(F) == 4>(sums, part, factor);
-        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
-    }
 }
 
 // A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, what is read of blocks' starts, and P of

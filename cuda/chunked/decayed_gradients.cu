@@ -217,7 +217,7 @@ __global__ void __launch_bounds__((DecayedParts<T, Corrects, Of, Width>::kThread
             if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, state, blocks);
             multiply_rows<kPasses, Corrects, !kTurned>(dk, shared.update, row, d_state, blocks);
         }
-        float gates[kSteps];
+        float gates[kSteps] = {};
         if (there)
             load_logs<T>(gates, p.log_key_decay, at.batch, at.head, key + own, p.sizes.key_dim, start + row, time);
         exponentiate(gates);

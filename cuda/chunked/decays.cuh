@@ -134,10 +134,10 @@ __device__ __forceinline__ void write_written(const M& written, const float (&ea
 
 // A level's x in the steps from `First` on, half of a block: of `early` in first halves, of `late` in second ones.
 // `Early` false: only the latter.
-template <int Half, int First, bool Early, typename T>
-__device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kHalf],
-                                            const float (&early)[kHalf], const float (&gates)[kSteps], int column) {
-    const Column<Matrix<T>> target(level, column);
+template <int Half, int First, bool Early, typename M>
+__device__ __forceinline__ void write_level(const M& level, const float (&late)[kHalf], const float (&early)[kHalf],
+                                            const float (&gates)[kSteps], int column) {
+    const Column<M> target(level, column);
 #pragma unroll
     for (int start = 0; start < kHalf; start += 2 * Half) {
         float scale[2 * Half];
@@ -148,13 +148,12 @@ __device__ __forceinline__ void write_level(const Matrix<T>& level, const float 
     }
 }
 
-template <int First, bool Early, typename T>
-__device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, const Matrix<T>& early,
-                                                       const Stages<T>& levels, const Matrix<T>& reading,
-                                                       const Matrix<T>& written, const float (&gates)[kSteps],
+template <int First, bool Early, typename M>
+__device__ __forceinline__ void write_operands_of_half(const M& late, const M& early, const M (&levels)[kLevels],
+                                                       const M& reading, const M& written, const float (&gates)[kSteps],
                                                        int column) {
     float lates[kHalf], earlies[kHalf];
-    const Column<Matrix<T>> from_late(late, column), from_early(early, column);
+    const Column<M> from_late(late, column), from_early(early, column);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         lates[i] = from_late.get(First + i);
@@ -163,7 +162,7 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
     write_level<1, First, Early>(levels[0], lates, earlies, gates, column);
     write_level<2, First, Early>(levels[1], lates, earlies, gates, column);
     write_level<4, First, Early>(levels[2], lates, earlies, gates, column);
-    const Column<Matrix<T>> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
+    const Column<M> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
     const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
     float product = 1.0f;
 #pragma unroll
@@ -184,10 +183,10 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
 
 // All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half
 // after the other: that takes fewer registers. `Early` false: only what is of `late`.
-template <bool Early = true, typename T>
-__device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matrix<T>& early, const Stages<T>& levels,
-                                               const Matrix<T>& reading, const Matrix<T>& written,
-                                               const float (&gates)[kSteps], int column) {
+template <bool Early = true, typename M>
+__device__ __forceinline__ void write_operands(const M& late, const M& early, const M (&levels)[kLevels],
+                                               const M& reading, const M& written, const float (&gates)[kSteps],
+                                               int column) {
     write_operands_of_half<0, Early>(late, early, levels, reading, written, gates, column);
     write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
 }

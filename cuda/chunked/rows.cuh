@@ -43,14 +43,14 @@ template <int Threads = kStripThreads, typename T, int Columns, typename Stride>
 __device__ __forceinline__ void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride, int rows,
                                             int rows_there, int columns_there) {
     constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = Threads / kAcross;
-    static_assert(kDown <= kSide, "all threads have pieces");
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
     const int there = column < columns_there ? rows_there - first : 0;
     const T* piece = from + first * stride + column;
     T* const place = &to(first, column);
 #pragma unroll
     for (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
-        if (rows == kSide || first + row < rows) copy_piece(place + row * to.stride, piece, row < there);
+        if ((rows == kSide && kDown <= kSide) || first + row < rows)
+            copy_piece(place + row * to.stride, piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.

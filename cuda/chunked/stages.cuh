@@ -249,6 +249,10 @@ struct Local {
 };
 template <typename T>
 cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
+// With decays by dimension, decayed_local.cu; `launch_local` hands over to it.
+template <typename T>
+cudaError_t launch_decayed_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice,
+                                 cudaStream_t stream);
 
 // The arguments of all walks of a slice.
 template <typename T, typename F, typename Params>

@@ -227,6 +227,19 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
     }
 }
 
+// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
+template <int Passes, bool RowsInner, int N, int M, typename Right>
+__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
+    using F = typename Right::Element;
+#pragma unroll
+    for (int e = 0; e < M / 2; ++e) {
+        Strip<2>& part = pairs.template part<2>(2 * e);
+        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
+        multiply_kept<Passes, RowsInner, Part::kAll, false, sizeof(F) == 4>(sums, part, factor);
+        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
+    }
+}
+
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
 // fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
 template <int Passes, bool RowsInner, bool Exact = false, int N, int M, typename T>
