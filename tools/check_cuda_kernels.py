@@ -26,6 +26,7 @@ ARCHITECTURES = (80, 90)
 SMALL_SPILLS = {
     "local<__": 64,
     "gradients<__half, ": 48,
+    "decayed_gradients<__nv_bfloat16, true, ": 64,
     "walk<__": 112,
     "walk<float, ": 352,
 }

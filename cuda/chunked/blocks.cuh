@@ -11,263 +11,218 @@
 #pragma once
 
 #include "decays_gradient.cuh"
-#include "tiles.cuh"
+#include "rows.cuh"
 
 namespace fairseq_fastweights {
 
 static_assert(kBlocks * kSteps == kSide, "blocks are those of decays.cuh");
 
-// The rows of a block of a chunk.
-template <typename T>
-__device__ __forceinline__ Matrix<T> block_of(const Matrix<T>& rows, int block) {
-    return {rows.data + block * kSteps * rows.stride, rows.stride};
-}
-
-// A key dimension of a block, one to a thread of those that there are.
-struct BlockColumn {
-    int block, column;
-
-    __device__ __forceinline__ explicit BlockColumn(int keys) : block(threadIdx.x / keys), column(threadIdx.x % keys) {}
-    __device__ __forceinline__ bool there() const { return block < kBlocks; }
-};
-
-// Rows of a chunk as products take them: for pairs of a block `rows` and `levels`, which queries and keys may share, and
-// `scaled` for those of two: queries from the block's start, keys to its end.
-template <typename T>
-struct DecayedRows {
-    Matrix<T> rows, scaled;
-    Stages<T> levels;
-
-    DecayedRows() = default;
-    __host__ __device__ DecayedRows(Carver& carver, int keys)
-        : rows(carver.matrix<T>(kSide, keys)), scaled(carver.matrix<T>(kSide, keys)) {}
-    __device__ __forceinline__ Stages<T> levels_of(int block) const {
-        Stages<T> of = levels;
-        of.first = block_of(levels.first, block);
-        return of;
-    }
-};
-
-// The products of decays that blocks multiply a key dimension by: G_0 to G_3, and G_1 G_2.
-constexpr int kTotals = kBlocks + 1;
-
-// tile += <late_t, early_s decayed from s to t> for s <= t; nothing that counts for others. By a warp.
-template <int Passes, typename T>
-__device__ __forceinline__ void multiply_decayed(Tile& tile, int keys, const DecayedRows<T>& late,
-                                                 const DecayedRows<T>& early, const Matrix<float>& totals) {
-    const int block = tile.row / kSteps;
-#pragma unroll
-    for (int half = 0; half < kTileColumns / kSteps; ++half) {
-        const int column = tile.column + half * kSteps, other = column / kSteps;
-        if (other > block) continue;
-        const auto add = [&](const Tile& part) {
-#pragma unroll
-            for (int j = 0; j < kSteps / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) tile.value[half * (kSteps / 8) + j][i] += part.value[j][i];
+// The pairs of this warp's steps, from `row` on, as the local stage left them: `rest` is what rounding left out.
+template <typename F>
+__device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerBlocks<F>& big,
+                                           const LowerBlocks<F>& rest, int row) {
+    pairs.each_pair([&](int s, int j, float& x, float& y) {
+        x = y = 0.0f;
+        if (!big.has(row, s)) return;
+        const auto add = [&](const LowerBlocks<F>& from) {
+            const Pair<F> pair = *reinterpret_cast<const Pair<F>*>(&from(row + j, s));
+            x += widen<float>(pair.x);
+            y += widen<float>(pair.y);
         };
-        if (other < block) {
-            Tile part(tile.row, column, column + kSteps);
-            if (other + 1 == block)
-                multiply_stored<Passes, false, true>(part, 0, keys, late.scaled, early.scaled);
-            else
-                multiply_stored<Passes, false, true>(part, 0, keys, late.scaled, early.scaled,
-                                                     &totals(other + 3 == block ? kBlocks : other + 1, 0));
-            add(part);
-            continue;
-        }
-#pragma unroll 1
-        for (int level = 0; level <= kLevels; ++level) {
-            const bool same = level == kLevels;
-            Tile part(tile.row, column, column + kSteps);
-            multiply_stored<Passes, false, true>(part, 0, keys, late.levels[same ? 0 : level].either(late.rows, same),
-                                                 early.levels[same ? 0 : level].either(early.rows, same));
-            const int least = same ? 0 : 1 << level, end = same ? 1 : 2 << level;
-            part.each([&](int t, int s, float& value) {
-                const int apart = t ^ s;  // its highest bit tells the level
-                if (s > t || apart < least || apart >= end) value = 0.0f;
-            });
-            add(part);
-        }
-    }
+        add(big);
+        if constexpr (sizeof(F) == 2) add(rest);
+    });
 }
 
-// tile, which has what is read of the chunk's start, += pairs written, with decays of its columns: of what is read at the start of
-// its block. f(block) before the decays of each block before it.
-template <int Passes, typename T, typename F>
-__device__ __forceinline__ void pass_blocks(Tile& tile, const SplitMatrix<T>& pairs, const Matrix<T>& written,
-                                            const Matrix<float>& totals, F f) {
-#pragma unroll 1
-    for (int from = 0; from < tile.row / kSteps; ++from) {
-        f(from);
-        tile.each([&](int, int i, float& x) { x *= totals(from, i); });
-        pairs.template multiply<Passes, false, false>(tile, from * kSteps, (from + 1) * kSteps, written);
-    }
-}
-
-// A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, and outputs.
+// A part of the values of a chunk, where they decay: V * Z_e. by block, Z of blocks, what is read of blocks' starts, and P of
+// pairs of one block.
 template <typename T>
 struct BlockValues {
-    Matrix<T> written;
-    Matrix<float> totals, reads;
+    Rows<T, kSide> written;
+    Rows<float, kSide> totals, reads;
+    Rows<float, kSteps> weights;
 
     BlockValues() = default;
-    __host__ __device__ BlockValues(Carver& carver, int values)
-        : written(carver.matrix<T>(kSide, values)), totals(carver.matrix<float>(kBlocks, values, 0)),
-          reads(carver.matrix<float>(kSide, values)) {}
+    __host__ __device__ explicit BlockValues(Carver& carver)
+        : written(carver, kSide), totals(carver, kBlocks), reads(carver, kSide), weights(carver, kSide) {}
 
-    // `reads` = out, which was read of the chunk's start, and P V, with their decays; load(logs, block, column). Ends with a
-    // barrier.
-    template <int Passes, typename Load>
-    __device__ __forceinline__ void add_writes(Tile& out, int values, const Matrix<T>& v, const SplitMatrix<T>& scores,
-                                               Load load) const {
-        const BlockColumn own(values);
-        const int first = own.block * kSteps;
+    // store(t, value dimension, the output) with the decays of what was read of the chunk's start, `reading`, and of P V, for the
+    // warp's block of steps; load(logs, value dimension).
+    template <int Passes, typename Load, typename Store>
+    __device__ __forceinline__ void add_writes(Strip<kWidest / 8>& reading, Strip<kSide / 8>& scores, int values,
+                                               const Rows<T, kSide>& v, int row, Load load, Store store) const {
+        const int block = row / kSteps;
         float gates[kSteps], early[kSteps];
-        if (own.there()) {
-            load(gates, own.block, own.column);
-            exponentiate(gates);
-            load_column(early, block_of(v, own.block), own.column);
-            write_written(block_of(written, own.block), early, gates, own.column);
-            totals(own.block, own.column) = product_of(gates);
-        }
-        __syncthreads();
-        if (is_in(out, values)) {
-            pass_blocks<Passes>(out, scores, written, totals, [](int) {});
-            write_tile(out, reads);
-        }
-        __syncthreads();
-        if (own.there())
-            write_outputs(block_of(reads, own.block), early, gates, own.column, [&](float (&to)[4], int t, int s) {
+        const auto each_own = [&](auto f) {  // of the warp's value dimensions, those of this lane
+#pragma unroll 1
+            for (int column = warp_lane(); column < values; column += kWarp) {
+                load(gates, column);
+                exponentiate(gates);
+                load_column(early, v.from(row, 0), column);
+                f(column);
+            }
+        };
+        each_own([&](int column) {
+            write_written(written.from(row, 0), early, gates, column);
+            totals(block, column) = product_of(gates);
+        });
 #pragma unroll
-                for (int i = 0; i < 4; ++i) to[i] = scores.get(first + t, first + s + i);
-            });
+        for (int n = 0; n < kBlocks; ++n)
+            if (n == block) scores.template part<2>(2 * n).write(weights.from(row, 0));
         __syncthreads();
+#pragma unroll
+        for (int from = 0; from < kBlocks - 1; ++from) {
+            if (from >= block) break;
+            reading.scale(&totals(from, 0));
+            each_columns(reading, values / 16, [&](auto& part, int first) {
+                multiply_pairs<Passes, true>(part, scores.template part<2>(2 * from),
+                                             written.from(from * kSteps, first));
+            });
+        }
+        reading.write(reads.from(row, 0));
+        __syncwarp();
+        each_own([&](int column) {
+            write_outputs(reads.from(row, 0), weights.from(row, 0), early, gates, column,
+                          [&](int t, float x) { store(row + t, column, x); });
+        });
     }
 };
 
-// Gradients of queries, keys, erase keys and logs in a part of the keys, from what products with states make of them.
-template <typename T>
-struct DecayGradient {
-    Matrix<float> weights, erase_weights;  // (t, s % 16): dP and dG of pairs of one block, mirrored
-    Matrix<float> totals;                  // G by block
-    Matrix<T> reading, written, reading_erase;
-    Matrix<float> reads, writes, erase_reads;
-    // Sums over steps of source * sink: from before block I to those of a later one, from those of a block to dS, then parts
-    // of the sums of S_0 * dS, and by block all that passes it.
-    Matrix<float> masses;
-    enum { kToState = kBlocks * (kBlocks - 1) / 2, kWhole = kToState + kBlocks, kPassing = kWhole + kBlocks };
+// Pairs of a chunk's steps in shared memory: the blocks (t, s) of 16 x 16 below the diagonal, with `Diagonal` those on it as
+// well, one after another. Beside bfloat16 they are two of them, big + small.
+template <typename F, bool Diagonal>
+struct BlockPairs {
+    static constexpr int kParts = sizeof(F) == 2 ? 2 : 1,
+                         kDown = kBlocks * (kBlocks + (Diagonal ? 1 : -1)) / 2 * kSteps;
+    Rows<F, kSteps> first;
 
-    // Matrices that are kept throughout, and those that take the place of states when these have been read.
-    __host__ __device__ void keep(Carver& carver, bool corrects, int keys) {
-        weights = carver.matrix<float>(kSide, kSteps, 0);
-        erase_weights = carver.matrix<float>(corrects ? kSide : 0, kSteps, 0);
-        totals = carver.matrix<float>(kBlocks, keys, 0);
+    BlockPairs() = default;
+    __host__ __device__ explicit BlockPairs(Carver& carver) : first(carver, kParts * kDown) {}
+    __device__ __forceinline__ Rows<F, kSteps> block(int part, int down, int across) const {
+        return first.from(part * kDown + (down * (down + (Diagonal ? 1 : -1)) / 2 + across) * kSteps, 0);
     }
-    __host__ __device__ void replace(Carver& carver, bool corrects, int keys) {
-        const int of_erase = corrects ? kSide : 0;
-        reading = carver.matrix<T>(kSide, keys);
-        written = carver.matrix<T>(kSide, keys);
-        reading_erase = carver.matrix<T>(of_erase, keys);
-        reads = carver.matrix<float>(kSide, keys);
-        writes = carver.matrix<float>(kSide, keys);
-        erase_reads = carver.matrix<float>(of_erase, keys);
-        masses = carver.matrix<float>(kPassing + kBlocks, keys, 0);
-    }
-
-    // The tile's pairs of one block.
-    __device__ __forceinline__ static void keep_weights(Tile& tile, const Matrix<float>& to) {
-        tile.each([&](int t, int s, float& value) {
-            if (s <= t && s / kSteps == t / kSteps) to(t, s % kSteps) = to(s, t % kSteps) = value;
-        });
-    }
-    // Weights from a square in shared memory.
-    __device__ __forceinline__ void keep_weights(const SplitMatrix<T>& from) const {
-        for (int i = threadIdx.x; i < kSide * kSteps; i += kTileThreads) {
-            const int t = i / kSteps, s = t / kSteps * kSteps + i % kSteps;
-            weights(t, s % kSteps) = s <= t ? from.get(t, s) : from.get(s, t);
-        }
-    }
-
-    // Factors of a block's key dimension, and its part `whole` of the sum of S_0 * dS. A barrier before and after.
-    template <bool Corrects>
-    __device__ __forceinline__ void write_factors(const BlockColumn& at, const float (&gates)[kSteps],
-                                                  const Matrix<T>& q, const Matrix<T>& k, const Matrix<T>& erase,
-                                                  float whole) const {
-        float x[kSteps];
-        load_column(x, block_of(q, at.block), at.column);
-        write_reading(block_of(reading, at.block), x, gates, at.column);
-        load_column(x, block_of(k, at.block), at.column);
-        write_written(block_of(written, at.block), x, gates, at.column);
-        if constexpr (Corrects) {
-            load_column(x, block_of(erase, at.block), at.column);
-            write_reading(block_of(reading_erase, at.block), x, gates, at.column);
-        }
-        totals(at.block, at.column) = product_of(gates);
-        masses(kWhole + at.block, at.column) = whole;
-    }
-
-    // E * F_.0.
-    __device__ __forceinline__ float from_start(int t, int i) const {
-        float x = reading_erase.get(t, i);
-        for (int before = 0; before < t / kSteps; ++before) x *= totals(before, i);
+    __device__ __forceinline__ float get(int t, int s) const {
+        float x = 0.0f;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) x += block(part, t / kSteps, s / kSteps).get(t % kSteps, s % kSteps);
         return x;
     }
 
-    // A tile of the gradients of `late` * F_.0, from the chunk's start to their block's. `adds`: to the masses of others.
-    template <int Passes>
-    __device__ __forceinline__ void pass_to_readers(Tile& tile, const SplitMatrix<T>& pairs, const Matrix<T>& late,
-                                                    bool adds) const {
-        const int block = tile.row / kSteps;
-        pass_blocks<Passes>(tile, pairs, written, totals, [&](int from) {
-            tile.sum_columns([&](int t, int i, float x) { return x * late.get(t, i); },
-                             [&](int i, float sum) {
-                                 float& to = masses(block * (block - 1) / 2 + from, i);
-                                 to = adds ? to + sum : sum;
-                             });
-        });
+    // Starts to copy a chunk's.
+    template <int Threads>
+    __device__ __forceinline__ void copy(const F* big, const F* rest) const {
+        static_assert(Diagonal, "as the local stage left them");
+        constexpr int kPiece = 16 / sizeof(F), kAcross = kSteps / kPiece;
+        for (int i = threadIdx.x; i < kParts * kLower / kPiece; i += Threads) {
+            const int piece = i % (kLower / kPiece);
+            copy_async<16>(&first(i / kAcross, i % kAcross * kPiece), (i == piece ? big : rest) + piece * kPiece);
+        }
     }
-    // A tile of the gradients of keys * F_e., from the chunk's end to their block's.
-    template <int Passes, bool Corrects>
-    __device__ __forceinline__ void pass_to_writers(Tile& tile, const SplitMatrix<T>& d_scores,
-                                                    const SplitMatrix<T>& d_system) const {
-        const int block = tile.row / kSteps;
-        tile.sum_columns([&](int s, int i, float x) { return x * written.get(s, i); },
-                         [&](int i, float sum) { masses(kToState + block, i) = sum; });
+    __device__ __forceinline__ void write(Strip<2> pairs, int down, int across) const {
+        pairs.write(block(0, down, across));
+        if constexpr (kParts == 2) pairs.template rest<F>().write(block(1, down, across));
+    }
+    // sums += a block or, with `Turned`, its transpose, times rows of 16 steps.
+    template <int Passes, bool Turned, int N, typename Right>
+    __device__ __forceinline__ void multiply(Strip<N>& sums, int down, int across, const Right& right) const {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            multiply_rows<Passes, Turned, true>(sums, block(part, down, across), 0, right, 1);
+    }
+};
+
+// The sums over a strip's steps of its values times by(step, place), handed to one lane for each place: done(place, sum).
+template <int N, typename By, typename F>
+__device__ __forceinline__ void sum_places(const Strip<N>& strip, const By& by, F done) {
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const int place = 8 * n + 2 * member;
+        float x = 0.0f, y = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(&by(group + 8 * half, place));
+            x += strip.value[n][2 * half] * widen<float>(pair.x);
+            y += strip.value[n][2 * half + 1] * widen<float>(pair.y);
+        }
+#pragma unroll
+        for (int distance = 4; distance < kWarp; distance *= 2) {
+            x += __shfl_xor_sync(kAllLanes, x, distance);
+            y += __shfl_xor_sync(kAllLanes, y, distance);
+        }
+        if (group == 0) done(place, x), done(place + 1, y);
+    }
+}
+
+// What gradients take of decays in a part of the keys. A warp has a block of 16 steps, of which a strip is its keys from
+// `column` on, and a lane one of these.
+template <typename T, int Keys>
+struct DecayFactors {
+    Rows<float, Keys> totals;  // G by block
+    // Sums over steps of source * sink: from before block I to those of a later one, from those of a block to dS, then parts
+    // of the sums of S_0 * dS.
+    Rows<float, Keys> masses;
+    Rows<T, Keys> reading, written, reading_erase;
+    enum { kToState = kBlocks * (kBlocks - 1) / 2, kWhole = kToState + kBlocks, kMasses = kWhole + kBlocks };
+
+    // Those of a key, of whose sum of S_0 * dS `whole` is a part. A barrier before and after.
+    template <bool Corrects>
+    __device__ __forceinline__ void write(int row, int key, const float (&gates)[kSteps], const Rows<T, Keys>& q,
+                                          const Rows<T, Keys>& k, const Rows<T, Keys>& erase, float whole) const {
+        float x[kSteps];
+        load_column(x, q.from(row, 0), key);
+        write_reading(reading.from(row, 0), x, gates, key);
+        load_column(x, k.from(row, 0), key);
+        write_written(written.from(row, 0), x, gates, key);
+        if constexpr (Corrects) {
+            load_column(x, erase.from(row, 0), key);
+            write_reading(reading_erase.from(row, 0), x, gates, key);
+        }
+        totals(row / kSteps, key) = product_of(gates);
+        masses(kWhole + row / kSteps, key) = whole;
+    }
+
+    // The gradients of `late` * F_.0, from the chunk's start to their block's. `Adds`: to the masses of others.
+    template <int Passes, bool Adds, int N, typename P>
+    __device__ __forceinline__ void pass_to_readers(Strip<N>& reads, const P& pairs, const Rows<T, Keys>& late, int row,
+                                                    int column) const {
+        const int block = row / kSteps;
+#pragma unroll 1
+        for (int from = 0; from < block; ++from) {
+            float* const to = &masses(block * (block - 1) / 2 + from, column);
+            sum_places(reads, late.from(row, column),
+                       [&](int place, float sum) { to[place] = Adds ? to[place] + sum : sum; });
+            reads.scale(&totals(from, column));
+            pairs.template multiply<Passes, false>(reads, block, from, written.from(from * kSteps, column));
+        }
+    }
+    // The gradients of keys * F_e., from the chunk's end to their block's.
+    template <int Passes, bool Corrects, int N, typename P, typename Q>
+    __device__ __forceinline__ void pass_to_writers(Strip<N>& writes, const P& d_scores, const Q& d_system, int row,
+                                                    int column) const {
+        const int block = row / kSteps;
+        float* const to_state = &masses(kToState + block, column);
+        sum_places(writes, written.from(row, column), [&](int place, float sum) { to_state[place] = sum; });
 #pragma unroll 1
         for (int to = kBlocks - 1; to > block; --to) {
-            tile.each([&](int, int i, float& x) { x *= totals(to, i); });
-            d_scores.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading);
+            writes.scale(&totals(to, column));
+            d_scores.template multiply<Passes, true>(writes, to, block, reading.from(to * kSteps, column));
             if constexpr (Corrects)
-                d_system.template multiply<Passes, true, false>(tile, to * kSteps, (to + 1) * kSteps, reading_erase);
+                d_system.template multiply<Passes, true>(writes, to, block, reading_erase.from(to * kSteps, column));
         }
     }
 
-    // The gradients of a block's key dimension: of queries in `reading`, of keys in `writes`, of erase keys in
-    // `erase_reads`, of logs in `reads`. `same`: the erase keys are the keys. A barrier before and after.
-    template <bool Corrects>
-    __device__ __forceinline__ void differentiate(const BlockColumn& at, const float (&gates)[kSteps],
-                                                  const Matrix<T>& q, const Matrix<T>& k, const Matrix<T>& erase,
-                                                  bool same) const {
-        const int block = at.block, i = at.column;
+    // After a barrier: the gradient of what passes all of a block, of a key.
+    __device__ __forceinline__ float passing(int block, int key) const {
         float sum = 0.0f, between = 1.0f;
-        for (int part = 0; part < kBlocks; ++part) sum += masses(kWhole + part, i);
-        for (int from = 0; from < block; ++from) sum = sum * totals(from, i) + masses(kToState + from, i);
-        for (int to = block + 1; to < kBlocks; ++to) sum *= totals(to, i);
+        for (int part = 0; part < kBlocks; ++part) sum += masses(kWhole + part, key);
+        for (int from = 0; from < block; ++from) sum = sum * totals(from, key) + masses(kToState + from, key);
+        for (int to = block + 1; to < kBlocks; ++to) sum *= totals(to, key);
         for (int to = block + 1; to < kBlocks; ++to) {
-            sum += between * masses(to * (to - 1) / 2 + block, i);
-            between *= totals(to, i);
+            sum += between * masses(to * (to - 1) / 2 + block, key);
+            between *= totals(to, key);
         }
-        float* const passing = &masses(kPassing + block, 0);
-        passing[i] = sum;
-        const auto of = [&](const auto& rows) { return block_of(rows, block); };
-        differentiate_column(WeightedPairs<T, T>{of(q), of(k), of(weights), of(reads), of(writes), of(reading),
-                                                 of(reads), passing, false},
-                             gates, i);
-        if constexpr (Corrects)
-            differentiate_column<true>(WeightedPairs<T, float>{of(erase), of(k), of(erase_weights), of(erase_reads),
-                                                               of(writes), of(erase_reads), of(reads), passing, same},
-                                       gates, i);
+        return sum;
     }
 };
 

@@ -5,9 +5,9 @@
 
 namespace fairseq_fastweights {
 
-// Bytes of shared memory of a block that takes so many keys and values at once.
+// Bytes of shared memory of a block that takes so many keys and values at once; `both` of them decay.
 template <typename T>
-size_t decayed_gradient_bytes(bool corrects, int keys, int values);
+size_t decayed_gradient_bytes(bool corrects, bool both, int keys, int values);
 
 // `written`: keys with the decays to the chunk's end.
 template <typename T>

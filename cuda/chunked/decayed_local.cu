@@ -1,176 +1,266 @@
-// The local stage with decays by dimension or erase keys, in the notation of decays.cuh: P, what decays scale (Q * F_.0, K * F_e.,
-// E * F_.0), and of a rule that corrects the inverse of its system, as in local.cu.
-#include <algorithm>
-
-#include "blocks.cuh"
+// The local stage with decays by dimension or erase keys, in the notation of decays.cuh, of all chunks of a slice at once: P, what
+// decays scale (Q * F_.0, K * F_e., E * F_.0) and, where it corrects, T = (I + B G)^-1. A warp finds the pairs of a block of 16
+// steps with those before it, of queries or, the other half of the warps, of erase keys.
+#include "decays.cuh"
 #include "local.cuh"
+#include "rows.cuh"
+#include "system.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
 // Keys that are taken at once: so many that a block fits wherever there are tensor cores for it.
 template <typename T>
-constexpr int kLocalKeys = sizeof(T) == 4 ? 16 : 32;
+constexpr int kMostLocalKeys = sizeof(T) == 4 ? 16 : 32;
 
-template <typename T>
-struct LocalLayout {
-    DecayedRows<T> q, k, erase;
-    Matrix<float> totals, logs;  // of decays, by block
-    Matrix<float> products;      // G; and the blocks' inverses, transposed, above its diagonal
-    ChunkSteps<false> steps;
-    size_t bytes;
+// Rows of a chunk as products take them: for pairs of a block `rows` and `levels`, which queries and keys share, and
+// `scaled` for those of two: queries from the block's start, keys to its end.
+template <typename T, int Keys>
+struct DecayedRows {
+    Rows<T, Keys> rows, scaled, levels[kLevels];
 
-    __host__ __device__ LocalLayout(Carver carver, bool corrects, int keys)
-        : q(carver, keys), k(carver, keys), totals(carver.matrix<float>(kTotals, keys, 0)),
-          logs(carver.matrix<float>(kBlocks, keys, 0)), products(carver.matrix<float>(corrects ? kSide : 0, kSide, 8)),
-          steps(carver) {
-        q.levels = k.levels = Stages<T>(carver, kLevels, kSide, keys);
-        if (corrects) {
-            erase = DecayedRows<T>(carver, keys);
-            erase.levels = Stages<T>(carver, kLevels, kSide, keys);
-        }
-        bytes = carver.used;
-    }
-
-    // With the logs of a block's key dimension `gates`: all that products take of it, but for erase keys or, `of_erase`, of these.
-    template <bool Corrects>
-    __device__ __forceinline__ void write_decayed(const BlockColumn& at, bool of_erase, float (&gates)[kSteps]) const {
-        float log = 0.0f;
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) log += gates[t];
-        exponentiate(gates);
-        const int b = at.block, i = at.column;
-        if (Corrects && of_erase)
-            return write_operands<false>(block_of(erase.rows, b), block_of(k.rows, b), erase.levels_of(b),
-                                         block_of(erase.scaled, b), block_of(k.scaled, b), gates, i);
-        write_operands(block_of(q.rows, b), block_of(k.rows, b), q.levels_of(b), block_of(q.scaled, b),
-                       block_of(k.scaled, b), gates, i);
-        totals(b, i) = product_of(gates);
-        logs(b, i) = log;
-    }
-    // After that and a barrier: what the slice has of decays, for its key dimension `key`.
-    template <bool Corrects, bool Backward, typename F>
-    __device__ __forceinline__ void store_decayed(const BlockColumn& at, bool of_erase, const float (&gates)[kSteps],
-                                                  const Slice<F>& slice, const Place& place, int key) const {
-        const int b = at.block, i = at.column;
-        const int64_t first = (slice.index(place.local, place.n) * kSide + b * kSteps) * slice.key_rows + key;
-        const auto rows_of = [&](F* all) { return Matrix<T>{reinterpret_cast<T*>(all) + first, slice.key_rows}; };
-        const auto copy = [&](F* to, const Matrix<T>& from) {
-            const Column<T> target(rows_of(to), 0), source(block_of(from, b), i);
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t));
-        };
-        if (Corrects && of_erase) return copy(slice.erased, erase.scaled);
-        if constexpr (Corrects) {
-            copy(slice.written, k.scaled);
-        } else {
-            const Column<T> target(rows_of(slice.written), 0), source(block_of(k.rows, b), i);
-            float product = 1.0f;
-            for (int after = b + 1; after < kBlocks; ++after) product *= totals(after, i);
-#pragma unroll
-            for (int s = kSteps - 1; s >= 0; --s) {
-                target.set(s, source.get(s) * product);
-                product *= gates[s];
-            }
-        }
-        if constexpr (Corrects && Backward) {
-            copy(slice.queries, q.scaled);
-        } else if (slice.queries != nullptr) {
-            const Column<T> target(rows_of(slice.queries), 0), source(block_of(q.rows, b), i);
-            float product = 1.0f;
-            for (int before = 0; before < b; ++before) product *= totals(before, i);
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t) target.set(t, source.get(t) * (product *= gates[t]));
-        }
-        float* const decays = slice.decays_of(place.local, place.n) + key;
-        if constexpr (Corrects) decays[b * slice.key_rows] = expf(logs(b, i));
-        if (b > 0) return;
-        totals(kBlocks, i) = totals(1, i) * totals(2, i);
-        if constexpr (Corrects) return;
-        float log = 0.0f;
-        for (int block = 0; block < kBlocks; ++block) log += logs(block, i);
-        decays[0] = expf(log);
-        decays[slice.key_rows] = log;
+    DecayedRows() = default;
+    __host__ __device__ DecayedRows(Carver& carver, const DecayedRows* shares)
+        : rows(carver, kSide), scaled(carver, kSide) {
+        for (int i = 0; i < kLevels; ++i)
+            levels[i] = shares == nullptr ? Rows<T, Keys>(carver, kSide) : shares->levels[i];
     }
 };
 
-template <typename T, bool Corrects, bool Backward>
-__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 ? 1 : 2)
-    decayed_local(const Local given, const Slice<Factor<T>> slice) {
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = kLocalKeys<T>;
-    FASTWEIGHTS_SHARED_MEMORY(memory);
-    const LocalLayout<T> shared(Carver(memory), Corrects, min(kKeys, slice.key_rows));
-    const Place at(slice, given.sizes);
-    const int batch = at.batch, head = at.head, start = at.start, time = given.sizes.time;
+template <typename T, bool Corrects, int Keys>
+struct DecayedLocal {
+    static constexpr int kThreads = (Corrects ? 2 : 1) * kStripThreads;
+    ChunkSteps<false> steps;
+    DecayedRows<T, Keys> q, k, erase;
+    Rows<float, Keys> totals, logs;  // of decays, by block
+    Matrix<float> products;  // G, in the place of rows; and the blocks' inverses, transposed, above its diagonal
+    size_t bytes;
 
+    __host__ __device__ explicit DecayedLocal(Carver carver) : steps(carver) {
+        Carver place = carver;
+        q = DecayedRows<T, Keys>(carver, nullptr);
+        k = DecayedRows<T, Keys>(carver, &q);
+        if (Corrects) erase = DecayedRows<T, Keys>(carver, nullptr);
+        totals = Rows<float, Keys>(carver, kBlocks);
+        logs = Rows<float, Keys>(carver, kBlocks);
+        products = place.matrix<float>(Corrects ? kSide : 0, kSide, 8);
+        bytes = carver.used > place.used ? carver.used : place.used;
+    }
+};
+
+// Pairs of a warp's 16 steps with those of their block, and of the blocks before it, nearest first.
+struct PairsOfBlock {
+    Strip<2> own, before[kBlocks - 1];
+
+    __device__ __forceinline__ void clear() {
+        own.clear();
+#pragma unroll
+        for (int i = 0; i < kBlocks - 1; ++i) before[i].clear();
+    }
+
+    // += <late_t, early_s decayed from s to t> for s <= t or, without `Diagonal`, s < t.
+    template <int Passes, bool Diagonal, typename T, int Keys>
+    __device__ __forceinline__ void add(const DecayedRows<T, Keys>& late, const DecayedRows<T, Keys>& early,
+                                        const Rows<float, Keys>& totals, int block) {
+        const int row = block * kSteps, group = warp_lane() / 4, member = warp_lane() % 4;
+        if (block > 0)
+            multiply_rows<Passes, false, false>(before[0], late.scaled, row, early.scaled.from(row - kSteps, 0),
+                                                Keys / 16);
+        if (block > 1) {
+            Strip<Keys / 8> left;
+            left.each_pair([&](int i, int t, float& x, float& y) {
+                const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&late.scaled(row + t, i));
+                x = widen<float>(pair.x);
+                y = widen<float>(pair.y);
+            });
+#pragma unroll
+            for (int apart = 2; apart < kBlocks; ++apart) {
+                if (apart > block) break;
+                left.scale(&totals(block - apart + 1, 0));
+                multiply_pairs<Passes, false>(before[apart - 1], left, early.scaled.from(row - apart * kSteps, 0));
+            }
+        }
+        // Of each level those pairs that it parts. Steps of two halves are in a quarter of their own.
+        const auto product = [&](Strip<2>& part, const Rows<T, Keys>& x, const Rows<T, Keys>& y) {
+            part.clear();
+            multiply_rows<Passes, false, false>(part, x, row, y.from(row, 0), Keys / 16);
+        };
+        Strip<2> part;
+        product(part, late.levels[kLevels - 1], early.levels[kLevels - 1]);
+        own.value[0][2] += part.value[0][2];
+        own.value[0][3] += part.value[0][3];
+#pragma unroll
+        for (int level = 0; level < kLevels - 1 + Diagonal; ++level) {
+            const bool same = level == kLevels - 1;
+            product(part, same ? late.rows : late.levels[level], same ? early.rows : early.levels[level]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int s = 2 * member + i, apart = group ^ s;  // its highest bit tells the level
+                const bool wanted = same ? apart == 0 : s < group && apart >> level == 1;
+                if (wanted) {
+                    own.value[0][i] += part.value[0][i];
+                    own.value[1][2 + i] += part.value[1][2 + i];
+                }
+            }
+        }
+    }
+
+    // f(block of the steps s, its pairs).
+    template <typename F>
+    __device__ __forceinline__ void each(int block, F f) {
+        f(block, own);
+#pragma unroll
+        for (int i = 0; i < kBlocks - 1; ++i)
+            if (i < block) f(block - 1 - i, before[i]);
+    }
+};
+
+template <typename T, bool Corrects, bool Backward, int Width>
+__global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThreads), sizeof(T) == 4 ? 1
+                                                                                     : Corrects     ? 2
+                                                                                                    : 4)
+    decayed_local(const Local given, const Slice<Factor<T>> slice) {
+    using F = Factor<T>;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
+    using Shared = DecayedLocal<T, Corrects, kKeys>;
+    constexpr int kThreads = Shared::kThreads;
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    const Shared shared{Carver(memory)};
+    const Place at(slice, given.sizes);
+    const int start = at.start, time = given.sizes.time, lane = warp_lane();
+    const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0), block = warp % kBlocks,
+              row = block * kSteps;
+    const bool of_erase = warp >= kBlocks, there = lane < kKeys;  // the lane's key, if it has one
+    const int64_t first_row = slice.index(at.local, at.n) * kSide;
     const auto copy_keys = [&](int key) {
-        const auto copy = [&](const Matrix<T>& to, const Sequence& from) {
-            copy_steps(to, Head<T>(from, batch, head, key, given.sizes.key_dim), min(kKeys, slice.key_rows - key),
-                       start, time);
+        const auto copy = [&](const Rows<T, kKeys>& to, const Sequence& from) {
+            copy_steps<kThreads>(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
         };
         copy(shared.k.rows, given.k);
         copy(shared.q.rows, given.q);
         if constexpr (Corrects) copy(shared.erase.rows, given.erase);
         copies_commit();
     };
-    const ChunkSteps<false>::Step own_step(given.strengths, Sequence{}, batch, head, start, time);
+    const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
     copy_keys(0);
-    shared.steps.find(own_step, false);
-    Tile products = own_tile(kSide), scores = products;
+    if constexpr (Corrects) shared.steps.find(own_step, false);
+    PairsOfBlock pairs;
+    pairs.clear();
     for (int key = 0; key < slice.key_rows; key += kKeys) {
-        const int keys = min(kKeys, slice.key_rows - key);
         if (key > 0) {
             __syncthreads();
             copy_keys(key);
         }
-        BlockColumn own(keys);
-        static_assert(2 * kBlocks * kKeys <= kTileThreads, "erase keys are of as many threads again");
-        const bool of_erase = Corrects && own.block >= kBlocks;
-        if (of_erase) own.block -= kBlocks;
-        float gates[kSteps];
-        if (own.there())
-            load_logs<T>(gates, given.log_key_decay, batch, head, key + own.column, given.sizes.key_dim,
-                         start + own.block * kSteps, time);
+        float gates[kSteps] = {}, log = 0.0f;
+        if (there)
+            load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row,
+                         time);
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) log += gates[t];
+        exponentiate(gates);
         copies_wait<0>();
         __syncthreads();
-        if (own.there()) shared.template write_decayed<Corrects>(own, of_erase, gates);
-        __syncthreads();
-        if (own.there())
-            shared.template store_decayed<Corrects, Backward>(own, of_erase, gates, slice, at, key + own.column);
-        __syncthreads();
-        if (!has_pairs(products) || slice.scores == nullptr) continue;
-        multiply_decayed<kPasses>(scores, keys, shared.q, shared.k, shared.totals);
-        if constexpr (Corrects) multiply_decayed<kPasses>(products, keys, shared.erase, shared.k, shared.totals);
-    }
-    if (has_pairs(products)) {
-        const auto square_of = [&](Factor<T>* all) { return slice.lower_of(all, at.local, at.n); };
-        const auto keep = [](Tile& tile, int least) {
-            tile.each([&](int t, int s, float& value) { value = s + least <= t ? value : 0.0f; });
-        };
-        if (slice.scores != nullptr) {
-            keep(scores, 0);
-            scores.each([](int, int, float& value) { value = as_right_factor<T>(value); });
-            write_lower(scores, square_of(slice.scores));
-            if constexpr (Pairs<T>::kSplit && !(Corrects && Backward)) {
-                scores.each([](int, int, float& value) { value -= widen<float>(narrow<T>(value)); });
-                write_lower(scores, square_of(slice.rest));
+        if (there) {
+            using Block = Rows<T, kKeys>;
+            const auto write = [&](auto early, const DecayedRows<T, kKeys>& late) {
+                const auto of = [&](const Block& rows) { return rows.from(row, 0); };
+                const Block levels[kLevels] = {of(late.levels[0]), of(late.levels[1]), of(late.levels[2]),
+                                               of(late.levels[3])};
+                write_operands<early>(of(late.rows), of(shared.k.rows), levels, of(late.scaled), of(shared.k.scaled),
+                                      gates, lane);
+            };
+            if (Corrects && of_erase) {
+                write(std::false_type(), shared.erase);
+            } else {
+                write(std::true_type(), shared.q);
+                shared.totals(block, lane) = product_of(gates);
+                shared.logs(block, lane) = log;
             }
         }
+        __syncthreads();
+
+        // What the slice has of decays.
+        const auto store = [&](F* all, const Rows<T, kKeys>& from) {
+            constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
+            for (int i = threadIdx.x; i < kSide * kAcross; i += kThreads) {
+                const int down = i / kAcross, across = i % kAcross * kPiece;
+                if (key + across < slice.key_rows)
+                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
+                                              across) = *reinterpret_cast<const uint4*>(&from(down, across));
+            }
+        };
         if constexpr (Corrects) {
-            keep(products, 1);
-            write_tile(products, shared.products);
-            if constexpr (Backward) write_lower(products, square_of(slice.products));
+            store(slice.written, shared.k.scaled);
+            store(slice.erased, shared.erase.scaled);
+            if constexpr (Backward) store(slice.queries, shared.q.scaled);
         }
+        if (there && !of_erase && key + lane < slice.key_rows) {
+            const auto put = [&](F* all, int t, float x) {
+                (reinterpret_cast<T*>(all) + (first_row + row) * slice.key_rows + key + lane)[t * slice.key_rows] =
+                    narrow<T>(x);
+            };
+            if constexpr (!Corrects) {
+                const Column<Rows<T, kKeys>> from(shared.k.rows.from(row, 0), lane);
+                float product = 1.0f;
+                for (int after = block + 1; after < kBlocks; ++after) product *= shared.totals(after, lane);
+#pragma unroll
+                for (int s = kSteps - 1; s >= 0; --s) {
+                    put(slice.written, s, from.get(s) * product);
+                    product *= gates[s];
+                }
+            }
+            if (!(Corrects && Backward) && slice.queries != nullptr) {
+                const Column<Rows<T, kKeys>> from(shared.q.rows.from(row, 0), lane);
+                float product = 1.0f;
+                for (int before = 0; before < block; ++before) product *= shared.totals(before, lane);
+#pragma unroll
+                for (int t = 0; t < kSteps; ++t) put(slice.queries, t, from.get(t) * (product *= gates[t]));
+            }
+            float* const decays = slice.decays_of(at.local, at.n) + key + lane;
+            if constexpr (Corrects) {
+                decays[block * slice.key_rows] = expf(log);
+            } else if (block == 0) {
+                float sum = 0.0f;
+                for (int of = 0; of < kBlocks; ++of) sum += shared.logs(of, lane);
+                decays[0] = expf(sum);
+                decays[slice.key_rows] = sum;
+            }
+        }
+        if (slice.scores == nullptr) continue;
+        if (Corrects && of_erase)
+            pairs.add<kPasses, false>(shared.erase, shared.k, shared.totals, block);
+        else
+            pairs.add<kPasses, true>(shared.q, shared.k, shared.totals, block);
     }
+    const auto store_pairs = [&](F* all, int across, Strip<2>& part) {
+        const LowerBlocks<F> to = slice.lower_of(all, at.local, at.n);
+        part.each_pair([&](int s, int t, float x, float y) { put_pair(&to(row + t, across * kSteps + s), x, y); });
+    };
+    if (!of_erase && slice.scores != nullptr)
+        pairs.each(block, [&](int across, Strip<2>& part) {
+            part.each([](int, int, float& x) { x = as_right_factor<T>(x); });
+            store_pairs(slice.scores, across, part);
+            if constexpr (kRounded<T> && !(Corrects && Backward)) {
+                Strip<2> rest = part.template rest<T>();
+                store_pairs(slice.rest, across, rest);
+            }
+        });
     if constexpr (Corrects) {
-        const int warp = static_cast<int>(threadIdx.x) / kWarp;
-        const float* const beta = shared.steps.numbers + kBeta;
+        const Matrix<float>& products = shared.products;
         shared.steps.store(slice.steps_of(at.local, at.n));
+        __syncthreads();  // nobody reads rows any more
+        const float* const beta = shared.steps.numbers + kBeta;
+        if (of_erase) {
+            pairs.each(block, [&](int across, Strip<2>& part) {
+                part.each_pair(
+                    [&](int s, int t, float x, float y) { put_pair(&products(row + t, across * kSteps + s), x, y); });
+                if constexpr (Backward) store_pairs(slice.products, across, part);
+            });
+            __syncwarp();
+            invert_diagonal_block(products, beta, row);
+        }
         __syncthreads();
-        if (warp < kBlocks) invert_diagonal_block(shared.products, beta, warp * kTileRows);
-        __syncthreads();
-        if (warp < kBlocks)
-            store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), shared.products, beta, warp);
+        if (!of_erase) store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), products, beta, warp);
     }
 }
 
@@ -185,10 +275,13 @@ cudaError_t launch_decayed_local(const Local& given, const RulePass& pass, const
         const cudaError_t error = launch_decayed_local<T>(given.swapped(), of_keys, slice.swapped(), stream);
         return error == cudaSuccess ? launch_decayed_local<T>(given, of_keys, slice, stream) : error;
     }
-    const int keys = std::min(kLocalKeys<T>, slice.key_rows);
     return with_flags(pass.corrects, pass.backward, [&](auto corrects, auto backward) {
-        return launch(decayed_local<T, corrects, backward>, dim3(slice.heads, slice.chunks), dim3(kTileThreads),
-                      LocalLayout<T>(Carver(nullptr), corrects, keys).bytes, stream, given, slice);
+        return with_width(std::min(kMostLocalKeys<T>, slice.key_rows), [&](auto width) {
+            constexpr int kWidth = std::min<int>(width, kMostLocalKeys<T> / 16);
+            using Shared = DecayedLocal<T, corrects, 16 * kWidth>;
+            return launch(decayed_local<T, corrects, backward, kWidth>, dim3(slice.heads, slice.chunks),
+                          dim3(Shared::kThreads), Shared(Carver(nullptr)).bytes, stream, given, slice);
+        });
     });
 }
 

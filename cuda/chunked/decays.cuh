@@ -64,20 +64,21 @@ __device__ __forceinline__ void exponentiate(float (&logs)[kSteps]) {
 }
 
 // A column of a matrix.
-template <typename T>
+template <typename M>
 struct Column {
-    T* first;
+    typename M::Element* first;
     int stride;
 
-    __device__ __forceinline__ Column(const Matrix<T>& matrix, int column)
-        : first(&matrix(0, column)), stride(opaque(matrix.stride)) {}
+    __device__ __forceinline__ Column(const M& matrix, int column) : first(&matrix(0, column)), stride(matrix.stride) {}
     __device__ __forceinline__ float get(int t) const { return widen<float>(first[t * stride]); }
-    __device__ __forceinline__ void set(int t, float value) const { first[t * stride] = narrow<T>(value); }
+    __device__ __forceinline__ void set(int t, float value) const {
+        first[t * stride] = narrow<typename M::Element>(value);
+    }
 };
 
-template <typename T>
-__device__ __forceinline__ void load_column(float (&to)[kSteps], const Matrix<T>& from, int column) {
-    const Column<T> source(from, column);
+template <typename M>
+__device__ __forceinline__ void load_column(float (&to)[kSteps], const M& from, int column) {
+    const Column<M> source(from, column);
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) to[t] = source.get(t);
 }
@@ -105,20 +106,20 @@ __device__ __forceinline__ float product_of(const float (&gates)[kSteps], int be
 }
 
 // reading(t) = late_t decayed from before the block to t.
-template <typename T>
-__device__ __forceinline__ void write_reading(const Matrix<T>& reading, const float (&late)[kSteps],
+template <typename M>
+__device__ __forceinline__ void write_reading(const M& reading, const float (&late)[kSteps],
                                               const float (&gates)[kSteps], int column) {
-    const Column<T> target(reading, column);
+    const Column<M> target(reading, column);
     float product = 1.0f;
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) target.set(t, late[t] * (product *= gates[t]));
 }
 
 // written(s) = early_s decayed from s to the block's end, by halves of it, as `write_operands` has it.
-template <typename T>
-__device__ __forceinline__ void write_written(const Matrix<T>& written, const float (&early)[kSteps],
+template <typename M>
+__device__ __forceinline__ void write_written(const M& written, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column) {
-    const Column<T> target(written, column);
+    const Column<M> target(written, column);
     float after = 1.0f, product = 1.0f;
 #pragma unroll
     for (int s = kSteps - 1; s >= 0; --s) {
@@ -133,10 +134,10 @@ __device__ __forceinline__ void write_written(const Matrix<T>& written, const fl
 
 // A level's x in the steps from `First` on, half of a block: of `early` in first halves, of `late` in second ones.
 // `Early` false: only the latter.
-template <int Half, int First, bool Early, typename T>
-__device__ __forceinline__ void write_level(const Matrix<T>& level, const float (&late)[kHalf],
-                                            const float (&early)[kHalf], const float (&gates)[kSteps], int column) {
-    const Column<T> target(level, column);
+template <int Half, int First, bool Early, typename M>
+__device__ __forceinline__ void write_level(const M& level, const float (&late)[kHalf], const float (&early)[kHalf],
+                                            const float (&gates)[kSteps], int column) {
+    const Column<M> target(level, column);
 #pragma unroll
     for (int start = 0; start < kHalf; start += 2 * Half) {
         float scale[2 * Half];
@@ -147,13 +148,12 @@ __device__ __forceinline__ void write_level(const Matrix<T>& level, const float 
     }
 }
 
-template <int First, bool Early, typename T>
-__device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, const Matrix<T>& early,
-                                                       const Stages<T>& levels, const Matrix<T>& reading,
-                                                       const Matrix<T>& written, const float (&gates)[kSteps],
+template <int First, bool Early, typename M>
+__device__ __forceinline__ void write_operands_of_half(const M& late, const M& early, const M (&levels)[kLevels],
+                                                       const M& reading, const M& written, const float (&gates)[kSteps],
                                                        int column) {
     float lates[kHalf], earlies[kHalf];
-    const Column<T> from_late(late, column), from_early(early, column);
+    const Column<M> from_late(late, column), from_early(early, column);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         lates[i] = from_late.get(First + i);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
     write_level<1, First, Early>(levels[0], lates, earlies, gates, column);
     write_level<2, First, Early>(levels[1], lates, earlies, gates, column);
     write_level<4, First, Early>(levels[2], lates, earlies, gates, column);
-    const Column<T> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
+    const Column<M> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
     const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
     float product = 1.0f;
 #pragma unroll
@@ -183,31 +183,31 @@ __device__ __forceinline__ void write_operands_of_half(const Matrix<T>& late, co
 
 // All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half
 // after the other: that takes fewer registers. `Early` false: only what is of `late`.
-template <bool Early = true, typename T>
-__device__ __forceinline__ void write_operands(const Matrix<T>& late, const Matrix<T>& early, const Stages<T>& levels,
-                                               const Matrix<T>& reading, const Matrix<T>& written,
-                                               const float (&gates)[kSteps], int column) {
+template <bool Early = true, typename M>
+__device__ __forceinline__ void write_operands(const M& late, const M& early, const M (&levels)[kLevels],
+                                               const M& reading, const M& written, const float (&gates)[kSteps],
+                                               int column) {
     write_operands_of_half<0, Early>(late, early, levels, reading, written, gates, column);
     write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
 }
 
-// A value dimension's outputs, in `reads`, where what is read of the block's start is: P_ts of 4 steps s from load(to, t, s).
-template <typename Load>
-__device__ __forceinline__ void write_outputs(const Matrix<float>& reads, const float (&early)[kSteps],
-                                              const float (&gates)[kSteps], int column, Load load) {
-    const Column<float> to(reads, column);
+// A value dimension's outputs, by store(t, it), where what is read of the block's start is `reads`, and weights(t, s) P_ts.
+template <typename Reads, typename Weights, typename Store>
+__device__ __forceinline__ void write_outputs(const Reads& reads, const Weights& weights, const float (&early)[kSteps],
+                                              const float (&gates)[kSteps], int column, Store store) {
+    const Column<Reads> from(reads, column);
     float product = 1.0f;
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
         product *= gates[t];
-        float sum = 0.0f, weights[4];
+        float sum = 0.0f, four[4];
 #pragma unroll
         for (int s = 0; s <= t; ++s) {
-            if (s % 4 == 0) load(weights, t, s);
+            if (s % 4 == 0) load_row(four, &weights(t, s));
             if (s > 0) sum *= gates[s];
-            sum += weights[s % 4] * early[s];
+            sum += four[s % 4] * early[s];
         }
-        to.set(t, product * to.get(t) + sum);
+        store(t, product * from.get(t) + sum);
     }
 }
 

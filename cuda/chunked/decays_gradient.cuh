@@ -28,8 +28,8 @@
 namespace fairseq_fastweights {
 
 // The pairs of steps from `First` on, half of a block, that are parted at the middles of 2 Half of them.
-template <int Half, int First>
-__device__ __forceinline__ void differentiate_level(const Matrix<float>& weights, const float (&late)[kHalf],
+template <int Half, int First, typename Weights>
+__device__ __forceinline__ void differentiate_level(const Weights& weights, const float (&late)[kHalf],
                                                     const float (&early)[kHalf], const float (&gates)[kSteps],
                                                     float (&d_late)[kHalf], float (&d_early)[kHalf],
                                                     float (&d_log)[kHalf]) {
@@ -64,28 +64,28 @@ __device__ __forceinline__ void differentiate_level(const Matrix<float>& weights
 }
 
 // Rows whose products are weighted pairs: queries with keys, or erase keys with keys; or d_out with values.
-template <typename T, typename DLate>
+template <typename Inputs, typename Weights, typename Found>
 struct WeightedPairs {
-    Matrix<T> late, early;
-    Matrix<float> weights;        // what each pair's product is weighted with, mirrored
-    Matrix<float> reads, writes;  // gradients of `late` decayed from the block's start, of `early` decayed to its end
-    Matrix<DLate> d_late;         // where the gradients of `late` go; those of `early` go to `writes`
-    Matrix<float> d_logs;         // and those of the logs
-    const float* passing;         // the gradients of what passes the whole block
-    bool same;                    // `late` is `early`, whose gradient has that of `late`, too
+    Inputs late, early;
+    Weights weights;      // what each pair's product is weighted with, mirrored
+    Found reads, writes;  // gradients of `late` decayed from the block's start, of `early` decayed to its end
+    bool same;            // `late` is `early`, whose gradient has that of `late`, too
 };
 
-// One dimension's gradients in the steps from `First` on, half of a block (which takes fewer registers than all of it).
-// With `Adds` there are no writes and nothing passes: the gradients of `early` and of the logs are added to those there.
+// One dimension's gradients in the steps from `First` on, half of a block (which takes fewer registers than all of it), to
+// late(t, gradient), early(t, gradient) and log(t, gradient). With `Adds` there are no writes.
 // `read`: the sum over the second half of late * d late as far as it passes the block's start, found in the second half
-// and used in the first. Returned is the same of early * d early as far as it passes the block's end.
-template <int First, bool Adds, typename T, typename DLate>
-__device__ __forceinline__ float differentiate_half(const WeightedPairs<T, DLate>& pairs, const float (&gates)[kSteps],
-                                                    int column, float& read) {
+// and used in the first. Returned is the same of early * d early as far as it passes the block's end, and `passing`.
+template <int First, bool Adds, typename Pairs, typename Late, typename Early, typename Log>
+__device__ __forceinline__ float differentiate_half(const Pairs& pairs, const float (&given)[kSteps], int column,
+                                                    float passing, float& read, Late put_late, Early put_early,
+                                                    Log put_log) {
     constexpr bool kSecond = First == kHalf;
+    float gates[kSteps];  // whose products are found anew, instead of kept
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(given[t])));
     const Column lates(pairs.late, column), earlies(pairs.early, column);
-    const Column<DLate> d_lates(pairs.d_late, column);
-    const Column<float> reads(pairs.reads, column), writes(pairs.writes, column), d_logs(pairs.d_logs, column);
+    const Column reads(pairs.reads, column), writes(pairs.writes, column);
     float late[kHalf], early[kHalf], d_late[kHalf], d_early[kHalf], d_log[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -153,16 +153,8 @@ __device__ __forceinline__ float differentiate_half(const WeightedPairs<T, DLate
 #pragma unroll
     for (int i = kHalf - 1; i >= 0; --i) d_log[i] += run += late[i] * x[i];
     read = run;
-    if constexpr (Adds) {
-#pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            if (pairs.same) d_early[i] += d_late[i];
-            writes.set(First + i, writes.get(First + i) + d_early[i]);
-            d_logs.set(First + i, d_logs.get(First + i) + d_log[i]);
-            d_lates.set(First + i, d_late[i]);
-        }
-        return 0.0f;
-    } else {
+    run = passing;
+    if constexpr (!Adds) {
         product = after;
 #pragma unroll
         for (int i = kHalf - 1; i >= 0; --i) {
@@ -170,31 +162,39 @@ __device__ __forceinline__ float differentiate_half(const WeightedPairs<T, DLate
             d_early[i] += x[i];
             product *= gates[First + i];
         }
-        run = 0.0f;
-        if constexpr (!kSecond) run = pairs.passing[column] * product_of(gates);
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
             d_log[i] += run;
             run += early[i] * x[i];
-            d_lates.set(First + i, d_late[i]);
-            writes.set(First + i, d_early[i]);
-            d_logs.set(First + i, d_log[i]);
         }
-        return run;
     }
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        if (Adds && pairs.same) d_early[i] += d_late[i];
+        put_late(First + i, d_late[i]);
+        put_early(First + i, d_early[i]);
+        put_log(First + i, d_log[i]);
+    }
+    return run;
 }
 
-template <bool Adds = false, typename T, typename DLate>
-__device__ __forceinline__ void differentiate_column(const WeightedPairs<T, DLate>& pairs, const float (&gates)[kSteps],
-                                                     int column) {
+// Those of a whole block, of which `passing` is the gradient of what passes all of it.
+template <bool Adds, typename Pairs, typename Late, typename Early, typename Log>
+__device__ __forceinline__ void differentiate_column(const Pairs& pairs, const float (&gates)[kSteps], int column,
+                                                     float passing, Late put_late, Early put_early, Log put_log) {
     float read;
-    differentiate_half<kHalf, Adds>(pairs, gates, column, read);
-    const float passing =
-        differentiate_half<0, Adds>(pairs, gates, column, read);  // all of the second half's steps, too
-    if constexpr (Adds) return;
-    const Column<float> d_logs(pairs.d_logs, column);
+    if constexpr (Adds) {
+        differentiate_half<kHalf, true>(pairs, gates, column, 0.0f, read, put_late, put_early, put_log);
+        differentiate_half<0, true>(pairs, gates, column, 0.0f, read, put_late, put_early, put_log);
+    } else {
+        const Column logs(pairs.reads, column);  // those of the second half wait where its reads were
+        differentiate_half<kHalf, false>(pairs, gates, column, 0.0f, read, put_late, put_early,
+                                         [&](int t, float x) { logs.set(t, x); });
+        passing = differentiate_half<0, false>(pairs, gates, column, passing * product_of(gates), read, put_late,
+                                               put_early, put_log);
 #pragma unroll
-    for (int t = kHalf; t < kSteps; ++t) d_logs.set(t, d_logs.get(t) + passing);
+        for (int t = kHalf; t < kSteps; ++t) put_log(t, logs.get(t) + passing);  // all of the second half's steps, too
+    }
 }
 
 }  // namespace fairseq_fastweights

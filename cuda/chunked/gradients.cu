@@ -46,19 +46,6 @@ struct GradientParts {
     }
 };
 
-// This lane's part of numbers of two steps, its strip's columns: of each half of the 16.
-using OfSteps = float[2];
-// The sums of the parts, handed to one lane for each step: done(column, sum).
-template <typename F>
-__device__ __forceinline__ void sum_steps(const OfSteps& parts, F done) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = parts[half] + __shfl_xor_sync(kAllLanes, parts[half], 1);
-        sum += __shfl_xor_sync(kAllLanes, sum, 2);
-        if (warp_lane() % 4 == 0) done(warp_lane() / 4 + 8 * half, sum);
-    }
-}
-
 template <typename T, bool Corrects, bool Gated, int Width>
 __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     gradients(const RuleBackward p, const Slice<Factor<T>> slice, const int value_part) {
@@ -295,7 +282,7 @@ template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
     size_t bytes;
     GradientLayout(const Carver& carver, int keys, int values)
-        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, keys, values) : with_width(keys, [&](auto width) {
+        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, Values, keys, values) : with_width(keys, [&](auto width) {
               return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
           })) {}
 };

@@ -26,38 +26,38 @@ auto with_width(int keys, F f) {
 template <typename T, int Columns>
 struct Rows {
     using Element = T;
-    static constexpr int kColumns = Columns, kStride = Columns + 16 / sizeof(T);
+    static constexpr int kColumns = Columns, stride = Columns + 16 / sizeof(T);
     T* data;
 
     Rows() = default;
     __host__ __device__ explicit Rows(T* data) : data(data) {}
-    __host__ __device__ Rows(Carver& carver, int rows) : data(carver.take<T>(rows * kStride)) {}
-    __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * kStride + column]; }
+    __host__ __device__ Rows(Carver& carver, int rows) : data(carver.take<T>(rows * stride)) {}
+    __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * stride + column]; }
     __device__ __forceinline__ float get(int row, int column) const { return widen<float>((*this)(row, column)); }
     __device__ __forceinline__ Rows from(int row, int column) const { return Rows(&(*this)(row, column)); }
 };
 
 // Starts to copy up to `rows` rows, kSide at most, `stride` numbers apart, of which so many are there, and so many of their columns;
 // zeros for others.
-template <typename T, int Columns, typename Stride>
+template <int Threads = kStripThreads, typename T, int Columns, typename Stride>
 __device__ __forceinline__ void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride, int rows,
                                             int rows_there, int columns_there) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kStripThreads / kAcross;
-    static_assert(kDown <= kSide, "all threads have pieces");
+    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = Threads / kAcross;
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
     const int there = column < columns_there ? rows_there - first : 0;
     const T* piece = from + first * stride + column;
     T* const place = &to(first, column);
 #pragma unroll
     for (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
-        if (rows == kSide || first + row < rows) copy_piece(place + row * to.kStride, piece, row < there);
+        if ((rows == kSide && kDown <= kSide) || first + row < rows)
+            copy_piece(place + row * to.stride, piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
-template <typename T, int Columns>
+template <int Threads = kStripThreads, typename T, int Columns>
 __device__ __forceinline__ void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
     if (!from.in_pieces(Columns)) return copy_elements(to, from, kSide, Walk(Columns), start, time);
-    copy_pieces(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
+    copy_pieces<Threads>(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
 // This thread's part of the sum of x * y over `rows` rows.
@@ -134,6 +134,19 @@ __device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, 
     }
 }
 
+// This lane's part of numbers of two steps, its strip's columns: of each half of the 16.
+using OfSteps = float[2];
+// The sums of the parts, handed to one lane for each step: done(column, sum).
+template <typename F>
+__device__ __forceinline__ void sum_steps(const OfSteps& parts, F done) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = parts[half] + __shfl_xor_sync(kAllLanes, parts[half], 1);
+        sum += __shfl_xor_sync(kAllLanes, sum, 2);
+        if (warp_lane() % 4 == 0) done(warp_lane() / 4 + 8 * half, sum);
+    }
+}
+
 // f(strip, first column) for all 16 `across` columns of a part of the values: at once if it is as wide as can be, else 16 at a time.
 template <int N, typename F>
 __device__ __forceinline__ void each_columns(Strip<N>& all, int across, F f) {
@@ -152,13 +165,14 @@ __host__ __device__ constexpr int rows_of_writes(int values) {
 }
 
 // Starts to copy `values` of them from `value` on.
-template <bool Corrects, typename U, typename F>
+template <bool Corrects, int Threads = kStripThreads, typename U, typename F>
 __device__ __forceinline__ void copy_writes(const Rows<U, kSide>& to, const Slice<F>& slice, const Place& at,
                                             const Sequence& v, const Sizes& sizes, int value, int values) {
     if constexpr (Corrects)
-        copy_pieces(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, values, kSide);
+        copy_pieces<Threads>(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, values,
+                             kSide);
     else
-        copy_steps(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), at.start, sizes.time);
+        copy_steps<Threads>(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), at.start, sizes.time);
 }
 
 }  // namespace fairseq_fastweights

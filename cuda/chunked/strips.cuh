@@ -67,7 +67,11 @@ struct Strip {
     template <typename T>
     __device__ __forceinline__ Strip rest() const {
         Strip<N> left = *this;
-        left.each([](int, int, float& x) { x -= widen<float>(narrow<T>(x)); });
+        left.each_pair([](int, int, float& x, float& y) {
+            const Pair<T> pair = narrow_pair<T>(x, y);
+            x -= widen<float>(pair.x);
+            y -= widen<float>(pair.y);
+        });
         return left;
     }
 
@@ -218,6 +222,19 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
                     factor.multiply(sums.value[n], first, second);
             }
         }
+    }
+}
+
+// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
+template <int Passes, bool RowsInner, int N, int M, typename Right>
+__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
+    using F = typename Right::Element;
+#pragma unroll
+    for (int e = 0; e < M / 2; ++e) {
+        Strip<2>& part = pairs.template part<2>(2 * e);
+        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
+        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(F) == 4>(sums, part, factor);
+        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
     }
 }
 
