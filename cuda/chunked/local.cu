@@ -4,6 +4,7 @@
 #include "local.cuh"
 
 #include "rows.cuh"
+#include "system.cuh"
 
 namespace fairseq_fastweights {
 namespace {

@@ -3,11 +3,21 @@
 // which makes of most addresses a constant: by count, what these stages waited for was arithmetic on addresses.
 #pragma once
 
-#include "tiles.cuh"
+#include "gates.cuh"
 
 namespace fairseq_fastweights {
 
 constexpr int kStripThreads = kSide / kTileRows * kWarp;
+
+// Which chunk of which head a block is: `local` counts the slice's heads, `start` is the chunk's first step.
+struct Place {
+    int local, n, batch, head, start;
+
+    template <typename F>
+    __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
+        : local(blockIdx.x), n(slice.begin + blockIdx.y), batch((slice.first_head + local) / sizes.heads),
+          head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
+};
 
 // The first of this warp's steps: lanes have the same number, as the compiler sees so.
 __device__ __forceinline__ int own_row() {
@@ -50,7 +60,7 @@ __device__ __forceinline__ void copy_pieces(const Rows<T, Columns>& to, const T*
 #pragma unroll
     for (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
         if ((rows == kSide && kDown <= kSide) || first + row < rows)
-            copy_piece(place + row * to.stride, piece, row < there);
+            copy_or_clear(place + row * to.stride, piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
@@ -157,6 +167,8 @@ __device__ __forceinline__ void each_columns(Strip<N>& all, int across, F f) {
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
+template <typename T, bool Corrects>
+using Written = std::conditional_t<Corrects, Factor<T>, T>;
 template <typename T, bool Corrects>
 using WrittenRows = Rows<Written<T, Corrects>, kSide>;
 template <bool Corrects>

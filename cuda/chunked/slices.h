@@ -33,6 +33,7 @@ auto with_rule(const RulePass& pass, F f) {
 constexpr int kSide = 64;   // steps of a chunk
 constexpr int kBlocks = 4;  // of a chunk, of 16 steps each
 constexpr int kBlockSide = kSide / kBlocks;
+constexpr int kWidest = 64;  // keys, or values, that the stages for all chunks at once take at once
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kWalkNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes

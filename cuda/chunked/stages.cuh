@@ -6,7 +6,6 @@
 
 #include "local.cuh"
 #include "segments.cuh"
-#include "tiles.cuh"
 #include "walk.cuh"
 
 namespace fairseq_fastweights {

@@ -53,8 +53,7 @@ __device__ __forceinline__ void put_pair(T* to, float x, float y) {
         *reinterpret_cast<Pair<T>*>(to) = narrow_pair<T>(x, y);
 }
 
-// threadIdx.x for what would otherwise be computed from it once, and kept in registers from one use to the next.
-__device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
+constexpr int kTileRows = 16;  // of a product of a warp
 __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
@@ -108,16 +107,6 @@ __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4]
 #endif
 }
 
-// Two neighbouring elements of a register, each times a number of its own: to the nearest, and what that leaves out.
-template <typename T>
-__device__ __forceinline__ void scale_pair(unsigned pair, float x, float y, unsigned& big, unsigned& small) {
-    static_assert(Stored<T>::kDType == kBFloat16, "a bfloat16 is the upper half of a float");
-    x *= __uint_as_float(pair << 16);
-    y *= __uint_as_float(pair & 0xffff0000u);
-    big = narrow_pair<T>(x, y).bits();
-    small = narrow_pair<T>(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u)).bits();
-}
-
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <bool Transposed>
 __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const void* row) {
@@ -160,5 +149,79 @@ template <typename T>
 constexpr bool kRounded = Stored<T>::kDType == kBFloat16;
 template <typename T>
 using Factor = std::conditional_t<kRounded<T>, T, float>;
+
+// ---- Products of float32 -----------------------------------------------------------------------------------------
+// In tf32 (8 bits of exponent, 10 of fraction, float32 accumulators):
+//
+//   Passes = 1  For numbers of 16 bits, which tf32 holds exactly.
+//   Passes = 3  For float32. Each operand is a sum of two tf32 numbers, big + small; big * big + big * small +
+//               small * big leaves out 2^-21 of a product.
+//
+// Tensor cores cut off what an accumulator has no room for, towards zero: errors of one sign, which would add up over a
+// sum of thousands. In float32 (3 passes) each 8 places are summed from zero and added by an ordinary addition, which
+// rounds to the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that
+// compute a state compute the same bits.
+
+template <int Passes>
+struct Operand;
+template <>
+struct Operand<1> {
+    unsigned big;
+    template <typename T>
+    __device__ __forceinline__ explicit Operand(T x) {
+        if constexpr (sizeof(T) == 2)
+            big = __float_as_uint(widen<float>(x));  // which tf32 holds exactly
+        else
+            big = to_tf32(x);
+    }
+};
+template <>
+struct Operand<3> {
+    unsigned big, small;
+    // `big` to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` cut off where tensor
+    // cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every product
+    // with that.
+    __device__ __forceinline__ explicit Operand(float x) {
+        big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+        small = __float_as_uint(x - __uint_as_float(big));
+    }
+};
+
+// Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
+// the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
+template <int Passes>
+struct KeptFactor {
+    unsigned big[4], small[4];
+
+    __device__ __forceinline__ explicit KeptFactor(const float (&x)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Operand<Passes> part(x[i / 2 + i % 2 * 2]);
+            big[i] = part.big;
+            if constexpr (Passes == 3) small[i] = part.small;
+        }
+    }
+
+    // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
+    __device__ __forceinline__ void multiply(float (&sums)[4], float first, float second) const {
+        const Operand<Passes> x(first), y(second);
+        const unsigned b_big[2] = {x.big, y.big};
+        if constexpr (Passes == 3) {
+            const unsigned b_small[2] = {x.small, y.small};
+            float parts[4] = {};
+            mma_tf32(parts, small, b_big);
+            mma_tf32(parts, big, b_small);
+            mma_tf32(parts, big, b_big);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
+        } else {
+            mma_tf32(sums, big, b_big);
+        }
+    }
+    // Likewise with numbers that tf32 holds exactly.
+    __device__ __forceinline__ void multiply_exact(float (&sums)[4], float first, float second) const {
+        mma_tf32(sums, big, {__float_as_uint(first), __float_as_uint(second)});
+    }
+};
 
 }  // namespace fairseq_fastweights
