@@ -382,6 +382,14 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, s
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
+@pytest.mark.parametrize("rule", BY_HEAD[2:])
+def test_what_float16_multiplies_in_tf32_is_rounded_to_it(emulator, rule):
+    """Of the inverse and of scores as well: tensor cores would cut them off, which makes the error more than 5e-4."""
+    inputs = rule.inputs(B=1, T=40, H=1, K=16, V=16, dtype=F16, extras_dtype=F32)
+    actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
+    assert relative_error(actual["gradient of v"], wanted["gradient of v"]) <= 4.5e-4
+
+
 # Of 4096 steps: what is allowed of results, and of states and their gradients. With repeated keys the state's gradient
 # grows in directions that no key erases, while what is read of it along keys stays small.
 THOUSANDS = [
