@@ -43,6 +43,7 @@ constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, 
 // forwards, the final ones. Heads of less than 64 keys or values may have as much as those of 64, since squares of a chunk's steps
 // are as large as theirs, but no more than kMostPart. A workspace has kLeastPart even so.
 constexpr double kPart = 0.5, kMostPart = 2, kLeastPart = 0.25;
+constexpr int kMostChunks = 65535;  // of a slice, each of which is a row of blocks of a grid
 
 struct WalkPlan {
     RulePass pass;
@@ -120,8 +121,9 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
     const double room = room_for_slices<T>(sizes, device, plan.pass) / of_chunk;  // chunks of all heads
-    const int most = device.asked.slice > 0 ? round_up(device.asked.slice, whole)
-                                            : std::max(whole, static_cast<int>(room / heads) / whole * whole);
+    const int fit = std::min(room / heads, static_cast<double>(kMostChunks));
+    const int most =
+        device.asked.slice > 0 ? round_up(device.asked.slice, whole) : std::max(whole, fit / whole * whole);
     const int slices = (chunks + most - 1) / most;
     plan.slice = std::min(chunks, round_up((chunks + slices - 1) / slices, whole));
     const int fewest = std::min(heads, device.processors / 2);  // or the device would not be full

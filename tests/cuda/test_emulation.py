@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 PROBES = ("right", "missing barrier", "divergent barrier", "divergent warp", "beyond shared", "before shared")
-PROBES += ("misaligned", "missing wait", "uninitialised", "absent lane")
+PROBES += ("misaligned", "missing wait", "uninitialised", "absent lane", "overtaken")
 THREADS = 64
 
 
@@ -58,8 +58,9 @@ def test_early_reads_give_nan_and_races_differ_in_another_order(probes):
     for name in ("missing wait", "uninitialised"):
         code, _, out = run(probes, name)
         assert code == 0 and np.isnan(out).all()
-    results = [run(probes, "missing barrier", schedule)[2] for schedule in (0, 1)]
-    assert not np.array_equal(*results, equal_nan=True)
+    for name in ("missing barrier", "overtaken"):
+        results = [run(probes, name, schedule)[2] for schedule in (0, 1)]
+        assert not np.array_equal(*results, equal_nan=True)
 
 
 def test_a_launch_beyond_the_device_is_refused(probes):

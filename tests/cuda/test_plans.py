@@ -41,3 +41,13 @@ def test_time_is_divided_where_heads_leave_multiprocessors_idle(emulator, heads,
     """For 132 multiprocessors; into at most 16 of 64 chunks."""
     asked = "diagonal_forward", (1, 4096, heads, 64, 64, 128), torch.bfloat16
     assert emulator.plan(*asked).segments == segments
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_slice_has_no_more_chunks_than_a_grid_has_rows_of_blocks(emulator, way):
+    """An interval more, and there are two slices, each of half of the chunks."""
+    most, more = (
+        emulator.workspace(f"diagonal_{way}", "chunked", (1, 64 * chunks, 1, 8, 8, 128), torch.bfloat16)
+        for chunks in (65534, 65536)
+    )
+    assert more < 0.51 * most

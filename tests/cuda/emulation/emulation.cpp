@@ -3,8 +3,9 @@
 //   - shared memory beyond the launch's size (guard pages behind it, a canary before it), misaligned vector accesses;
 //   - launches that ask for more shared memory or threads than the device that it poses as has.
 // Shared memory holds NaN when a block starts, and asynchronous copies arrive no sooner than their wait: a kernel that
-// reads too early computes NaN. Races show as results that depend on the order in which threads run: run a kernel
-// under several orders (`emulation_schedule`) and compare bits.
+// reads too early computes NaN. Races show as results that depend on the order in which threads run: warps go from barrier
+// to barrier one after another, so that one that no barrier holds up is far ahead; run a kernel under several orders
+// (`emulation_schedule`) and compare bits.
 #include "cuda_runtime.h"
 
 #include <setjmp.h>
@@ -54,7 +55,8 @@ std::map<const void*, int> shared_of_kernel;  // opt-ins by cudaFuncSetAttribute
 
 Thread threads[kMostThreads];
 int thread_count = 0;
-std::vector<int> order, rank;  // who runs after whom, and each thread's place in it
+std::vector<int> order, rank;    // who runs after whom, the threads of a warp together; each thread's place in it
+std::vector<int> first_of_warp;  // and the first place of each warp's
 void* main_stack_pointer = nullptr;
 unsigned char* stacks = nullptr;
 const std::function<void()>* body = nullptr;
@@ -142,14 +144,15 @@ void switch_to_thread(void** from, Thread& next) {
 
 bool ready(const Thread& thread) { return !thread.done && (thread.phase == nullptr || *thread.phase != thread.seen); }
 
-// Gives way to the next thread that can run. Comes back when this one can.
-void give_way() {
+// Gives way to the next thread of this warp that can run, else to the first of the block. So warps run from barrier to barrier
+// one after another, and in the opposite order of threads the other way round: whatever two of them do between barriers
+// happens in both orders. Comes back when this one can run.
+void give_way(bool within_warp = true) {
     Thread* self = current;
-    const int start = rank[self->number];
-    for (int step = 1; step <= thread_count; ++step) {
-        int place = start + step;
-        if (place >= thread_count) place -= thread_count;
-        Thread& next = threads[order[place]];
+    const int start = rank[self->number], lanes = std::min(32, thread_count - self->number / 32 * 32);
+    const int first = first_of_warp[self->number / 32], of_warp = within_warp ? lanes : 0;
+    for (int step = 0; step < of_warp + thread_count; ++step) {
+        Thread& next = threads[order[step < of_warp ? first + (start - first + step + 1) % lanes : step - of_warp]];
         if (!ready(next)) continue;
         next.phase = nullptr;
         if (&next == self) return;
@@ -362,12 +365,17 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t bytes, cons
     thread_count = static_cast<int>(count);
     order.resize(thread_count);
     rank.resize(thread_count);
+    first_of_warp.resize((thread_count + 31) / 32);
     for (int i = 0; i < thread_count; ++i) order[i] = schedule == 1 ? thread_count - 1 - i : i;
     if (schedule > 1) {
         std::mt19937_64 random(static_cast<uint64_t>(schedule));
         std::shuffle(order.begin(), order.end(), random);
+        for (int i = 0; i < thread_count; ++i) rank[order[i]] = i;
+        std::vector<int> shuffled(rank);  // warps come as the first lane of each does
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int a, int b) { return shuffled[a / 32 * 32] < shuffled[b / 32 * 32]; });
     }
-    for (int i = 0; i < thread_count; ++i) rank[order[i]] = i;
+    for (int i = thread_count - 1; i >= 0; --i) rank[order[i]] = i, first_of_warp[order[i] / 32] = i;
     shared_bytes = bytes;
     shared = arena + kArenaBytes - (bytes + 15) / 16 * 16;
     body = &run;
@@ -399,6 +407,7 @@ void block_barrier() {
         if (shows && !hides) std::memcpy(shown, shared, shared_bytes);
         block_arrived = 0;
         ++block_phase;
+        give_way(false);
     } else {
         wait_for(&block_phase, seen);
     }

@@ -16,6 +16,7 @@ enum Probe {
     kMissingWait,
     kUninitialised,
     kAbsentLane,
+    kOvertaken,
 };
 
 __global__ void probe(float* out, const float* in, int which) {
@@ -55,6 +56,14 @@ __global__ void probe(float* out, const float* in, int which) {
         case kUninitialised: out[self] = shared[self]; break;
         case kAbsentLane:
             if (self < 16) out[self] = __shfl_xor_sync(0xffffu, in[self], 16);
+            break;
+        case kOvertaken:
+            shared[self] = in[self];
+            __syncthreads();
+            out[self] = shared[last - self];
+            __syncwarp();
+            __syncwarp();
+            shared[self] = -1;  // another warp may have got this far before it has been read
             break;
     }
 }
