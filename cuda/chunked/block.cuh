@@ -50,39 +50,6 @@ struct Stages {
     }
 };
 
-// A float32 matrix for products to read where rounding it would not do: as factors, or where these are rounded as the
-// sum of two, big + small, which leaves out 2^-17 of it. Not if it does not `Split`.
-template <typename T, bool Split = true>
-struct SplitMatrix {
-    static constexpr bool kSplit = Split && kRounded<T>;
-    Stages<Factor<T>> parts;
-
-    SplitMatrix() = default;
-    __host__ __device__ SplitMatrix(Carver& carver, int rows, int columns)
-        : parts(carver, kSplit ? 2 : 1, rows, columns) {}
-
-    __device__ __forceinline__ void write(Tile tile) const {
-        write_tile(tile, parts[0]);
-        if constexpr (kSplit) {
-            tile.each([](int, int, float& value) { value -= widen<float>(narrow<Factor<T>>(value)); });
-            write_tile(tile, parts[1]);
-        }
-    }
-
-    __device__ __forceinline__ float get(int row, int column) const {
-        float x = parts[0].get(row, column);
-        if constexpr (kSplit) x += parts[1].get(row, column);
-        return x;
-    }
-
-    // tile += a b, a this or its transpose, b as it is stored or its transpose.
-    template <int Passes, bool Transpose, bool TransposeRight, typename Right>
-    __device__ __forceinline__ void multiply(Tile& tile, int begin, int end, const Matrix<Right>& right) const {
-        multiply_stored<Passes, Transpose, TransposeRight>(tile, begin, end, parts[0], right);
-        if constexpr (kSplit) multiply_stored<Passes, Transpose, TransposeRight>(tile, begin, end, parts[1], right);
-    }
-};
-
 // A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
 // at.next()). Two divisions in all.
 struct Walk {
@@ -148,55 +115,6 @@ __device__ __forceinline__ float load_step(const Sequence& x, int batch, int hea
     if (step >= chunk || t >= time) return 0.0f;
     if (x.data == nullptr) return 1.0f;
     return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
-}
-
-// Writes a tile's elements, rows counting from step `start`.
-template <typename T>
-__device__ __forceinline__ void store_tile(Tile& tile, const Head<T>& to, int start, int time) {
-    const bool paired = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0;
-    if (paired && start + tile.row + kTileRows <= time && tile.column + 8 * tile.parts <= to.dim) {
-        T* const first = to.data + (start + tile.row + warp_lane() / 4) * to.stride + tile.column + warp_lane() % 4 * 2;
-        tile.each_part([&](int j) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                put_pair(first + half * 8 * to.stride + 8 * j, tile.value[j][2 * half], tile.value[j][2 * half + 1]);
-        });
-        return;
-    }
-    tile.each([&](int row, int column, float& value) {
-        if (start + row < time && column < to.dim) to.data[(start + row) * to.stride + column] = narrow<T>(value);
-    });
-}
-
-// Writes `rows` steps from `start` on, `columns` wide, from shared memory.
-template <typename To, typename From>
-__device__ __forceinline__ void store_rows(const Head<To>& to, const Matrix<From>& from, int rows, int columns,
-                                           int start, int time) {
-    constexpr int kPiece = 16 / sizeof(To);
-    const bool aligned = (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(To)) % 16 == 0 &&
-                         (to.dim % kPiece == 0 || to.dim >= columns);
-    if (aligned) {
-#pragma unroll 1
-        for (Walk at(columns / kPiece); at.row < rows; at.next()) {
-            const int row = at.row, column = at.column * kPiece;
-            if (start + row >= time || column >= to.dim) continue;
-            const auto word = [&](int i) {
-                if constexpr (sizeof(To) == 4)
-                    return __float_as_uint(from.get(row, column + i));
-                else
-                    return narrow_pair<To>(from.get(row, column + 2 * i), from.get(row, column + 2 * i + 1)).bits();
-            };
-            *reinterpret_cast<uint4*>(to.data + (start + row) * to.stride + column) =
-                make_uint4(word(0), word(1), word(2), word(3));
-        }
-    } else {
-#pragma unroll 1
-        for (Walk at(columns); at.row < rows; at.next()) {
-            const int row = at.row, column = at.column;
-            if (start + row < time && column < to.dim)
-                to.data[(start + row) * to.stride + column] = narrow<To>(from.get(row, column));
-        }
-    }
 }
 
 // Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only.

@@ -80,41 +80,6 @@ struct Tile {
                 f(row + group + 8 * half, column + 8 * j + 2 * member, value[j][2 * half], value[j][2 * half + 1]);
         });
     }
-
-    // Sums of `term(row, column, value)` over the tile's columns, handed to one lane for each row: done(row, sum).
-    template <typename F, typename G>
-    __device__ __forceinline__ void sum_rows(F term, G done) {
-        float sums[2] = {0.0f, 0.0f};
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-        each_part([&](int j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[i / 2] += term(row + group + i / 2 * 8, column + 8 * j + 2 * member + i % 2, value[j][i]);
-        });
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 1);
-            sums[half] += __shfl_xor_sync(kAllLanes, sums[half], 2);
-            if (member == 0) done(row + group + 8 * half, sums[half]);
-        }
-    }
-
-    // Sums over the tile's rows likewise, for each column: done(column, sum).
-    template <typename F, typename G>
-    __device__ __forceinline__ void sum_columns(F term, G done) {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-        each_part([&](int j) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int place = column + 8 * j + 2 * member + i;
-                float sum = term(row + group, place, value[j][i]) + term(row + group + 8, place, value[j][i + 2]);
-#pragma unroll
-                for (int distance = 4; distance < kWarp; distance *= 2)
-                    sum += __shfl_xor_sync(kAllLanes, sum, distance);
-                if (group == 0) done(place, sum);
-            }
-        });
-    }
 };
 
 template <int Passes>
@@ -250,11 +215,6 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
-    // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
-    // it is shared memory.
-    __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {
-        return {data + second * static_cast<int>(other.data - data), stride};
-    }
 };
 
 // `Count` numbers from shared memory, 16 bytes at a time where there are as many.
@@ -281,14 +241,10 @@ __device__ __forceinline__ void write_tile(Tile& tile, const Matrix<T>& to) {
     tile.each_pair([&](int row, int column, float x, float y) { put_pair(&to(row, column), x, y); });
 }
 
-// The scaling of a product's inner places: by floats, or with a null pointer not at all.
-template <typename Scale>
-constexpr bool kScaled = !std::is_same<Scale, std::nullptr_t>::value;
-
 // `multiply_stored` of a tile of `Parts` groups of 8 columns.
-template <int Parts, bool TransposeLeft, bool TransposeRight, typename T, typename Scale>
+template <int Parts, bool TransposeLeft, bool TransposeRight, typename T>
 __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int end, const Matrix<T>& left,
-                                                      const Matrix<T>& right, Scale scale) {
+                                                      const Matrix<T>& right) {
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8. For a these are the quarters upper left, lower left, upper right,
     // lower right; for b the upper and lower half of one group of 8 columns, then of the next.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
@@ -298,53 +254,29 @@ __device__ __forceinline__ void multiply_stored_parts(Tile& tile, int begin, int
         unsigned a[4], b[Parts / 2][4];
         load_matrices<TransposeLeft>(a, TransposeLeft ? &left(inner + third + low, tile.row + second)
                                                       : &left(tile.row + second + low, inner + third));
-        [[maybe_unused]] unsigned rest[4];  // of what is scaled
-        if constexpr (kScaled<Scale>) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float2 pair = *reinterpret_cast<const float2*>(scale + inner + lane % 4 * 2 + 8 * half);
-#pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i) scale_pair<T>(a[i], pair.x, pair.y, a[i], rest[i]);
-            }
-        }
 #pragma unroll
         for (int j = 0; j < Parts / 2; ++j) {
             const int column = tile.column + 16 * j + third;
             load_matrices<!TransposeRight>(
                 b[j], TransposeRight ? &right(column + low, inner + second) : &right(inner + second + low, column));
         }
-        if constexpr (kScaled<Scale>)
-#pragma unroll
-            for (int j = 0; j < Parts; ++j)
-                mma_stored<T>(tile.value[j], rest, {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
 #pragma unroll
         for (int j = 0; j < Parts; ++j) mma_stored<T>(tile.value[j], a, {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
     }
 }
 
 // tile += a b over `begin` <= inner < `end`, both multiples of 16; a is `left`, or its transpose, b `right` or its own.
-// With `scale`, numbers by inner place in shared memory, the sum over i of a(., i) scale[i] b(i, .); where bfloat16 are
-// multiplied, a(., i) scale[i] is taken as two of them, big + small, which leaves out 2^-17 of it.
-template <int Passes, bool TransposeLeft, bool TransposeRight, typename Left, typename Right,
-          typename Scale = std::nullptr_t>
+template <int Passes, bool TransposeLeft, bool TransposeRight, typename Left, typename Right>
 __device__ __forceinline__ void multiply_stored(Tile& tile, int begin, int end, const Matrix<Left>& left,
-                                                const Matrix<Right>& right, Scale scale = nullptr) {
-    // A scale may be anything from 1 to 0, and float16 would lose what is small.
-    if constexpr (sizeof(Left) == 2 && std::is_same<Left, Right>::value &&
-                  !(kScaled<Scale> && std::is_same<Left, __half>::value)) {
+                                                const Matrix<Right>& right) {
+    if constexpr (sizeof(Left) == 2 && std::is_same<Left, Right>::value) {
         if (tile.parts == kTileParts)
-            multiply_stored_parts<kTileParts, TransposeLeft, TransposeRight>(tile, begin, end, left, right, scale);
+            multiply_stored_parts<kTileParts, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
         else
-            multiply_stored_parts<kTileParts / 2, TransposeLeft, TransposeRight>(tile, begin, end, left, right, scale);
+            multiply_stored_parts<kTileParts / 2, TransposeLeft, TransposeRight>(tile, begin, end, left, right);
     } else {
         multiply<Passes>(
-            tile, begin, end,
-            [&](int row, int inner) {
-                if constexpr (kScaled<Scale>)
-                    return (TransposeLeft ? left.get(inner, row) : left.get(row, inner)) * scale[inner];
-                else
-                    return TransposeLeft ? left(inner, row) : left(row, inner);
-            },
+            tile, begin, end, [&](int row, int inner) { return TransposeLeft ? left(inner, row) : left(row, inner); },
             [&](int inner, int column) { return TransposeRight ? right(column, inner) : right(inner, column); });
     }
 }

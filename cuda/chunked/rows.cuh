@@ -158,6 +158,8 @@ __device__ __forceinline__ void each_columns(Strip<N>& all, int across, F f) {
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>
+using Written = std::conditional_t<Corrects, Factor<T>, T>;
+template <typename T, bool Corrects>
 using WrittenRows = Rows<Written<T, Corrects>, kSide>;
 template <bool Corrects>
 __host__ __device__ constexpr int rows_of_writes(int values) {

@@ -108,16 +108,6 @@ __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4]
 #endif
 }
 
-// Two neighbouring elements of a register, each times a number of its own: to the nearest, and what that leaves out.
-template <typename T>
-__device__ __forceinline__ void scale_pair(unsigned pair, float x, float y, unsigned& big, unsigned& small) {
-    static_assert(Stored<T>::kDType == kBFloat16, "a bfloat16 is the upper half of a float");
-    x *= __uint_as_float(pair << 16);
-    y *= __uint_as_float(pair & 0xffff0000u);
-    big = narrow_pair<T>(x, y).bits();
-    small = narrow_pair<T>(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u)).bits();
-}
-
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <bool Transposed>
 __device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const void* row) {
