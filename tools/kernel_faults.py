@@ -271,17 +271,15 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "    __syncthreads();\n    store_inverse", "    store_inverse"),
     Fault(
         "cuda/chunked/decayed_local.cu",
-        "copy_steps(to, Head<T>(from, batch, head, key, given.sizes.key_dim)",
-        "copy_steps(to, Head<T>(from, batch, head, 0, given.sizes.key_dim)",
+        "copy_steps<kThreads>(to, Head<T>(x, at.batch, at.head, key, given.sizes.key_dim)",
+        "copy_steps<kThreads>(to, Head<T>(x, at.batch, at.head, 0, given.sizes.key_dim)",
     ),
     Fault("cuda/chunked/system.cuh", "from_here[i % 2 * kBlockSide + i", "from_here[i / 2 * kBlockSide + i"),
     Fault("cuda/chunked/system.cuh", "one ? 0.0f : as_right_factor", "as_right_factor"),
     Fault("cuda/chunked/slices.h", "(down / kBlockSide + 1) / 2", "(down / kBlockSide) / 2"),
     Fault("cuda/chunked/slices.h", "column % 2 * 4 + column % 8 / 2;", "column % 8;"),
-    Fault("cuda/chunked/decayed_local.cu", "if (of_erase) own.block -= kBlocks;", ""),
-    Fault("cuda/chunked/tiles.cuh", "if (column >= columns) return;\n    const int there", "    const int there"),
+    Fault("cuda/chunked/decayed_local.cu", "shared.erase.rows.data - shared.q.rows.data : 0", "0 : 0"),
     Fault("cuda/chunked/tiles.cuh", "beta[thread] = own.strength;", "beta[thread] = 1.0f;"),
-    Fault("cuda/chunked/tiles.cuh", "(block >= 1) + (block >= 3)", "(block >= 1) + (block >= 4)"),
     Fault("cuda/chunked/tiles.cuh", "if (to.has(row, column)) put_pair", "put_pair"),
     Fault("cuda/chunked/gates.cuh", "(i & (parts - 1)) == part", "(i & (parts - 1)) == 0"),
     Fault(
@@ -438,14 +436,22 @@ CUDA = (
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
     # Decays of keys
     Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
-    Fault("cuda/chunked/blocks.cuh", "other + 3 == block ? kBlocks : other + 1", "other + 1"),
-    Fault("cuda/chunked/decayed_local.cu", "for (int after = b + 1;", "for (int after = b;"),
-    Fault("cuda/chunked/decayed_local.cu", "source.get(t) * (product *= gates[t])", "source.get(t)"),
-    Fault("cuda/chunked/decayed_local.cu", "copy(slice.written, k.scaled);", "copy(slice.written, k.rows);"),
-    Fault("cuda/chunked/decayed_local.cu", "copy(slice.queries, q.scaled);", "copy(slice.queries, q.rows);"),
-    Fault("cuda/chunked/decayed_local.cu", "= expf(logs(b, i));", "= expf(logs(0, i));"),
-    Fault("cuda/chunked/block.cuh", "if constexpr (kSplit) multiply_stored", "if constexpr (false) multiply_stored"),
-    Fault("cuda/chunked/decayed_local.cu", "decays[slice.key_rows] = log;", "decays[slice.key_rows] = 0.0f;"),
+    Fault("cuda/chunked/decayed_local.cu", "totals(block - apart + 1, 0)", "totals(block - apart, 0)"),
+    Fault("cuda/chunked/decayed_local.cu", "int after = block + 1;", "int after = block;"),
+    Fault("cuda/chunked/decayed_local.cu", "from.get(t) * (product *= gates[t])", "from.get(t)"),
+    Fault(
+        "cuda/chunked/decayed_local.cu",
+        "store(slice.written, shared.k.scaled);",
+        "store(slice.written, shared.k.rows);",
+    ),
+    Fault(
+        "cuda/chunked/decayed_local.cu",
+        "store(slice.queries, shared.q.scaled);",
+        "store(slice.queries, shared.q.rows);",
+    ),
+    Fault("cuda/chunked/decayed_local.cu", "= expf(log);", "= 1.0f;"),
+    Fault("cuda/chunked/strips.cuh", "if constexpr (kRounded<F>) multiply_kept", "if constexpr (false) multiply_kept"),
+    Fault("cuda/chunked/decayed_local.cu", "decays[slice.key_rows] = sum;", "decays[slice.key_rows] = 0.0f;"),
     without(
         "cuda/chunked/walk.cu",
         "                if constexpr (Decays) state.scale(decays.data);\n",
@@ -455,27 +461,39 @@ CUDA = (
     Fault("cuda/chunked/walk_products.cuh", "Reverse ? kBlocks - 1 - i : i;", "i;"),
     without("cuda/chunked/walk_products.cuh", "            left.scale(by + 8 * e);\n"),
     without("cuda/chunked/walk.cu", "                state.scale(by);\n"),
-    Fault("cuda/chunked/blocks.cuh", "sum * totals(from, i) + masses(kToState + from, i);", "sum * totals(from, i);"),
-    Fault("cuda/chunked/blocks.cuh", "to = adds ? to + sum : sum;", "to = sum;"),
-    without("cuda/chunked/blocks.cuh", "            between *= totals(to, i);\n"),
-    Fault("cuda/chunked/blocks.cuh", "x *= totals(before, i);", "x *= 1.0f;"),
-    Fault("cuda/chunked/gradients.cu", "value = found.has(t, s) ? widen<float>(found(t, s)) : 0.0f;", "value = 0.0f;"),
-    Fault("cuda/chunked/gradients.cu", "const Sequence& k = Decays ? written : p.k;", "const Sequence& k = p.k;"),
+    Fault(
+        "cuda/chunked/blocks.cuh", "sum * totals(from, key) + masses(kToState + from, key);", "sum * totals(from, key);"
+    ),
+    Fault("cuda/chunked/blocks.cuh", "to[place] = Adds ? to[place] + sum : sum;", "to[place] = sum;"),
+    without("cuda/chunked/blocks.cuh", "            between *= totals(to, key);\n"),
+    Fault("cuda/chunked/decayed_gradients.cu", "by_erase.scale(&factors.totals(before, column));", ";"),
+    Fault(
+        "cuda/chunked/decayed_gradients.cu",
+        "d_beta[t >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);",
+        "",
+    ),
+    Fault("cuda/chunked/decayed_gradients.cu", "key_head(written, key)", "key_head(p.k, key)"),
     # And of values
     without("cuda/chunked/walk.cu", "                    state.each([&](int, int j, float& x) { x *= by[j]; });\n"),
     Fault("cuda/chunked/walk.cu", "w.pass.values ? slice.value_decays_of", "false ? slice.value_decays_of"),
-    Fault("cuda/chunked/local.cu", "launch_local<T>(given.swapped(),", "launch_local<T>(given,"),
+    Fault(
+        "cuda/chunked/decayed_local.cu", "launch_decayed_local<T>(given.swapped(),", "launch_decayed_local<T>(given,"
+    ),
     without("cuda/chunked/slices.h", "        std::swap(s.rest, s.d_rest);\n"),
     without("cuda/chunked/decays.cuh", "            if (s > 0) sum *= gates[s];\n"),
-    Fault("cuda/chunked/blocks.cuh", "f(from);\n        tile.each", "f(from);\n        if (from > 0) tile.each"),
-    Fault("cuda/chunked/blocks.cuh", "from.get(t, s) : from.get(s, t);", "from.get(t, s) : from.get(t, s);"),
+    Fault(
+        "cuda/chunked/blocks.cuh",
+        "reads.scale(&totals(from, column));",
+        "if (from > 0) reads.scale(&totals(from, column));",
+    ),
+    Fault("cuda/chunked/decayed_gradients.cu", "get(max(t, s), min(t, s))", "get(t, min(t, s))"),
     without("cuda/chunked/decayed_gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
     Fault("cuda/chunked/decayed_gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
     Fault(
         "cuda/chunked/decays.cuh", "to_level.set(First + i, lates[i] * product);", "to_level.set(First + i, lates[i]);"
     ),
-    Fault("cuda/chunked/blocks.cuh", "        passing[i] = sum;\n", "        passing[i] = 0.0f;\n"),
-    Fault("cuda/chunked/decays_gradient.cuh", "if (pairs.same) d_early[i] += d_late[i];", ""),
+    Fault("cuda/chunked/blocks.cuh", "        return sum;\n", "        return 0.0f;\n"),
+    Fault("cuda/chunked/decays_gradient.cuh", "if (Adds && pairs.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time
     Fault(
         "cuda/carried_states.cuh",

@@ -25,6 +25,15 @@ struct DecayedRows {
         for (int i = 0; i < kLevels; ++i)
             levels[i] = shares == nullptr ? Rows<T, Keys>(carver, kSide) : shares->levels[i];
     }
+    // Those that lie so many numbers behind them.
+    __device__ __forceinline__ DecayedRows behind(int numbers) const {
+        DecayedRows other = *this;
+        other.rows.data += numbers;
+        other.scaled.data += numbers;
+#pragma unroll
+        for (int i = 0; i < kLevels; ++i) other.levels[i].data += numbers;
+        return other;
+    }
 };
 
 template <typename T, bool Corrects, int Keys>
@@ -58,10 +67,10 @@ struct PairsOfBlock {
         for (int i = 0; i < kBlocks - 1; ++i) before[i].clear();
     }
 
-    // += <late_t, early_s decayed from s to t> for s <= t or, without `Diagonal`, s < t.
-    template <int Passes, bool Diagonal, typename T, int Keys>
+    // += <late_t, early_s decayed from s to t> for s < t, or with `diagonal` for s <= t.
+    template <int Passes, typename T, int Keys>
     __device__ __forceinline__ void add(const DecayedRows<T, Keys>& late, const DecayedRows<T, Keys>& early,
-                                        const Rows<float, Keys>& totals, int block) {
+                                        const Rows<float, Keys>& totals, int block, bool diagonal) {
         const int row = block * kSteps, group = warp_lane() / 4, member = warp_lane() % 4;
         if (block > 0)
             multiply_rows<Passes, false, false>(before[0], late.scaled, row, early.scaled.from(row - kSteps, 0),
@@ -90,13 +99,13 @@ struct PairsOfBlock {
         own.value[0][2] += part.value[0][2];
         own.value[0][3] += part.value[0][3];
 #pragma unroll
-        for (int level = 0; level < kLevels - 1 + Diagonal; ++level) {
+        for (int level = 0; level < kLevels; ++level) {
             const bool same = level == kLevels - 1;
             product(part, same ? late.rows : late.levels[level], same ? early.rows : early.levels[level]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int s = 2 * member + i, apart = group ^ s;  // its highest bit tells the level
-                const bool wanted = same ? apart == 0 : s < group && apart >> level == 1;
+                const bool wanted = same ? diagonal && apart == 0 : s < group && apart >> level == 1;
                 if (wanted) {
                     own.value[0][i] += part.value[0][i];
                     own.value[1][2 + i] += part.value[1][2 + i];
@@ -131,6 +140,7 @@ __global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThrea
     const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0), block = warp % kBlocks,
               row = block * kSteps;
     const bool of_erase = warp >= kBlocks, there = lane < kKeys;  // the lane's key, if it has one
+    const DecayedRows<T, kKeys> late = shared.q.behind(of_erase ? shared.erase.rows.data - shared.q.rows.data : 0);
     const int64_t first_row = slice.index(at.local, at.n) * kSide;
     const auto copy_keys = [&](int key) {
         const auto copy = [&](const Rows<T, kKeys>& to, const Sequence& from) {
@@ -182,7 +192,7 @@ __global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThrea
         // What the slice has of decays.
         const auto store = [&](F* all, const Rows<T, kKeys>& from) {
             constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
-            for (int i = threadIdx.x; i < kSide * kAcross; i += kThreads) {
+            for (int i = opaque_thread(); i < kSide * kAcross; i += kThreads) {
                 const int down = i / kAcross, across = i % kAcross * kPiece;
                 if (key + across < slice.key_rows)
                     *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
@@ -227,10 +237,7 @@ __global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThrea
             }
         }
         if (slice.scores == nullptr) continue;
-        if (Corrects && of_erase)
-            pairs.add<kPasses, false>(shared.erase, shared.k, shared.totals, block);
-        else
-            pairs.add<kPasses, true>(shared.q, shared.k, shared.totals, block);
+        pairs.add<kPasses>(late, shared.k, shared.totals, block, !of_erase);
     }
     const auto store_pairs = [&](F* all, int across, Strip<2>& part) {
         const LowerBlocks<F> to = slice.lower_of(all, at.local, at.n);
