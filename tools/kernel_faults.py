@@ -648,6 +648,7 @@ CUDA = (
     without("cuda/chunked/gradients.cu", "        by_beta(strong);\n"),
     without("cuda/chunked/gradients.cu", "            by_beta(read);\n"),
     without("cuda/chunked/gradients.cu", "dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });"),
+    Fault("cuda/chunked/gradients.cu", "if (complement && kRounded<T>) multiply_kept", "if (false) multiply_kept"),
     without("cuda/chunked/gradients.cu", "            dq.dot(read_sums, own_q);\n"),
     Fault("cuda/chunked/gradients.cu", "of_reads[half] * steps.beta(row + group + 8 * half)", "of_reads[half]"),
     without("cuda/chunked/gradients.cu", "            read.dot(d_beta, own_k);\n"),

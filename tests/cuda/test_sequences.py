@@ -379,6 +379,8 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, s
         allowed = of_states if key.endswith("_state") else 0.004
         if key == "gradient of log_gate":
             allowed = 0.0055  # one number to a step: of eight lengths the mean is 0.0026, this one's by far the most
+        if rule.name == "gated" and key == "gradient of q":
+            allowed = 0.0019  # scores are multiplied with what rounding leaves out of them
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
