@@ -144,8 +144,8 @@ def test_steps_in_any_order_of_threads(emulator, rule, T, K, V):
             assert_same(emulator.run(inputs, interval=6), first, f"in order {seed}")
 
 
-# With the plan that is asked for: what gates near one let through shows where time is divided among blocks. Of steps the
-# second divides it.
+# With the plan that is asked for: where time is divided among blocks, gates near one show what passes from one to the
+# next. Of steps the second divides it.
 STEPS = [(67, 6, 7, 16, ""), (384, 3, 4, 64, "")]
 CHUNKS = [(67, 6, 7, 64, "segments=2"), (100, 20, 9, 64, ""), (540, 12, 10, 128, "")]
 REGIMES = [
@@ -377,6 +377,8 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, s
         allowed = of_states if key.endswith("_state") else 0.004
         if key == "gradient of log_gate":
             allowed = 0.0055  # one number to a step: of eight lengths the mean is 0.0026, this one's by far the most
+        if rule.name == "gated" and key == "gradient of q":
+            allowed = 0.0019  # scores are multiplied with what rounding leaves out of them
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
