@@ -379,7 +379,7 @@ CUDA = (
         "shared.steps.keep_pairs(scores, true);",
         "shared.steps.keep_pairs(scores, false);",
     ),
-    Fault("cuda/chunked/tiles.cuh", "at.n) + value * kSide, kSide, values, kSide);", "at.n), kSide, values, kSide);"),
+    Fault("cuda/chunked/rows.cuh", "at.n) + value * kSide, kSide, values, values,", "at.n), kSide, values, values,"),
     Fault(
         "cuda/chunked/gradients.cu",
         "slice.begin / interval - 1), kept, 1};",
