@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) carry_states(const int segments, A* state
     for (int step = 0; step < segments; ++step) {
         const int64_t index = (reverse ? segments - 1 - step : step) * heads + head;
         A& place = states[index * elements + element];
-        // What the last makes of it, nobody asks.
+        // Nobody asks what the last makes of it.
         const A next = step + 1 < segments ? passed(index, sizes, row, column) * state + place : A(0);
         place = state;
         state = next;

@@ -154,7 +154,7 @@ __device__ __forceinline__ void sum_places(const Strip<N>& strip, const By& by, 
     }
 }
 
-// What gradients take of decays in a part of the keys. A warp has a block of 16 steps, of which a strip is its keys from
+// A part of the keys, as gradients take it with its decays. A warp has a block of 16 steps, of which a strip is its keys from
 // `column` on, and a lane one of these.
 template <typename T, int Keys>
 struct DecayFactors {
@@ -165,7 +165,7 @@ struct DecayFactors {
     Rows<T, Keys> reading, written, reading_erase;
     enum { kToState = kBlocks * (kBlocks - 1) / 2, kWhole = kToState + kBlocks, kMasses = kWhole + kBlocks };
 
-    // Those of a key, of whose sum of S_0 * dS `whole` is a part. A barrier before and after.
+    // Factors of a key, of whose sum of S_0 * dS `whole` is a part. A barrier before and after.
     template <bool Corrects>
     __device__ __forceinline__ void write(int row, int key, const float (&gates)[kSteps], const Rows<T, Keys>& q,
                                           const Rows<T, Keys>& k, const Rows<T, Keys>& erase, float whole) const {

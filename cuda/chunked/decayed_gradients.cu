@@ -66,7 +66,7 @@ struct DecayedParts {
         erase_reads = Rows<float, kKeys>(third, of_erase);
         bytes = max_of(carver.used, max_of(second.used, third.used));
     }
-    // Of a multiprocessor that shared memory has room for.
+    // Blocks of a multiprocessor that shared memory has room for.
     static constexpr int kAtOnce = kRounded<T> || (sizeof(T) == 2 && !Corrects) ? 2 : 1;
 
     __host__ __device__ static constexpr int max_of(int a, int b) { return a > b ? a : b; }

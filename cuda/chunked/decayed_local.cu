@@ -25,7 +25,7 @@ struct DecayedRows {
         for (int i = 0; i < kLevels; ++i)
             levels[i] = shares == nullptr ? Rows<T, Keys>(carver, kSide) : shares->levels[i];
     }
-    // Those that lie so many numbers behind them.
+    // The rows that lie so many numbers behind them.
     __device__ __forceinline__ DecayedRows behind(int numbers) const {
         DecayedRows other = *this;
         other.rows.data += numbers;
@@ -89,7 +89,7 @@ struct PairsOfBlock {
                 multiply_pairs<Passes, false>(before[apart - 1], left, early.scaled.from(row - apart * kSteps, 0));
             }
         }
-        // Of each level those pairs that it parts. Steps of two halves are in a quarter of their own.
+        // Each level has the pairs that it parts. Steps of two halves are in a quarter of their own.
         const auto product = [&](Strip<2>& part, const Rows<T, Keys>& x, const Rows<T, Keys>& y) {
             part.clear();
             multiply_rows<Passes, false, false>(part, x, row, y.from(row, 0), Keys / 16);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThrea
         }
         __syncthreads();
 
-        // What the slice has of decays.
+        // The slice's decays.
         const auto store = [&](F* all, const Rows<T, kKeys>& from) {
             constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
             for (int i = opaque_thread(); i < kSide * kAcross; i += kThreads) {

@@ -30,7 +30,7 @@ constexpr int kHalf = kSteps / 2;
 constexpr int kLevels = 4;  // halves of 1, 2, 4 and 8 steps
 static_assert(1 << kLevels == kSteps, "halved down to single steps");
 
-// What follows is of one dimension of a block, in a thread's registers.
+// The rest is of one dimension of a block, in a thread's registers.
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>

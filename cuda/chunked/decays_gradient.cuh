@@ -178,7 +178,7 @@ __device__ __forceinline__ float differentiate_half(const Pairs& pairs, const fl
     return run;
 }
 
-// Those of a whole block, of which `passing` is the gradient of what passes all of it.
+// Gradients of a whole block, of which `passing` is the gradient of what passes all of it.
 template <bool Adds, typename Pairs, typename Late, typename Early, typename Log>
 __device__ __forceinline__ void differentiate_column(const Pairs& pairs, const float (&gates)[kSteps], int column,
                                                      float passing, Late put_late, Early put_early, Log put_log) {

@@ -111,7 +111,7 @@ struct ChunkSteps {
             copy_async<16>(numbers + i, from + i);
     }
 
-    // Of a strip whose columns are the steps t of block `row` / 16 and whose places are steps s: the pairs with s < t or, with
+    // Takes a strip whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s < t or, with
     // `Diagonal`, with s <= t, times D_ts; 0 for others.
     template <bool Diagonal>
     __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {

@@ -1,6 +1,6 @@
 // Long sequences of few heads: a walk's chunks are dealt out to several blocks in segments, so that the device is full.
 //
-// What a segment makes of the state is affine, S_end = M S_start + C. A first launch finds C (a walk from zeros), and
+// A segment's change of the state is affine, S_end = M S_start + C. A first launch finds C (a walk from zeros), and
 // M, for all segments at once; a second carries the state from segment to segment; the third is the walk that leaves
 // results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'.
 //

@@ -49,7 +49,7 @@ constexpr int kWithinRow = 20;  // numbers of such a row: those of 4 rows lie in
 constexpr int kGateNumbers = kWithin + kSide * kWithinRow;
 __host__ __device__ constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
 
-// What stages hand one another of a chunk's square of numbers: its blocks of 16 x 16 on and below the diagonal, row after row of
+// A chunk's square of numbers, as stages hand it to one another: its blocks of 16 x 16 on and below the diagonal, row after row of
 // these, each with its own rows one after another.
 constexpr int kLowerRows = kBlocks * (kBlocks + 1) / 2 * kBlockSide;  // of 16 numbers
 constexpr int kLower = kLowerRows * kBlockSide;
@@ -69,7 +69,7 @@ struct LowerBlocks {
     }
 };
 
-// Where a column of T lies among its block's: of each 8 those of even numbers come first, so that ldmatrix gives a lane those that
+// The place of a column of T among its block's: of each 8 those of even numbers come first, so that ldmatrix gives a lane those that
 // it multiplies by.
 __host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
     return column / 8 * 8 + column % 2 * 4 + column % 8 / 2;
@@ -93,12 +93,12 @@ struct Slice {
     float* value_decays;
     F *values, *d_outs, *d_scores, *d_rest;
 
-    // Of a chunk among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
+    // A chunk's number among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
     __host__ __device__ __forceinline__ int64_t index(int head, int n) const { return head * chunks + (n - begin); }
     __device__ __forceinline__ F* state_of(F* all, int head, int n) const {
         return all + index(head, n) * (columns * key_rows);
     }
-    // Those of a chunk's square.
+    // The blocks of a chunk's square.
     template <typename Number>
     __device__ __forceinline__ LowerBlocks<Number> lower_of(Number* all, int head, int n) const {
         return {all + index(head, n) * kLower, kBlockSide};

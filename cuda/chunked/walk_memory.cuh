@@ -1,4 +1,4 @@
-// What a walk reads and writes of a chunk, by addresses of which all that is the same in each chunk is found before.
+// A walk's reads and writes of a chunk, by addresses of which all that is the same in each chunk is found before.
 #pragma once
 
 #include "slices.h"

@@ -7,7 +7,7 @@
 
 namespace fairseq_fastweights {
 
-// What a walk is given, as a left factor: numbers of 16 bits as they are stored or, where products take no such, a strip.
+// A walk's inputs as left factors: numbers of 16 bits as they are stored or, where products take no such, a strip.
 template <typename T, int N, bool Stored>
 struct GivenStrip {
     unsigned bits[N / 2][4];

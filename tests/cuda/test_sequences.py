@@ -384,7 +384,7 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, s
 
 @pytest.mark.parametrize("rule", BY_HEAD[2:])
 def test_what_float16_multiplies_in_tf32_is_rounded_to_it(emulator, rule):
-    """Of the inverse and of scores as well: tensor cores would cut them off, which makes the error more than 5e-4."""
+    """The inverse and scores are rounded, too: tensor cores would cut them off, and the error would be above 5e-4."""
     inputs = rule.inputs(B=1, T=40, H=1, K=16, V=16, dtype=F16, extras_dtype=F32)
     actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
     assert relative_error(actual["gradient of v"], wanted["gradient of v"]) <= 4.5e-4
