@@ -26,8 +26,7 @@ ARCHITECTURES = (80, 90)
 SMALL_SPILLS = {
     "decayed_local<__half, ": 8,
     "decayed_gradients<__nv_bfloat16, true, ": 32,
-    "gradients<__nv_bfloat16, true, true, ": 40,
-    "gradients<float, ": 200,
+    "gradients<float, ": 224,
     "outputs<float, ": 80,
     "walk<__": 56,
     "walk<float, ": 176,

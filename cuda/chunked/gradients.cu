@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         inside.each_with(d_scores, [](float& x, float y) { x *= y; });
         if constexpr (Corrects) {
             products.each_with(d_system, [](float& x, float y) { x *= y; });
+            products.each([&](int, int j, float& x) { d_beta[j >= 8] += x; });
             by_beta(products);
             inside.each_with(products, [](float& x, float y) { x += y; });
         } else {
@@ -218,11 +219,15 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 OfSteps of_reads = {};
                 read.dot(of_reads, own_k);
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
+                for (int half = 0; half < 2; ++half) {
+                    d_beta[half] += of_reads[half];
                     read_sums[half] += of_reads[half] * steps.beta(row + group + 8 * half);
+                }
+                multiply_kept<kPasses, true>(read, d_system, shared.k);
+            } else {  // <dA, G> is <dA K, K>, which all but cancels out if a key comes again and again
+                multiply_pairs<kPasses, true>(read, d_system, shared.k);
+                read.dot(d_beta, own_k);
             }
-            multiply_kept<kPasses, true>(read, d_system, shared.k);
-            read.dot(d_beta, own_k);
             by_beta(read);
             dk.each_with(read, [](float& x, float y) { x += y; });
         }
