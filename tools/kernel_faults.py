@@ -385,6 +385,7 @@ CUDA = (
     ),
     Fault("cuda/chunked/gradients.cu", "{slice.begin > 0 ? between : nth_state", "{false ? between : nth_state"),
     Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] += x *", "d_beta[j >= 8] -= x *"),
+    Fault("cuda/chunked/gradients.cu", "{ d_beta[j >= 8] += x; }", "{ d_beta[j >= 8] -= x; }"),
     Fault("cuda/chunked/gradients.cu", "x *= -steps.from_start(row + j); });", "x *= -1.0f; });"),
     without(
         "cuda/chunked/gradients.cu", "multiply_rows<kPasses, true, true>(dk, shared.pairs, row, shared.k, kSide / 16);"
@@ -649,7 +650,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "passed += dot_of(", "passed = dot_of("),
     without("cuda/chunked/rows.cuh", "        sum += __shfl_xor_sync(kAllLanes, sum, 2);\n"),
     Fault("cuda/chunked/rows.cuh", "done(warp_lane() / 4 + 8 * half, sum)", "done(warp_lane() / 4, sum)"),
-    Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] +=", "d_beta[0] +="),
+    Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] += x * widen", "d_beta[0] += x * widen"),
     Fault("cuda/chunked/gradients.cu", "if (start + row + j < time) store_step", "store_step"),
     Fault("cuda/chunked/gradients.cu", "thread >= kSide || start + thread >= time", "thread >= kSide"),
     Fault("cuda/chunked/gradients.cu", "at.head, start + thread, time) : 0.0f;", "at.head, start, time) : 0.0f;"),
