@@ -1,0 +1,154 @@
+// Decays by dimension in a chunk of 64 steps: pairs of its steps are parted by halving it.
+//
+// With F_ts and Z_ts the products of the decays of keys and of values of the steps (s, t], t0 from before the chunk's start and es
+// to its end, steps that start from S_0 have
+//   Y_t = Z_t0 * (S_0^T (q_t * F_t0)) + sum over s <= t of P_ts (v_s * Z_ts),   P_ts = <q_t, k_s * F_ts>
+//   S_end = (F_e0 Z_e0^T) * S_0 + sum over s of (k_s * F_es) (v_s * Z_es)^T
+// and with a correction (Kimi delta attention, two-gate rules), E the erase keys, B = diag(beta), steps as rows,
+//   (I + B G) U = B R,   R = V - (E * F_.0) S_0,   G_ts = <e_t, k_s * F_ts> for s < t
+//   Y = (Q * F_.0) S_0 + P U,                      P_ts = <q_t, k_s * F_ts> for s <= t
+//   S_end = diag(F_e0) S_0 + (K * F_e.)^T U
+// Absent decays are gates of 1, and where there is no erase key the key is read in its place.
+//
+// The products with states are those of matrices. Decays between two steps cannot be pulled out of the sums over dimensions, but
+// with a middle m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its halves are, down to single steps: a pair
+// s < t is parted at one of these middles, that of level l if l is the highest bit in which s and t differ, and P_ts = <x_t, x_s>
+// with x_t = q_t * F_tm in second halves and x_s = k_s * F_ms in first ones: rows of one matrix for each level. No factor exceeds 1,
+// and nothing is divided or subtracted, as in the recurrent kernels. Levels 0 to 3 part steps of a block of 16, 4 and 5 blocks.
+//
+// What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what float16 loses of
+// the smallest, is no more than what storing the inputs did.
+#pragma once
+
+#include "block.cuh"
+#include "slices.h"
+
+namespace fairseq_fastweights {
+
+constexpr int kSteps = kBlockSide, kLevelsOfBlock = 4, kLevels = 6;
+static_assert(1 << kLevelsOfBlock == kSteps && 1 << kLevels == kSide, "halved down to single steps");
+
+// f(an integral_constant) for each level from `First` on, below `Last`.
+template <int First, int Last, typename F>
+__device__ __forceinline__ void each_level(F f) {
+    if constexpr (First < Last) {
+        f(std::integral_constant<int, First>());
+        each_level<First + 1, Last>(f);
+    }
+}
+
+// The level that parts a pair of steps, or -1 of a step with itself, is asked for by its number: true if it is `level`.
+__device__ __forceinline__ constexpr bool parts(int level, int t, int s) { return (t ^ s) >> level == 1; }
+
+// True if step t of a block is in a second half of a level.
+template <int Level>
+__device__ __forceinline__ constexpr bool is_late(int block, int t) {
+    return Level < kLevelsOfBlock ? t >> Level & 1 : block >> (Level - kLevelsOfBlock) & 1;
+}
+
+// The rest is of one dimension of a block, in a thread's registers.
+
+// The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
+template <typename T>
+__device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension,
+                                          int dim, int start, int time) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
+    if (logs.data == nullptr || dimension >= dim) return;
+    const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
+    const int64_t stride = opaque(logs.time);
+    const auto load = [&](const auto* from) {
+        if (start + kSteps <= time) {
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t, from += stride) to[t] = widen<float>(*from);
+        } else {
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t, from += stride)
+                if (start + t < time) to[t] = widen<float>(*from);
+        }
+    };
+    // Logs of decays may be float32 beside inputs of 16 bits.
+    if (logs.dtype == kFloat32)
+        load(static_cast<const float*>(logs.data) + first);
+    else
+        load(static_cast<const T*>(logs.data) + first);
+}
+
+__device__ __forceinline__ void exponentiate(float (&logs)[kSteps]) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]);
+}
+
+__device__ __forceinline__ float product_of(const float (&gates)[kSteps]) {
+    float product = 1.0f;
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) product *= gates[t];
+    return product;
+}
+
+// The decays of the blocks between a block and `middle`, the number of the first block behind a middle; `totals` has those of blocks.
+template <typename M>
+__device__ __forceinline__ float between(const M& totals, int column, int block, int middle) {
+    float product = 1.0f;
+    for (int i = middle; i < block; ++i) product *= totals(i, column);
+    for (int i = block + 1; i < middle; ++i) product *= totals(i, column);
+    return product;
+}
+
+// scale(t) = what is left of the block's start, decayed by `by`, at step t; of step s at the block's end, decayed by `by` then.
+__device__ __forceinline__ void scale_from_start(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) scale[t] = by *= gates[t];
+}
+__device__ __forceinline__ void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
+#pragma unroll
+    for (int s = kSteps - 1; s >= 0; --s) {
+        scale[s] = by;
+        by *= gates[s];
+    }
+}
+
+// scale(t) = F_tm in second halves of a level, F_mt in first ones.
+template <int Level, typename M>
+__device__ __forceinline__ void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps], const M& totals,
+                                                int column, int block) {
+    if constexpr (Level < kLevelsOfBlock) {
+        constexpr int kHalf = 1 << Level;
+#pragma unroll
+        for (int first = 0; first < kSteps; first += 2 * kHalf) {
+            float product = 1.0f;
+#pragma unroll
+            for (int s = first + kHalf - 1; s >= first; --s) {
+                scale[s] = product;
+                product *= gates[s];
+            }
+            product = 1.0f;
+#pragma unroll
+            for (int t = first + kHalf; t < first + 2 * kHalf; ++t) scale[t] = product *= gates[t];
+        }
+    } else {
+        constexpr int kShift = Level - kLevelsOfBlock;
+        const float by = between(totals, column, block, (block >> kShift | 1) << kShift);
+        if (is_late<Level>(block, 0))
+            scale_from_start(scale, gates, by);
+        else
+            scale_to_end(scale, gates, by);
+    }
+}
+
+// A level's x of one dimension of a block, whose rows `to` begins with.
+template <int Level, typename M>
+__device__ __forceinline__ void write_level(const M& to, const float (&late)[kSteps], const float (&early)[kSteps],
+                                            const float (&scale)[kSteps], int column, int block) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t)
+        to(t, column) = narrow<typename M::Element>((is_late<Level>(block, t) ? late[t] : early[t]) * scale[t]);
+}
+
+template <typename M>
+__device__ __forceinline__ void load_column(float (&to)[kSteps], const M& from, int column) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+}
+
+}  // namespace fairseq_fastweights
