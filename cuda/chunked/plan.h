@@ -27,31 +27,22 @@ ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RuleP
 // The plan that the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "columns=64 stages=2"; 0 where it asks for
 // nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.
 struct AskedPlan {
-    int columns, stages, threads, segments;
-    int slice;  // chunks of a slice (slices.h)
+    int columns = number("columns="), stages = number("stages="), threads = number("threads="),
+        segments = number("segments="), slice = number("slice=");  // slice: its chunks (slices.h)
 
-    AskedPlan() : columns(0), stages(0), threads(0), segments(0), slice(0) {
+private:
+    static int number(const char* name) {
         const char* const text = std::getenv("FASTWEIGHTS_CUDA_PLAN");
-        if (text == nullptr) return;
-        const auto number = [&](const char* name) {
-            const char* const found = std::strstr(text, name);
-            return found == nullptr ? 0 : std::atoi(found + std::strlen(name));
-        };
-        columns = number("columns=");
-        stages = number("stages=");
-        threads = number("threads=");
-        segments = number("segments=");
-        slice = number("slice=");
+        const char* const found = text == nullptr ? nullptr : std::strstr(text, name);
+        return found == nullptr ? 0 : std::atoi(found + std::strlen(name));
     }
 };
 
 // The limits of plans: those of the current device, unless another limit is given; and what is asked of them.
 struct Device {
-    int processors;  // multiprocessors
-    int limit;       // bytes of shared memory that a block may have
+    int limit = shared_memory_limit();  // bytes of shared memory that a block may have
+    int processors = multiprocessors();
     AskedPlan asked;
-
-    explicit Device(int limit = shared_memory_limit()) : processors(multiprocessors()), limit(limit) {}
 };
 
 // Cycles of an H200's multiprocessor.

@@ -56,19 +56,6 @@ struct WalkPlan {
     int segments_of(int chunks) const { return (chunks + segment - 1) / segment; }
 };
 
-// Cycles of a launch of so many walks' blocks, of so many chunks each.
-inline double cycles_of_walks(const WalkPlan& plan, const Device& device, const WalkCosts& costs, int64_t blocks,
-                              int chunks) {
-    const int warps = plan.strips * plan.parts;
-    const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
-                                 kMostWarps / warps);  // a thread may take 255 registers
-    const int64_t wave = static_cast<int64_t>(at_once) * device.processors, rest = blocks % wave;
-    const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
-    const double waves = blocks / wave * together(at_once) +
-                         (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
-    return kLaunch + waves * (kWalkStart + chunks * (costs.chain + costs.of_key * plan.keys));
-}
-
 // A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
 inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
     if (pass.corrects) return sizes.key_dim * sizes.key_dim;
@@ -132,24 +119,32 @@ void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
     plan.heads = (heads + parts - 1) / parts;
 }
 
-// The memory of a slice. `length`: chunks between states that are kept.
+// Cycles of a slice. `length`: chunks between states that are kept.
 inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
     const auto [corrects, gated, decays, of_both, backward] = plan.pass;
     const WalkCosts& costs = costs_of(plan.pass, backward);
-    const auto blocks_of = [&](int columns) { return (columns + 16 * plan.strips - 1) / (16 * plan.strips); };
-    const int64_t of_values = static_cast<int64_t>(plan.heads) * blocks_of(sizes.value_dim);
-    const int segments = plan.segments_of(plan.slice);
-    double cycles = cycles_of_walks(plan, device, costs, of_values * segments, plan.segment);
-    if (segments > 1) {
-        const int64_t of_identity = corrects ? static_cast<int64_t>(plan.heads) * blocks_of(sizes.key_dim) : 0;
+    const int warps = plan.strips * plan.parts, segments = plan.segments_of(plan.slice);
+    const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
+                                 kMostWarps / warps);  // a thread may take 255 registers
+    // A launch of so many walks of so many chunks each; a head's blocks of so many columns.
+    const auto walks = [&](const WalkCosts& of, int64_t blocks, int chunks) {
+        const int64_t wave = static_cast<int64_t>(at_once) * device.processors, rest = blocks % wave;
+        const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
+        const double waves = blocks / wave * together(at_once) +
+                             (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
+        return kLaunch + waves * (kWalkStart + chunks * (of.chain + of.of_key * plan.keys));
+    };
+    const auto blocks_of = [&](int columns) {
+        return static_cast<int64_t>(plan.heads) * ((columns + 16 * plan.strips - 1) / (16 * plan.strips));
+    };
+    const int64_t of_values = blocks_of(sizes.value_dim), of_identity = corrects ? blocks_of(sizes.key_dim) : 0;
+    double cycles = walks(costs, of_values * segments, plan.segment);
+    if (segments > 1)
         cycles += kCarry + (corrects ? kCarryMatrix * sizes.key_dim / 64 : kCarryOver) * segments +
-                  cycles_of_walks(plan, device, costs, (of_values + of_identity) * (segments - 1), plan.segment);
-    }
-    if (backward) {
-        const int walks = (plan.slice + length - 1) / length;
-        cycles +=
-            cycles_of_walks(plan, device, costs_of(plan.pass, false), of_values * walks, std::min(length, plan.slice));
-    }
+                  walks(costs, (of_values + of_identity) * (segments - 1), plan.segment);
+    if (backward)
+        cycles += walks(costs_of(plan.pass, false), of_values * ((plan.slice + length - 1) / length),
+                        std::min(length, plan.slice));
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = sizes.key_dim / 64.0, values = sizes.value_dim / 64.0;
     const int sides = of_both ? 2 : 1;  // launches of a local stage, and backwards of the last one
@@ -209,19 +204,6 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
         }
     }
     return best;
-}
-
-// The answer about a plan to those who ask.
-inline ChunkedPlan describe_walk(const WalkPlan& plan, const Sizes& sizes) {
-    if (plan.slice == 0) return ChunkedPlan{};
-    const int columns = plan.strips * 16;
-    return {columns,
-            (sizes.value_dim + columns - 1) / columns,
-            plan.stages,
-            plan.strips * plan.parts * kWarp,
-            plan.segments_of(plan.slice),
-            static_cast<int64_t>(plan.shared),
-            plan.cycles};
 }
 
 // ---- Launches ----------------------------------------------------------------------------------------------------
@@ -311,7 +293,16 @@ RulePass pass_of(const Params& p, bool corrects, bool backward) {
 template <template <typename, bool, bool, bool, bool> class Layout>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        return describe_walk(find_walk<decltype(zero), Layout>(sizes, Device(limit), pass), sizes);
+        const WalkPlan plan = find_walk<decltype(zero), Layout>(sizes, Device{limit}, pass);
+        if (plan.slice == 0) return ChunkedPlan{};
+        const int columns = plan.strips * 16, blocks = (sizes.value_dim + columns - 1) / columns;
+        return ChunkedPlan{columns,
+                           blocks,
+                           plan.stages,
+                           plan.strips * plan.parts * kWarp,
+                           plan.segments_of(plan.slice),
+                           static_cast<int64_t>(plan.shared),
+                           plan.cycles};
     });
 }
 template <template <typename, bool, bool, bool, bool> class Layout, typename Params>
