@@ -18,6 +18,7 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
+    __device__ __forceinline__ Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
     // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
     // it is shared memory.
     __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {
