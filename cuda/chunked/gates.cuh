@@ -100,31 +100,35 @@ struct ChunkSteps {
     // `Diagonal`, with s <= t, times D_ts; 0 for others.
     template <bool Diagonal>
     __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
+        if constexpr (!Gated)
+            return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
         const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
+        const auto gates_of = [&](int level, int s, int t) {  // of (s, t], and of (s + 1, t]
+            const float* const left = numbers + kOfLevels + level * kSide;
+            const float2 to_middle = *reinterpret_cast<const float2*>(left + s);
+            return make_float2(to_middle.x * left[t], to_middle.y * left[t]);
+        };
+        Strip<2> own;  // pairs of one block
+        own.each_pair([&](int s, int t, float& x, float& y) {
+            const float2 gates = gates_of(s / 8 == t / 8 ? near : 3, row + s, row + t);
+            x = gates.x;
+            y = s + 1 == t ? 1.0f : gates.y;
+        });
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
             Strip<2>& part = pairs.template part<2>(2 * block);
-            // The levels that part steps of two halves of a block, and of one.
-            const auto keep = [&](auto other, int of_two, int of_one) {
-                constexpr bool kOther = decltype(other)::value;
-                part.each_pair([&](int s, int t, float& x, float& y) {
-                    float2 gates = make_float2(1.0f, 1.0f);
-                    if constexpr (Gated) {
-                        const float* const level = numbers + kOfLevels + kSide * (s / 8 == t / 8 ? of_one : of_two);
-                        const float2 to_middle = *reinterpret_cast<const float2*>(level + block * kBlockSide + s);
-                        const float from_middle = level[row + t];
-                        gates = make_float2(to_middle.x * from_middle, to_middle.y * from_middle);
-                    }
-                    x = kOther || s < t ? x * gates.x : Diagonal && s == t ? x : 0.0f;
-                    y = kOther || s + 1 < t ? y * gates.y : Diagonal && s + 1 == t ? y : 0.0f;
-                });
-            };
-            if (block > last)
+            if (block > last) {
                 part.clear();
-            else if (block == last)
-                keep(std::false_type(), 3, near);
-            else
-                keep(std::true_type(), 4 + (block ^ last) / 2, 4 + (block ^ last) / 2);
+            } else if (block == last) {
+                part.each_with(own, [](float& x, float gates) { x *= gates; });
+                part.each([](int s, int t, float& x) { x = s + !Diagonal <= t ? x : 0.0f; });
+            } else {
+                part.each_pair([&](int s, int t, float& x, float& y) {
+                    const float2 gates = gates_of(4 + (block ^ last) / 2, block * kBlockSide + s, row + t);
+                    x *= gates.x;
+                    y *= gates.y;
+                });
+            }
         }
     }
 };
