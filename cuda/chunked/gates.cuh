@@ -33,14 +33,11 @@ struct ChunkSteps {
     struct Step {
         float beta, log_gate;
 
-        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
-                                        int start, int time)
-            : beta(of(strengths, batch, head, start, time)),
-              log_gate(Gated ? of(log_gate, batch, head, start, time) : 0.0f) {}
-
-    private:
-        __device__ __forceinline__ static float of(const Sequence& x, int batch, int head, int start, int time) {
-            return load_step(x, batch, head, start + static_cast<int>(threadIdx.x) % kSide, time);
+        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& gates, int batch, int head,
+                                        int start, int time) {
+            const int step = start + static_cast<int>(threadIdx.x) % kSide;
+            beta = load_step(strengths, batch, head, step, time);
+            log_gate = Gated ? load_step(gates, batch, head, step, time) : 0.0f;
         }
     };
 
@@ -156,7 +153,7 @@ struct GateSums {
         float before[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < kSide / 8; ++n) {
-            float first = 0.0f, second = 0.0f;
+            float sums[2] = {};
             const int u = 8 * n + 2 * member;
             if (8 * n < row + kTileRows) {
 #pragma unroll
@@ -167,16 +164,14 @@ struct GateSums {
                     const float sum = before[half] + ((member & 2) ? others : 0.0f) + ((member & 1) ? other : 0.0f);
                     before[half] += two + others;
                     const int t = row + group + 8 * half;
-                    if (u <= t) first += sum;
-                    if (u < t) second += sum + x;
+                    if (u <= t) sums[0] += sum;
+                    if (u < t) sums[1] += sum + x;
                 }
 #pragma unroll
-                for (int distance = 4; distance < kWarp; distance *= 2) {
-                    first += __shfl_xor_sync(kAllLanes, first, distance);
-                    second += __shfl_xor_sync(kAllLanes, second, distance);
-                }
+                for (int distance = 4; distance < kWarp; distance *= 2)
+                    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
-            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
+            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(sums[0], sums[1]);
         }
     }
 
