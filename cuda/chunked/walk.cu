@@ -79,74 +79,55 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
     const bool grouped = Fours && has_groups(), gated = w.pass.gated;
-    const int stage_on = static_cast<int>(&shared.keys(0, Keys * parts) - shared.keys.data);
-    const auto of_stage = [&](const Pieces<T>& all, int stage) {
-        return Pieces<T>(all.data + stage * stage_on, all.distance);
-    };
+    const auto of_stage = [&](const Pieces<T>& all, int stage) { return all.from(0, stage * Keys * parts); };
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
     // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
-    constexpr int kWarps = Fours ? kGroupWarps : 0, kThreads = kWarps * kWarp;
-    const auto head_of_keys = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, keys); };
+    constexpr int kWarps = Fours ? kGroupWarps : 0, kDecayRows = Corrects ? kBlocks : 1;
     using KeyCopies = PieceCopies<Keys, kSide, kWarps, T>;
     const auto copies_of = [&](const Pieces<T>& to, const Sequence& x) {
-        return KeyCopies(to, head_of_keys(x), first_key, Keys * parts, strip, strips);
+        return KeyCopies(to, Head<T>(x, batch, head, 0, keys), first_key, Keys * parts, strip, strips);
     };
     const KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
                     copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
                     copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
-    const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
     const PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
-        shared.values.first, values, Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
+        shared.values, Head<T>(w.values, batch, head, first, transformation ? 0 : columns),
+        Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
     const auto fetch = [&](int n, int stage) {
         const int start = n * kSide;
-        const auto copy_keys = [&](const Pieces<T>& all, const Sequence& x, const KeyCopies& how) {
-            const Pieces<T> to = of_stage(all, stage);
-            if (how.in_pieces)
-                how.copy(to, start, time);
-            else
-                copy_elements(to, head_of_keys(x), kSide, Walk(Keys * parts, thread, threads), start, time);
-        };
-        copy_keys(shared.keys, w.keys, copies_of_keys);
-        if constexpr (Backward) copy_keys(shared.queries, w.queries, copies_of_queries);
-        if constexpr (Corrects && Decays) copy_keys(shared.erase, w.erase, copies_of_erase);
-        if (!copies_of_values.in_pieces)
-            copy_elements(shared.values[stage], values, kSide, Walk(strips * kTileRows, thread, threads), start, time);
-        else if (!Fours || part == 0)
-            copies_of_values.copy(shared.values[stage], start, time);
+        copies_of_keys.copy(of_stage(shared.keys, stage), start, time);
+        if constexpr (Backward) copies_of_queries.copy(of_stage(shared.queries, stage), start, time);
+        if constexpr (Corrects && Decays) copies_of_erase.copy(of_stage(shared.erase, stage), start, time);
+        if (!Fours || part == 0) copies_of_values.copy(shared.values.from(stage * kSide, 0), start, time);
         if constexpr (Decays) {
-            const Matrix<float> to = shared.decays[stage];
+            const Matrix<float> to = shared.decays.from(stage * kDecayRows, 0);
             const Head<float> decays(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows);
-            PieceCopies<Keys, Corrects ? kBlocks : 1, kWarps, float>(to, decays, first_key, Keys, strip, strips)
-                .copy(to, 0, kBlocks);
+            PieceCopies<Keys, kDecayRows, kWarps, float>(to, decays, first_key, Keys, strip, strips)
+                .template copy_pieces<false>(to, 0, kBlocks);
             const int i = 4 * thread;
             if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
-                copy_async<16>(&to(1, i), slice.value_decays_of(head_index, n) + first + i);
+                copy_async<16>(&to(0, Keys * parts + i), slice.value_decays_of(head_index, n) + first + i);
         }
         if (Fours && part > 0) return;
+        const int warps = strips * parts;
         if constexpr (Backward)
-            copy_numbers<kLower, kThreads>(shared.scores[stage].data, LowerStages<F>::kStride,
-                                           slice.lower_of(slice.scores, head_index, n).data, thread, threads);
+            copy_rows<kLowerRows, kBlockSide, kWarps>(shared.scores.from(stage * kLowerRows, 0),
+                                                      slice.lower_of(slice.scores, head_index, n).data, warp, warps);
         if constexpr (Corrects)
-            copy_numbers<kLower, kThreads>(shared.inverse[stage].data, LowerStages<float>::kStride,
-                                           slice.lower_of(slice.inverse, head_index, n).data, thread, threads);
+            copy_rows<kLowerRows, kBlockSide, kWarps>(shared.inverse.from(stage * kLowerRows, 0),
+                                                      slice.lower_of(slice.inverse, head_index, n).data, warp, warps);
         if (Corrects || gated)
-            copy_numbers<kWalkNumbers, kThreads>(shared.steps[stage].data, 16, slice.steps_of(head_index, n), thread,
-                                                 threads);
+            copy_rows<kWalkNumbers / 4, 4, kWarps>(Matrix<float>{&shared.steps(stage, 0), 4},
+                                                   slice.steps_of(head_index, n), warp, warps);
     };
 
     const bool records = w.record && column < slice.columns, records_steps = records && part == 0;
     const Head<T> d_values(w.d_values, batch, head, column, columns);
-    const StepStore<T> d_value_steps(d_values);
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int interval = w.sizes.interval / kSide;
-    int until_kept = end - begin;  // chunks before the first whose state is kept
-    float* kept = w.kept;
-    if (!reverse && kept != nullptr) {
-        const int nth = max(1, (begin + interval - 1) / interval);
-        until_kept = nth * interval - begin;
-        kept += (static_cast<int64_t>(head_index) * kept_states(w.sizes) + nth - 1) * state_floats;
-    }
+    // The chunk whose state is kept next.
+    int next_kept = reverse || w.kept == nullptr ? end : max(1, (begin + interval - 1) / interval) * interval;
 
     float passed_log = 0.0f;  // of a rule that does not correct
     Strip<Keys / 8> state;
@@ -156,8 +137,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     } else if (!w.probe) {
         const WalkStates& start = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
         if (start.data != nullptr)
-            load_state(state, start.data + start.index(head_index, number) * keys * columns, first_key, keys, column,
-                       columns);
+            each_of_state(state, start.data + start.index(head_index, number) * state_floats, first_key, keys, column,
+                          columns, [](float& x, float from) { x = from; });
     }
     // So many chunks are on their way while one is worked on.
     const int ahead = w.stages - 1, chunks = end - begin;
@@ -184,117 +165,99 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const int n = nth(i), stage = i & ahead;
         const Pieces<T> k = of_stage(shared.keys, stage).from(0, first_key),
                         erase = Corrects && Decays ? of_stage(shared.erase, stage).from(0, first_key) : k;
-        const float* const steps = shared.steps[stage].data;
-        const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
+        const float* const steps = &shared.steps(stage, 0);
+        const Matrix<float> decays = shared.decays.from(stage * kDecayRows, first_key);
+        const Matrix<T> values = shared.values.from(stage * kSide, 0);
+        const auto lower = [&](const auto& all) {
+            return LowerBlocks<typename std::decay_t<decltype(all)>::Element>{&all(stage * kLowerRows, 0), all.stride};
+        };
         if (records)
             state.store(slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
                             column * slice.key_rows + first_key,
                         slice.key_rows, slice.key_rows - first_key);
-        if (!Backward && until_kept == i) {
-            store_state(state, kept, first_key, opaque(keys), column, opaque(columns));
-            kept += state_floats;
-            until_kept += interval;
+        if (!Backward && n == next_kept) {
+            const int64_t kept = static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1;
+            store_state(state, w.kept + kept * state_floats, first_key, opaque(keys), column, opaque(columns));
+            next_kept += interval;
         }
+        GivenStrip<T, kSteps> given;
         if constexpr (!Corrects) {
-            GivenStrip<T, kSteps, sizeof(T) == 2> given;
-            given.load(shared.values[stage], strip * kTileRows);
+            given.load(values, strip * kTileRows);
             if (Decays || !gated) {
-                if constexpr (Decays) state.scale(decays.data);
+                if constexpr (Decays) state.scale(&decays(0, 0));
                 if (Decays && w.pass.values) {
-                    const float* const by = &all_decays(1, strip * kTileRows);
+                    const float* const by = &shared.decays(stage, Keys * parts + strip * kTileRows);
                     state.each([&](int, int j, float& x) { x *= by[j]; });
                 }
-                start_given<kPasses, true>(grouped, state, given, k);
-                finish(grouped, state);
+                start<kPasses, true>(grouped, state, given, k);
             } else {
-                const float whole = steps[kWholeGate];
                 passed_log += steps[kWholeLog];
+                state.scale(steps[kWholeGate]);
                 Strip<kSteps> written = given.widened();
-                state.each([&](int, int, float& x) { x *= whole; });
                 written.scale(steps + (reverse ? kFromStart : kToEnd));
-                start<kPasses, true>(grouped, state, written, k);
-                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);
-                finish(grouped, state);
+                start<kPasses, true, true>(grouped, state, written, k);
             }
+            finish(grouped, state);
+            continue;
+        }
+        Strip<kSteps> read, found;
+        read.clear();
+        const Pieces<T>&read_keys = Backward ? k : erase, &write_keys = Backward ? erase : k;
+        if constexpr (Decays)
+            read_blocks<kPasses, Backward>(read, state, read_keys, decays);
+        else
+            start<kPasses, false, Backward>(grouped, read, state, read_keys);
+        given.load(values, strip * kTileRows);
+        finish(grouped, read);
+        if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
+        const auto inverse = lower(shared.inverse);
+        if constexpr (Backward) {
+            if (gated) read.scale(steps + kToEnd);
+            multiply_kept<kPasses, true, Part::kLower>(read, given, lower(shared.scores));
+            multiply_by_inverse<kPasses, true>(found, read, inverse);
         } else {
-            Strip<kSteps> read, found;
-            read.clear();
-            const Pieces<T>& read_keys = Backward ? k : erase;
-            if constexpr (Decays) {
-                read_blocks<kPasses, Backward>(read, state, read_keys, decays);
-            } else {
-                start<kPasses, false>(grouped, read, state, read_keys);
-                if constexpr (Backward && kRounded<T>)
-                    start<kPasses, false>(grouped, read, state.template rest<T>(), read_keys);
+            Strip<kSteps> errors = given.widened();
+            errors.scale(steps + kBeta);
+            read.scale(steps + kReadBeta);
+            errors.each_with(read, [](float& x, float y) { x -= y; });
+            multiply_by_inverse<kPasses, false>(found, errors, inverse);
+        }
+        if (records_steps)
+            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide,
+                        kSide);
+        if (!Decays && gated) state.scale(steps[kWholeGate]);
+        const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
+        if constexpr (Backward) {
+            if (records_steps) {
+                Strip<kSteps> by_strength = found;
+                by_strength.scale(steps + kBeta);
+                store_steps(by_strength, d_values, n * kSide, time);
             }
-            GivenStrip<T, kSteps, kRounded<T>> given;
-            given.load(shared.values[stage], strip * kTileRows);
-            finish(grouped, read);
-            if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
-            if constexpr (Backward) {
-                if (gated) read.scale(steps + kToEnd);
-                multiply_given<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
-                multiply_by_inverse<kPasses, true>(found, read, shared.inverse[stage]);
-            } else {
-                Strip<kSteps> errors = given.widened();
-                errors.scale(steps + kBeta);
-                read.scale(steps + kReadBeta);
-#pragma unroll
-                for (int a = 0; a < kSteps; ++a)
-#pragma unroll
-                    for (int b = 0; b < 4; ++b) errors.value[a][b] -= read.value[a][b];
-                multiply_by_inverse<kPasses, false>(found, errors, shared.inverse[stage]);
-            }
-            if (records_steps)
-                found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
-                            kSide, kSide);
-            if (!Decays && gated) {
-                const float whole = steps[kWholeGate];
-                state.each([&](int, int, float& x) { x *= whole; });
-            }
-            const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
-            if constexpr (Backward) {
-                if (records_steps) {
-                    Strip<kSteps> by_strength = found;
-                    by_strength.scale(steps + kBeta);
-                    if (d_value_steps.paired)
-                        d_value_steps.store(by_strength, n * kSide, time);
-                    else
-                        by_strength.store_steps(d_values, n * kSide, time);
-                }
-                if constexpr (!Decays) {
-                    if (gated) {
-                        Strip<kSteps> scaled = given.widened();
-                        scaled.scale(steps + kFromStart);
-                        start<kPasses, true>(grouped, state, scaled, q);
-                        finish(grouped, state);
-                        if constexpr (kRounded<T>) {
-                            start<kPasses, true>(grouped, state, scaled.template rest<T>(), q);
-                            finish(grouped, state);
-                        }
-                    } else {
-                        start_given<kPasses, true>(grouped, state, given, q);
-                        finish(grouped, state);
-                    }
-                }
-                found.scale(steps + kReadBeta);
-                found.each([](int, int, float& x) { x = -x; });
-            } else if (gated) {
-                found.scale(steps + kToEnd);
-            }
-            const Pieces<T>& write_keys = Backward ? erase : k;
             if constexpr (!Decays) {
-                start<kPasses, true>(grouped, state, found, write_keys);
+                if (gated) {
+                    Strip<kSteps> scaled = given.widened();
+                    scaled.scale(steps + kFromStart);
+                    start<kPasses, true, true>(grouped, state, scaled, q);
+                } else {
+                    start<kPasses, true>(grouped, state, given, q);
+                }
                 finish(grouped, state);
-                continue;
             }
+            found.scale(steps + kReadBeta);
+            found.scale(-1.0f);
+        } else if (gated) {
+            found.scale(steps + kToEnd);
+        }
+        if constexpr (!Decays) {
+            start<kPasses, true>(grouped, state, found, write_keys);
+            finish(grouped, state);
+        } else {
             each_block<Backward>(decays, [&](int block, const float* by) {
                 state.scale(by);
+                const int row = kTileRows * block;
                 if constexpr (Backward)
-                    multiply_given<kPasses, true>(state, given.template part<2>(2 * block),
-                                                  q.from(kTileRows * block, 0));
-                multiply_kept<kPasses, true>(state, found.template part<2>(2 * block),
-                                             write_keys.from(kTileRows * block, 0));
+                    multiply_kept<kPasses, true>(state, given.template part<2>(2 * block), q.from(row, 0));
+                multiply_kept<kPasses, true>(state, found.template part<2>(2 * block), write_keys.from(row, 0));
             });
         }
     }

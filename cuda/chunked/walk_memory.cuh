@@ -18,17 +18,18 @@ struct PieceCopies {
     // So many at a time: in float32 registers would not do for more.
     static constexpr int kTogether = Warps > 0 || (sizeof(T) == 2 && kMost < 4) ? kMost : sizeof(T) == 2 ? 4 : 1;
 
+    Head<T> all;      // from the first column on
     const T* column;  // the first row's
-    int stride, row, place, rows_on;
+    int stride, first, row, place, rows_on, warp, warps;
     bool there, in_pieces;
 
-    // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`. `in_pieces` says if this can be done,
-    // where rows have `columns`.
+    // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`, whose rows have `columns`.
     template <typename To>
     __device__ __forceinline__ PieceCopies(const To& to, const Head<T>& from, int first, int columns, int warp,
-                                           int warps)
-        : stride(static_cast<int>(from.stride)), row(warp * kDown + warp_lane() / kAcross),
-          rows_on((Warps > 0 ? Warps : warps) * kDown) {
+                                           int warps = Warps)
+        : all(from.data + first, from.stride, from.dim - first), stride(static_cast<int>(from.stride)), first(first),
+          row(warp * kDown + warp_lane() / kAcross), rows_on((Warps > 0 ? Warps : warps) * kDown), warp(warp),
+          warps(Warps > 0 ? Warps : warps) {
         const int own = first + warp_lane() % kAcross * kPiece;
         column = from.data + own;
         place = static_cast<int>(&to(row, own) - to.data);
@@ -39,6 +40,16 @@ struct PieceCopies {
     // Rows `start` and on; zeros from row `end` on.
     template <typename To>
     __device__ __forceinline__ void copy(const To& to, int start, int end) const {
+        if (in_pieces)
+            copy_pieces<false>(to, start, end);
+        else
+            copy_elements(to.from(0, first), all, Rows, Walk(Columns, warp * kWarp + warp_lane(), warps * kWarp), start,
+                          end);
+    }
+
+    // The same of what is in pieces, with `All` of rows and columns that are all there.
+    template <bool All, typename To>
+    __device__ __forceinline__ void copy_pieces(const To& to, int start, int end) const {
         const int rows_there = there ? end - start - row : 0;
         const T* piece = column + static_cast<int64_t>(start + row) * stride;
         T* const first = to.data + place;
@@ -46,90 +57,55 @@ struct PieceCopies {
 #pragma unroll
             for (int i = 0; i < kTogether; ++i, down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
                 if (kWhole || row + down < Rows)
-                    copy_or_clear(first + (&to(down, 0) - to.data), piece, down < rows_there);
+                    copy_or_clear(first + (&to(down, 0) - to.data), piece, All || down < rows_there);
             if (kTogether == kMost) return;
         }
     }
 };
 
-// Starts to copy `Count` numbers of the workspace, by `Threads` threads or, with 0, as many as are said, to rows of 16 numbers that
-// are `stride` apart.
-template <int Count, int Threads, typename F>
-__device__ __forceinline__ void copy_numbers(F* to, int stride, const F* from, int thread, int threads) {
-    constexpr int kPiece = 16 / sizeof(F), kLeastOn = kPiece * (Threads > 0 ? Threads : kWarp);
-    constexpr int kMost = (Count + kLeastOn - 1) / kLeastOn, kTogether = Threads > 0 ? kMost : kMost > 5 ? 5 : kMost;
-    constexpr bool kWhole = Threads > 0 && kMost * kLeastOn == Count;
-    const int first = thread * kPiece, on = (Threads > 0 ? Threads : threads) * kPiece;
-    to += first / 16 * stride + first % 16;
-    from += first;
-    for (int begin = 0; begin < Count; begin += kTogether * on) {
-#pragma unroll
-        for (int i = begin, n = 0; n < kTogether; ++n, i += on)
-            if (kWhole || first + i < Count) copy_async<16>(to + i / 16 * stride, from + i);
-        if (kTogether == kMost) return;
-    }
+// Starts to copy rows of the workspace that lie one after another.
+template <int Rows, int Columns, int Warps, typename F>
+__device__ __forceinline__ void copy_rows(const Matrix<F>& to, F* from, int warp, int warps) {
+    PieceCopies<Columns, Rows, Warps, F>(to, Head<F>(from, Columns, Columns), 0, Columns, warp, warps)
+        .template copy_pieces<true>(to, 0, Rows);
 }
 
-// A strip's columns in those of a sequence, a row for each place, in pairs of 16 bits; see Strip::store_steps.
-template <typename T>
-struct StepStore {
-    T* column;  // this lane's, of the first row
-    int stride;
-    bool paired;  // true if this can be done
-
-    __device__ __forceinline__ explicit StepStore(const Head<T>& to)
-        : column(to.data + 2 * (warp_lane() % 4)), stride(static_cast<int>(to.stride)),
-          paired(sizeof(T) == 2 && to.dim >= kTileRows && to.stride < kMostStride &&
-                 (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % (2 * sizeof(T)) == 0) {}
-
-    // To rows `start` and on, those before row `end`.
-    template <int N>
-    __device__ __forceinline__ void store(const Strip<N>& x, int start, int end) const {
-        if constexpr (sizeof(T) == 2) {
+// Writes a strip's columns to those of a sequence, `to` beginning at the first of them: place p is step `start` + p.
+template <typename T, int N>
+__device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
+    if constexpr (sizeof(T) == 2) {
+        if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 4 == 0) {
             const int first = start + warp_lane() / 4;
-            T* row = column + static_cast<int64_t>(first) * stride;
+            T* row = to.data + first * to.stride + 2 * (warp_lane() % 4);
 #pragma unroll
-            for (int n = 0; n < N; ++n, row += static_cast<int64_t>(8) * stride)
+            for (int n = 0; n < N; ++n, row += 8 * to.stride)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const unsigned pair =
                         transpose_matrix(narrow_pair<T>(x.value[n][2 * half], x.value[n][2 * half + 1]).bits());
                     if (first + 8 * n < end) *reinterpret_cast<unsigned*>(row + 8 * half) = pair;
                 }
+            return;
         }
     }
-};
+    x.each([&](int place, int j, float& value) {
+        if (start + place < end && j < to.dim) to.data[(start + place) * to.stride + j] = narrow<T>(value);
+    });
+}
 
-// f(float& x, the state's number or null, where that would be beyond it) for a strip's part of a (key_dim, value_dim) state.
+// f(float& x, the state's number) for a strip's part of a (key_dim, value_dim) state.
 template <int N, typename F>
 __device__ __forceinline__ void each_of_state(Strip<N>& state, float* numbers, int first_key, int keys, int column,
                                               int columns, F f) {
-    const int group = warp_lane() / 4, member = warp_lane() % 4;
-    const int keys_left = keys - first_key - 2 * member, columns_left = columns - column - group;
-    numbers += static_cast<int64_t>(first_key + 2 * member) * columns + column + group;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            float* const row = numbers + static_cast<int64_t>(8 * n + odd) * columns;
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                f(state.value[n][2 * half + odd],
-                  8 * n + odd < keys_left && 8 * half < columns_left ? row + 8 * half : nullptr);
-        }
-}
-template <int N>
-__device__ __forceinline__ void load_state(Strip<N>& state, float* from, int first_key, int keys, int column,
-                                           int columns) {
-    each_of_state(state, from, first_key, keys, column, columns,
-                  [](float& x, const float* number) { x = number != nullptr ? *number : 0.0f; });
+    numbers += static_cast<int64_t>(first_key) * columns + column;
+    state.each([&](int place, int j, float& x) {
+        if (first_key + place < keys && column + j < columns) f(x, numbers[place * columns + j]);
+    });
 }
 template <int N>
 __device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
                                             int columns) {
-    each_of_state(state, to, first_key, keys, column, columns, [](float x, float* number) {
-        if (number != nullptr) *number = x;
-    });
+    each_of_state(state, to, first_key, keys, column, columns, [](float x, float& number) { number = x; });
 }
 
 }  // namespace fairseq_fastweights
