@@ -6,8 +6,6 @@
 
 namespace fairseq_fastweights {
 
-constexpr int kMostStride = 1 << 24;  // of a sequence's steps, for offsets of 32 bits
-
 // A lane's pieces of 16 bytes of `Columns` columns and up to `Rows` rows of a sequence: of one column, in rows of one distance from
 // one another. They are copied by `Warps` warps or, with 0, as many as are said.
 template <int Columns, int Rows, int Warps, typename T>
@@ -34,7 +32,7 @@ struct PieceCopies {
         column = from.data + own;
         place = static_cast<int>(&to(row, own) - to.data);
         there = own < from.dim;
-        in_pieces = from.in_pieces(columns) && from.stride < kMostStride;
+        in_pieces = from.in_pieces(columns) && from.stride == stride;
     }
 
     // Rows `start` and on; zeros from row `end` on.
@@ -97,10 +95,19 @@ __device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int 
 template <int N, typename F>
 __device__ __forceinline__ void each_of_state(Strip<N>& state, float* numbers, int first_key, int keys, int column,
                                               int columns, F f) {
-    numbers += static_cast<int64_t>(first_key) * columns + column;
-    state.each([&](int place, int j, float& x) {
-        if (first_key + place < keys && column + j < columns) f(x, numbers[place * columns + j]);
-    });
+    const int group = warp_lane() / 4, member = warp_lane() % 4;
+    const int keys_left = keys - first_key - 2 * member, columns_left = columns - column - group;
+    numbers += static_cast<int64_t>(first_key + 2 * member) * columns + column + group;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            float* const row = numbers + static_cast<int64_t>(8 * n + odd) * columns;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (8 * n + odd < keys_left && 8 * half < columns_left)
+                    f(state.value[n][2 * half + odd], row[8 * half]);
+        }
 }
 template <int N>
 __device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
