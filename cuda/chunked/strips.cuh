@@ -125,16 +125,11 @@ struct Strip {
 
     // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
     template <typename By>
-    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) const {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const auto pair =
-                    *reinterpret_cast<const Pair<typename By::Element>*>(&by(group + 8 * half, 8 * n + 2 * member));
-                sums[half] += value[n][2 * half] * widen<float>(pair.x) + value[n][2 * half + 1] * widen<float>(pair.y);
-            }
+    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) {
+        each_pair([&](int place, int j, float x, float y) {
+            const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(&by(j, place));
+            sums[j / 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
+        });
     }
 
     // To rows of places in shared memory, a row for each column.
@@ -174,17 +169,19 @@ struct StoredStrip {
 template <typename T, int N>
 using GivenStrip = std::conditional_t<sizeof(T) == 2, StoredStrip<T, N>, Strip<N>>;
 
-// 16 places of a strip, from 16 e on, as a left factor.
+// 16 places of a strip, from 16 e on, as a left factor, and what rounding leaves out of them.
 template <typename T, int N>
-__device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& from, int e) {
+__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N>& from, int e) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float* const pair = &from.value[2 * e + i / 2][i % 2 * 2];
-        a[i] = narrow_pair<T>(pair[0], pair[1]).bits();
+        const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
+        const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
+        a[i] = pair.bits();
+        rest[i] = narrow_pair<T>(two[0] - widen<float>(pair.x), two[1] - widen<float>(pair.y)).bits();
     }
 }
 template <typename T, int N>
-__device__ __forceinline__ void narrow_places(unsigned (&a)[4], const StoredStrip<T, N>& from, int e) {
+__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&)[4], const StoredStrip<T, N>& from, int e) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = from.bits[e][i];
 }
@@ -196,10 +193,11 @@ constexpr bool kInHalves = kRounded<T> || (sizeof(T) == 2 && sizeof(typename Lef
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. What is not multiplied in
-// 16 bits is in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is rounded to it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, int N, typename Left,
-          typename Right>
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. With `Split` a left
+// factor that is rounded to 16 bits is taken as two numbers, big + rest. Others are in tf32, in one pass with a right factor that
+// is exact in it or, with `Rounds`, is rounded to it.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, bool Split = false, int N,
+          typename Left, typename Right>
 __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) {
     using T = typename Right::Element;
     const int lane = warp_lane();
@@ -207,16 +205,19 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, 
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
         for (int e = 0; e < Left::kGroups / 2; ++e) {
-            unsigned a[4];
-            narrow_places<T>(a, left, e);
+            unsigned a[4], rest[4];
+            narrow_places<T>(a, rest, left, e);
 #pragma unroll
             for (int n = 0; n < N / 2; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 unsigned b[4];
                 load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
                                                       : &right(16 * n + third + low, 16 * e + second));
-                mma_stored<T>(sums.value[2 * n], a, {b[0], b[1]});
-                mma_stored<T>(sums.value[2 * n + 1], a, {b[2], b[3]});
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    mma_stored<T>(sums.value[2 * n + i], a, {b[2 * i], b[2 * i + 1]});
+                    if constexpr (Split) mma_stored<T>(sums.value[2 * n + i], rest, {b[2 * i], b[2 * i + 1]});
+                }
             }
         }
     } else {
@@ -241,44 +242,35 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, 
     }
 }
 
-// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
+// sums += pairs right, as `multiply_kept` of pairs that are split.
 template <int Passes, bool RowsInner, int N, int M, typename Right>
-__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
-    using F = typename Right::Element;
-#pragma unroll
-    for (int e = 0; e < M / 2; ++e) {
-        Strip<2>& part = pairs.template part<2>(2 * e);
-        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
-        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(F) == 4>(sums, part, factor);
-        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
-    }
+__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, const Strip<M>& pairs, const Right& right) {
+    multiply_kept<Passes, RowsInner, Part::kAll, sizeof(typename Right::Element) == 4, true>(sums, pairs, right);
 }
 
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
-// fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too. With `Split` what
-// rounding would leave out of the left factor is multiplied as well.
+// fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
 template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename T>
 __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T>& right) {
     constexpr int M = Left::kGroups;
-    bool started = false;
     if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
-            started = true;
-            unsigned a[M / 2][4];
+            unsigned a[2][M / 2][4];
 #pragma unroll
-            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[e], left, e);
+            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
             groups_begin();
 #pragma unroll
-            for (int e = 0; e < M / 2; ++e)
+            for (int part = 0; part <= Split; ++part)
 #pragma unroll
-                for (int n = 0; n < N; n += kGroupColumns / 8)
-                    multiply_in_group<T, RowsInner>(sums.value, n, a[e],
-                                                    right.template descriptor<RowsInner>(16 * e, 8 * n));
-            groups_commit();
+                for (int e = 0; e < M / 2; ++e)
+#pragma unroll
+                    for (int n = 0; n < N; n += kGroupColumns / 8)
+                        multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
+                                                        right.template descriptor<RowsInner>(16 * e, 8 * n));
+            return groups_commit();
         }
     }
-    if (!started) multiply_kept<Passes, RowsInner>(sums, left, right);
-    if constexpr (Split && kRounded<T>) start<Passes, RowsInner>(grouped, sums, left.template rest<T>(), right);
+    multiply_kept<Passes, RowsInner, Part::kAll, false, Split>(sums, left, right);
 }
 template <int N>
 __device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {

@@ -14,20 +14,15 @@ struct alignas(2 * sizeof(T)) Pair {
 
     // For elements of 16 bits: a register, the first element its lower half.
     __device__ __forceinline__ unsigned bits() const {
-        static_assert(sizeof(T) == 2, "two to a register");
-        union {
-            Pair pair;
-            unsigned bits;
-        } same{*this};
-        return same.bits;
+        unsigned bits;
+        static_assert(sizeof(bits) == sizeof(Pair), "two to a register");
+        memcpy(&bits, this, sizeof(bits));
+        return bits;
     }
     __device__ __forceinline__ static Pair of_bits(unsigned bits) {
-        static_assert(sizeof(T) == 2, "two to a register");
-        union {
-            unsigned bits;
-            Pair pair;
-        } same{bits};
-        return same.pair;
+        Pair pair;
+        memcpy(&pair, &bits, sizeof(pair));
+        return pair;
     }
 };
 

@@ -64,8 +64,7 @@ __device__ __forceinline__ void read_blocks(Strip<kSide / 8>& read, Strip<N>& st
         each_block<Reverse>(decays, [&](int block, const float* by) {
             const Pieces<T> rows = keys.from(kTileRows * block, 8 * e);
             Strip<2>& sums = read.template part<2>(2 * block);
-            multiply_kept<Passes, false>(sums, left, rows);
-            if constexpr (Reverse && kRounded<T>) multiply_kept<Passes, false>(sums, left.template rest<T>(), rows);
+            multiply_kept<Passes, false, Part::kAll, false, Reverse>(sums, left, rows);
             left.scale(by + 8 * e);
         });
     }
