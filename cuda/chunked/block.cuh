@@ -67,8 +67,7 @@ struct Carver {
 struct Walk {
     int row, column, width, rows_on, columns_on;
 
-    __device__ __forceinline__ explicit Walk(int width) : Walk(width, threadIdx.x, blockDim.x) {}
-    __device__ __forceinline__ Walk(int width, int thread, int threads)
+    __device__ __forceinline__ explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
         : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
           columns_on(threads - rows_on * width) {}
 

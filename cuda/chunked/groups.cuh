@@ -63,18 +63,6 @@ struct Pieces {
     }
 };
 
-// Before the first product of a group: the registers that it reads are written.
-__device__ __forceinline__ void groups_begin() {
-    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
-}
-__device__ __forceinline__ void groups_commit() {
-    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(), asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
-}
-// All products of this warpgroup are there, after which accumulators may be read.
-__device__ __forceinline__ void groups_wait() {
-    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory"));
-}
-
 // d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
 template <typename T, bool RowsInner, int N>
 __device__ __forceinline__ void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {

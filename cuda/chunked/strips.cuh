@@ -258,7 +258,8 @@ __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& 
             unsigned a[2][M / 2][4];
 #pragma unroll
             for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
-            groups_begin();
+            // The registers that they read are written.
+            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
 #pragma unroll
             for (int part = 0; part <= Split; ++part)
 #pragma unroll
@@ -267,7 +268,9 @@ __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& 
                     for (int n = 0; n < N; n += kGroupColumns / 8)
                         multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
                                                         right.template descriptor<RowsInner>(16 * e, 8 * n));
-            return groups_commit();
+            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(),
+                                  asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
+            return;
         }
     }
     multiply_kept<Passes, RowsInner, Part::kAll, false, Split>(sums, left, right);
@@ -275,10 +278,10 @@ __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& 
 template <int N>
 __device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {
     if (!grouped) return;
-    groups_wait();
-    FASTWEIGHTS_OF_GROUPS(, sums.each([](int, int, float& x) {
-        asm volatile("" : "+f"(x)::"memory");
-    }));  // not read before
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory");
+                          sums.each([](int, int, float& x) {
+                              asm volatile("" : "+f"(x)::"memory");
+                          }));  // not read before
 }
 
 }  // namespace fairseq_fastweights

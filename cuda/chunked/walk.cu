@@ -129,6 +129,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     // The chunk whose state is kept next.
     int next_kept = reverse || w.kept == nullptr ? end : max(1, (begin + interval - 1) / interval) * interval;
 
+    const auto rows_of_state = [&](float* state) { return Head<float>(state + column, columns, columns - column); };
     float passed_log = 0.0f;  // of a rule that does not correct
     Strip<Keys / 8> state;
     state.clear();
@@ -137,8 +138,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     } else if (!w.probe) {
         const WalkStates& start = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
         if (start.data != nullptr)
-            each_of_state(state, start.data + start.index(head_index, number) * state_floats, first_key, keys, column,
-                          columns, [](float& x, float from) { x = from; });
+            each_place(state, rows_of_state(start.data + start.index(head_index, number) * state_floats), first_key,
+                       keys, [](float& x, float from) { x = from; });
     }
     // So many chunks are on their way while one is worked on.
     const int ahead = w.stages - 1, chunks = end - begin;
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                         slice.key_rows, slice.key_rows - first_key);
         if (!Backward && n == next_kept) {
             const int64_t kept = static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1;
-            store_state(state, w.kept + kept * state_floats, first_key, opaque(keys), column, opaque(columns));
+            store_steps(state, rows_of_state(w.kept + kept * state_floats), first_key, opaque(keys));
             next_kept += interval;
         }
         GivenStrip<T, kSteps> given;
@@ -277,12 +278,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     }
     const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
     if (!ends || w.ends.data == nullptr) return;
-    if (transformation)
-        store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys,
-                    first_key, keys, column, keys);
-    else
-        store_state(state, w.ends.data + w.ends.index(head_index, number) * state_floats, first_key, keys, column,
-                    columns);
+    float* const to = transformation
+                          ? w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * state_floats
+                          : w.ends.data + w.ends.index(head_index, number) * state_floats;
+    store_steps(state, rows_of_state(to), first_key, keys);
 }
 
 template <typename T, bool Corrects, bool Backward, bool Decays>

@@ -68,13 +68,27 @@ __device__ __forceinline__ void copy_rows(const Matrix<F>& to, F* from, int warp
         .template copy_pieces<true>(to, 0, Rows);
 }
 
-// Writes a strip's columns to those of a sequence, `to` beginning at the first of them: place p is step `start` + p.
-template <typename T, int N>
+// f(float& x, the sequence's number) with a strip's columns and those of a sequence or a state, `rows` beginning at the first of
+// them: place p is row `start` + p, and there are no rows from `end` on.
+template <int N, typename T, typename F>
+__device__ __forceinline__ void each_place(Strip<N>& x, const Head<T>& rows, int start, int end, F f) {
+    const int group = warp_lane() / 4, first = start + warp_lane() % 4 * 2;
+    T* row = rows.data + first * rows.stride + group;
+#pragma unroll
+    for (int n = 0; n < N; ++n, row += 8 * rows.stride)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (first + 8 * n + i % 2 < end && group + i / 2 * 8 < rows.dim)
+                f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
+}
+
+// Writes a strip to a sequence's steps likewise.
+template <int N, typename T>
 __device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
     if constexpr (sizeof(T) == 2) {
         if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 4 == 0) {
             const int first = start + warp_lane() / 4;
-            T* row = to.data + first * to.stride + 2 * (warp_lane() % 4);
+            T* row = to.data + first * to.stride + warp_lane() % 4 * 2;
 #pragma unroll
             for (int n = 0; n < N; ++n, row += 8 * to.stride)
 #pragma unroll
@@ -86,33 +100,7 @@ __device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int 
             return;
         }
     }
-    x.each([&](int place, int j, float& value) {
-        if (start + place < end && j < to.dim) to.data[(start + place) * to.stride + j] = narrow<T>(value);
-    });
-}
-
-// f(float& x, the state's number) for a strip's part of a (key_dim, value_dim) state.
-template <int N, typename F>
-__device__ __forceinline__ void each_of_state(Strip<N>& state, float* numbers, int first_key, int keys, int column,
-                                              int columns, F f) {
-    const int group = warp_lane() / 4, member = warp_lane() % 4;
-    const int keys_left = keys - first_key - 2 * member, columns_left = columns - column - group;
-    numbers += static_cast<int64_t>(first_key + 2 * member) * columns + column + group;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            float* const row = numbers + static_cast<int64_t>(8 * n + odd) * columns;
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (8 * n + odd < keys_left && 8 * half < columns_left)
-                    f(state.value[n][2 * half + odd], row[8 * half]);
-        }
-}
-template <int N>
-__device__ __forceinline__ void store_state(Strip<N>& state, float* to, int first_key, int keys, int column,
-                                            int columns) {
-    each_of_state(state, to, first_key, keys, column, columns, [](float x, float& number) { number = x; });
+    each_place(x, to, start, end, [](float from, T& number) { number = narrow<T>(from); });
 }
 
 }  // namespace fairseq_fastweights

@@ -1,4 +1,4 @@
-// Products that are a walk's alone, with left factors in a warp's registers as those of strips.cuh: by T, and of a state that decays from block to block.
+// Products that are a walk's alone, with left factors as those of strips.cuh: by T, and of a state that decays from block to block.
 #pragma once
 
 #include "slices.h"
@@ -16,30 +16,20 @@ __device__ __forceinline__ void multiply_by_inverse(Strip<kSide / 8>& found, con
 #pragma unroll
     for (int e = 0; e < kSide / 8; e += 2) {  // the inner places of a block
         const KeptFactor<Passes, true> first(left.value[e]), second(left.value[e + 1]);
-        if constexpr (RowsInner) {
-            const int member = lane % 4, place = place_in_inverse(lane / 4);
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+        for (int n = RowsInner ? 0 : e; n < (RowsInner ? e + 2 : kSide / 8); ++n) {
+            unsigned b[4];
+            if constexpr (RowsInner) {
 #pragma unroll
-                for (int n = 0; n <= e + half; ++n) {
-                    const float* const pair = &inverse(8 * (e + half) + 2 * member, 8 * n + place);
-                    (half ? second : first).template multiply<true>(found.value[n], pair[0], pair[inverse.stride]);
-                }
-        } else {
-            const int row = lane % 8, piece = lane / 8 * 4;
-#pragma unroll
-            for (int n = e; n < kSide / 8; n += 2) {
-                unsigned b[2][4];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) load_matrices<false>(b[i], &inverse(8 * (n + i) + row, 8 * e + piece));
-                const auto numbers = [&](int i, int j) { return __uint_as_float(b[i][j]); };
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    first.template multiply<true>(found.value[n + i], numbers(i, 0), numbers(i, 1));
-#pragma unroll
-                for (int i = n == e; i < 2; ++i)
-                    second.template multiply<true>(found.value[n + i], numbers(i, 2), numbers(i, 3));
+                for (int i = 0; i < 4; ++i)
+                    b[i] = __float_as_uint(
+                        inverse(8 * (e + i / 2) + lane % 4 * 2 + i % 2, 8 * n + place_in_inverse(lane / 4)));
+            } else {
+                load_matrices<false>(b, &inverse(8 * n + lane % 8, 8 * e + lane / 8 * 4));
             }
+            const auto number = [&](int i) { return __uint_as_float(b[i]); };
+            if (!RowsInner || n <= e) first.template multiply<true>(found.value[n], number(0), number(1));
+            if (RowsInner || n > e) second.template multiply<true>(found.value[n], number(2), number(3));
         }
     }
 }
