@@ -261,9 +261,9 @@ __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& 
             // The registers that they read are written.
             FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
 #pragma unroll
-            for (int part = 0; part <= Split; ++part)
+            for (int e = 0; e < M / 2; ++e)
 #pragma unroll
-                for (int e = 0; e < M / 2; ++e)
+                for (int part = 0; part <= Split; ++part)
 #pragma unroll
                     for (int n = 0; n < N; n += kGroupColumns / 8)
                         multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],

@@ -85,20 +85,15 @@ __device__ __forceinline__ void each_place(Strip<N>& x, const Head<T>& rows, int
 // Writes a strip to a sequence's steps likewise.
 template <int N, typename T>
 __device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
+    const int group = warp_lane() / 4, twice = warp_lane() % 4 * 2;
     if constexpr (sizeof(T) == 2) {
-        if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 4 == 0) {
-            const int first = start + warp_lane() / 4;
-            T* row = to.data + first * to.stride + warp_lane() % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < N; ++n, row += 8 * to.stride)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const unsigned pair =
-                        transpose_matrix(narrow_pair<T>(x.value[n][2 * half], x.value[n][2 * half + 1]).bits());
-                    if (first + 8 * n < end) *reinterpret_cast<unsigned*>(row + 8 * half) = pair;
-                }
-            return;
-        }
+        T* const first = to.data + (start + group) * to.stride + twice;
+        if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 4 == 0)
+            return x.each_pair([&](int place, int j, float one, float two) {
+                const unsigned pair = transpose_matrix(narrow_pair<T>(one, two).bits());
+                T* const at = first + (place - twice) * to.stride + (j - group);
+                if (start + (place - twice) + group < end) *reinterpret_cast<unsigned*>(at) = pair;
+            });
     }
     each_place(x, to, start, end, [](float from, T& number) { number = narrow<T>(from); });
 }
