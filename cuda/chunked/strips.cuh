@@ -236,7 +236,8 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, 
                     pair = {right(inner, column), right(inner + 1, column)};
                 else
                     pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
-                factor.template multiply<!Rounds>(sums.value[n], widen<float>(pair.x), widen<float>(pair.y));
+                factor.template multiply<Rounds ? Rounding::kNearest : Rounding::kNone>(
+                    sums.value[n], widen<float>(pair.x), widen<float>(pair.y));
             }
         }
     }

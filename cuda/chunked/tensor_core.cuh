@@ -98,11 +98,9 @@ __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4]
 }
 
 __device__ __forceinline__ unsigned shared_address(const void* place) {
-#if defined(FASTWEIGHTS_EMULATION)
-    return emulation::shared_address(place);
-#else
-    return static_cast<unsigned>(__cvta_generic_to_shared(place));
-#endif
+    FASTWEIGHTS_INSTRUCTION(return emulation::shared_address(place),
+                                   return static_cast<unsigned>(__cvta_generic_to_shared(place)));
+    return 0;
 }
 
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
@@ -148,42 +146,40 @@ using Factor = std::conditional_t<kRounded<T>, T, float>;
 // rounds to the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that
 // compute a state compute the same bits.
 
-template <int Passes>
+enum class Rounding { kNearest, kCut, kNone };  // of one pass
+
+template <int Passes, Rounding How = Rounding::kNearest>
 struct Operand {
     unsigned big, small = 0;
     // In 3 passes `big` is to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` is cut off
     // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
-    // product with that.
+    // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
     __device__ __forceinline__ explicit Operand(float x) {
-        big = Passes == 1 ? to_tf32(x) : (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+        const unsigned bits = __float_as_uint(x), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
+        big = Passes == 1 ? (How == Rounding::kNearest ? to_tf32(x) : bits + half) : (bits + half) & 0xffffe000u;
         if constexpr (Passes == 3) small = __float_as_uint(x - __uint_as_float(big));
     }
 };
 
 // Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
 // the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
-// `Cut`: in one pass half of the last digit that stays is added, as tensor cores leave out the others. That makes 0 of a NaN.
-template <int Passes, bool Cut = false>
+template <int Passes, Rounding How = Rounding::kNearest>
 struct KeptFactor {
     unsigned big[4], small[4];
 
     __device__ __forceinline__ explicit KeptFactor(const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float number = x[i / 2 + i % 2 * 2];
-            const Operand<Passes> part(number);
-            big[i] = Cut && Passes == 1 ? __float_as_uint(number) + 0x1000u : part.big;
+            const Operand<Passes, How> part(x[i / 2 + i % 2 * 2]);
+            big[i] = part.big;
             small[i] = part.small;
         }
     }
 
-    // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group): in one pass rounded unless it
-    // `IsExact` in tf32.
-    template <bool IsExact = false>
+    // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
+    template <Rounding OfRight = Rounding::kNearest>
     __device__ __forceinline__ void multiply(float (&sums)[4], float first, float second) const {
-        if constexpr (Passes == 1 && IsExact)
-            return mma_tf32(sums, big, {__float_as_uint(first), __float_as_uint(second)});
-        const Operand<Passes> x(first), y(second);
+        const Operand<Passes, OfRight> x(first), y(second);
         if constexpr (Passes == 1) return mma_tf32(sums, big, {x.big, y.big});
         float parts[4] = {};
         mma_tf32(parts, small, {x.big, y.big});

@@ -18,16 +18,15 @@ struct PieceCopies {
 
     Head<T> all;      // from the first column on
     const T* column;  // the first row's
-    int stride, first, row, place, rows_on, warp, warps;
+    int stride, first, row, place, warp, warps;
     bool there, in_pieces;
 
     // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`, whose rows have `columns`.
     template <typename To>
     __device__ __forceinline__ PieceCopies(const To& to, const Head<T>& from, int first, int columns, int warp,
-                                           int warps = Warps)
+                                           int warps)
         : all(from.data + first, from.stride, from.dim - first), stride(static_cast<int>(from.stride)), first(first),
-          row(warp * kDown + warp_lane() / kAcross), rows_on((Warps > 0 ? Warps : warps) * kDown), warp(warp),
-          warps(Warps > 0 ? Warps : warps) {
+          row(warp * kDown + warp_lane() / kAcross), warp(warp), warps(Warps > 0 ? Warps : warps) {
         const int own = first + warp_lane() % kAcross * kPiece;
         column = from.data + own;
         place = static_cast<int>(&to(row, own) - to.data);
@@ -48,7 +47,7 @@ struct PieceCopies {
     // The same of what is in pieces, with `All` of rows and columns that are all there.
     template <bool All, typename To>
     __device__ __forceinline__ void copy_pieces(const To& to, int start, int end) const {
-        const int rows_there = there ? end - start - row : 0;
+        const int rows_there = there ? end - start - row : 0, rows_on = warps * kDown;
         const T* piece = column + static_cast<int64_t>(start + row) * stride;
         T* const first = to.data + place;
         for (int down = 0; down < Rows;) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ void multiply_by_inverse(Strip<kSide / 8>& found, con
     found = left;
 #pragma unroll
     for (int e = 0; e < kSide / 8; e += 2) {  // the inner places of a block
-        const KeptFactor<Passes, true> first(left.value[e]), second(left.value[e + 1]);
+        const KeptFactor<Passes, Rounding::kCut> first(left.value[e]), second(left.value[e + 1]);
 #pragma unroll
         for (int n = RowsInner ? 0 : e; n < (RowsInner ? e + 2 : kSide / 8); ++n) {
             unsigned b[4];
@@ -28,8 +28,8 @@ __device__ __forceinline__ void multiply_by_inverse(Strip<kSide / 8>& found, con
                 load_matrices<false>(b, &inverse(8 * n + lane % 8, 8 * e + lane / 8 * 4));
             }
             const auto number = [&](int i) { return __uint_as_float(b[i]); };
-            if (!RowsInner || n <= e) first.template multiply<true>(found.value[n], number(0), number(1));
-            if (RowsInner || n > e) second.template multiply<true>(found.value[n], number(2), number(3));
+            if (!RowsInner || n <= e) first.template multiply<Rounding::kNone>(found.value[n], number(0), number(1));
+            if (RowsInner || n > e) second.template multiply<Rounding::kNone>(found.value[n], number(2), number(3));
         }
     }
 }
