@@ -1,32 +1,26 @@
 // The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
-// and leaves for the stages that take all chunks at once each chunk's state and what depends on it. In the notation of
-// system.cuh and gradients.cu, everything transposed, so that what a product makes is the left factor of the next in the same
-// warp's registers (strips.cuh):
+// and leaves for the other stages each chunk's state and what depends on it. In the notation of system.cuh and gradients.cu,
+// everything transposed, so that what a product makes is the left factor of the next in the same warp's registers (strips.cuh):
 //
 //   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
 //   dU' = dY' P + (dS' K') diag(D_es)  dR' = dU' T    dV' = dR' B
 //                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (dR' B diag(D_t0)) K
 //
-// and of rules that do not correct, whose U is V and w the strengths of writes,
+// and of rules that do not correct, whose U is V and w the strengths of writes, which are one and the same, from either end:
 //
 //   S'  <- D S' + (V' diag(D_es w_s)) K                dS' <- D dS' + (dY' diag(D_t0)) Q
-//
-// which are one and the same, from either end.
 //
 // With decays of keys, in the notation of decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
 // queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
 // corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
-// the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps.
-//
-// With decays of values, Z in the notation of decays.cuh, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
+// the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps. With
+// decays of values, Z there, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
 //
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
-// part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
-// barrier a chunk.
-//
-// Where a block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of
-// rules that correct and have decays of keys, which add to a state 16 steps at a time.
+// part; if a rule corrects, they exchange what they make of a chunk's steps. But for that there is one barrier a chunk. Where a
+// block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of rules
+// that correct and have decays of keys, which add to a state 16 steps at a time.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
@@ -78,7 +72,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
-    const bool grouped = Fours && has_groups(), gated = w.pass.gated;
+    const bool grouped = Fours && has_groups(), gated = !Decays && w.pass.gated;
     const auto of_stage = [&](const Pieces<T>& all, int stage) { return all.from(0, stage * Keys * parts); };
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
@@ -182,23 +176,28 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             next_kept += interval;
         }
         GivenStrip<T, kSteps> given;
-        if constexpr (!Corrects) {
-            given.load(values, strip * kTileRows);
-            if (Decays || !gated) {
-                if constexpr (Decays) state.scale(&decays(0, 0));
-                if (Decays && w.pass.values) {
-                    const float* const by = &shared.decays(stage, Keys * parts + strip * kTileRows);
-                    state.each([&](int, int j, float& x) { x *= by[j]; });
-                }
-                start<kPasses, true>(grouped, state, given, k);
+        const auto add_given = [&](const float* by, const Pieces<T>& right) {
+            if (gated) {
+                Strip<kSteps> scaled = given.widened();
+                scaled.scale(by);
+                start<kPasses, true, true>(grouped, state, scaled, right);
             } else {
-                passed_log += steps[kWholeLog];
-                state.scale(steps[kWholeGate]);
-                Strip<kSteps> written = given.widened();
-                written.scale(steps + (reverse ? kFromStart : kToEnd));
-                start<kPasses, true, true>(grouped, state, written, k);
+                start<kPasses, true>(grouped, state, given, right);
             }
             finish(grouped, state);
+        };
+        if constexpr (!Corrects) {
+            given.load(values, strip * kTileRows);
+            if constexpr (Decays) state.scale(&decays(0, 0));
+            if (Decays && w.pass.values) {
+                const float* const by = &shared.decays(stage, Keys * parts + strip * kTileRows);
+                state.each([&](int, int j, float& x) { x *= by[j]; });
+            }
+            if (gated) {
+                passed_log += steps[kWholeLog];
+                state.scale(steps[kWholeGate]);
+            }
+            add_given(steps + (reverse ? kFromStart : kToEnd), k);
             continue;
         }
         Strip<kSteps> read, found;
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if (records_steps)
             found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide,
                         kSide);
-        if (!Decays && gated) state.scale(steps[kWholeGate]);
+        if (gated) state.scale(steps[kWholeGate]);
         const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
         if constexpr (Backward) {
             if (records_steps) {
@@ -234,16 +233,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 by_strength.scale(steps + kBeta);
                 store_steps(by_strength, d_values, n * kSide, time);
             }
-            if constexpr (!Decays) {
-                if (gated) {
-                    Strip<kSteps> scaled = given.widened();
-                    scaled.scale(steps + kFromStart);
-                    start<kPasses, true, true>(grouped, state, scaled, q);
-                } else {
-                    start<kPasses, true>(grouped, state, given, q);
-                }
-                finish(grouped, state);
-            }
+            if constexpr (!Decays) add_given(steps + kFromStart, q);
             found.scale(steps + kReadBeta);
             found.scale(-1.0f);
         } else if (gated) {
@@ -301,16 +291,16 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
         return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3((warps + copiers) * kWarp), shared,
                       stream, w);
     };
-    const auto with_many = [&](auto keys) {
-        if constexpr (sizeof(T) == 2 && (Corrects ? kRounded<T> && !Decays : true))
+    const auto with_keys = [&](auto keys) {
+        if constexpr (keys >= 64 && sizeof(T) == 2 && (!Corrects || (kRounded<T> && !Decays)))
             if (w.strips == kGroupWarps) return with(keys, std::true_type());
         return with(keys, std::false_type());
     };
     switch (w.keys_of_warp) {
-        case 16: return with(std::integral_constant<int, 16>(), std::false_type());
-        case 32: return with(std::integral_constant<int, 32>(), std::false_type());
-        case 64: return with_many(std::integral_constant<int, 64>());
-        default: return with_many(std::integral_constant<int, kMostKeys<T>>());
+        case 16: return with_keys(std::integral_constant<int, 16>());
+        case 32: return with_keys(std::integral_constant<int, 32>());
+        case 64: return with_keys(std::integral_constant<int, 64>());
+        default: return with_keys(std::integral_constant<int, kMostKeys<T>>());
     }
 }
 
