@@ -18,28 +18,21 @@ struct Matrix {
     __device__ __forceinline__ float get(int row, int column) const {
         return widen<float>(data[row * stride + column]);
     }
-    // This matrix, or with `second` 1 the other, of the same shape: by its distance, so that the compiler still sees that
-    // it is shared memory.
-    __device__ __forceinline__ Matrix either(const Matrix& other, int second) const {
-        return {data + second * static_cast<int>(other.data - data), stride};
-    }
+    __device__ __forceinline__ Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
 };
 
 // `Count` numbers from shared memory, 16 bytes at a time where there are as many.
 template <int Count>
 __device__ __forceinline__ void load_row(float (&to)[Count], const float* from) {
-    if constexpr (Count % 4 == 0) {
+    constexpr int kTogether = Count % 4 == 0 ? 4 : 1;
+    struct alignas(kTogether * sizeof(float)) Piece {
+        float numbers[kTogether];
+    };
 #pragma unroll
-        for (int i = 0; i < Count; i += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(from + i);
-            to[i] = four.x;
-            to[i + 1] = four.y;
-            to[i + 2] = four.z;
-            to[i + 3] = four.w;
-        }
-    } else {
+    for (int i = 0; i < Count; i += kTogether) {
+        const Piece piece = *reinterpret_cast<const Piece*>(from + i);
 #pragma unroll
-        for (int i = 0; i < Count; ++i) to[i] = from[i];
+        for (int j = 0; j < kTogether; ++j) to[i + j] = piece.numbers[j];
     }
 }
 
@@ -69,29 +62,12 @@ struct Carver {
     }
 };
 
-// Matrices of one shape, one after another.
-template <typename T>
-struct Stages {
-    Matrix<T> first;
-    int distance;
-
-    Stages() = default;
-    __host__ __device__ Stages(Carver& carver, int stages, int rows, int columns) {
-        first = carver.matrix<T>(stages * rows, columns);
-        distance = rows * first.stride;
-    }
-    __device__ __forceinline__ Matrix<T> operator[](int stage) const {
-        return Matrix<T>{first.data + stage * distance, first.stride};
-    }
-};
-
 // A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
 // at.next()). Two divisions in all.
 struct Walk {
     int row, column, width, rows_on, columns_on;
 
-    __device__ __forceinline__ explicit Walk(int width) : Walk(width, threadIdx.x, blockDim.x) {}
-    __device__ __forceinline__ Walk(int width, int thread, int threads)
+    __device__ __forceinline__ explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
         : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
           columns_on(threads - rows_on * width) {}
 

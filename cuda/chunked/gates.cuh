@@ -4,18 +4,15 @@
 // after s to its end, D of all; w_s is the strength of a write, 1 or 1 - g_s. From S_0 a rule that does not correct makes
 //   Y = diag(D_t0) Q S_0 + P V,   P_ts = D_ts <q_t, k_s> w_s for s <= t        S_end = D S_0 + K^T diag(D_es w_s) V
 //
-// The chunk is cut into blocks of 16 steps. The product over the steps in (s, t] is, within a block, an entry of a
-// table, and otherwise what is left of s's block, times whole blocks, times the start of t's: nothing is subtracted,
-// and no factor exceeds 1. Products over a whole chunk are exponentials of sums: products of rounded factors would
-// drift over thousands of steps with gates near 1.
+// The chunk is halved, and its halves are, down to single steps. With m the middle that parts s from t, D_ts = D_tm D_ms: it is in the
+// middle of the level that is the highest bit in which t and s differ. Nothing is subtracted, and no factor exceeds 1. Products over a
+// whole chunk are exponentials of sums: products of rounded factors would drift over thousands of steps with gates near 1.
 #pragma once
 
 #include "slices.h"
 #include "strips.cuh"
 
 namespace fairseq_fastweights {
-
-constexpr int kGateBlock = 16;
 
 // A chunk's numbers by step (StepNumbers, GateNumbers in slices.h), in shared memory: the local stage finds them, the last one
 // reads what that left. Without gates there is nothing but beta.
@@ -36,65 +33,50 @@ struct ChunkSteps {
     struct Step {
         float beta, log_gate;
 
-        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& log_gate, int batch, int head,
-                                        int start, int time)
-            : beta(of(strengths, batch, head, start, time)),
-              log_gate(Gated ? of(log_gate, batch, head, start, time) : 0.0f) {}
-
-    private:
-        __device__ __forceinline__ static float of(const Sequence& x, int batch, int head, int start, int time) {
-            return load_step(x, batch, head, start + static_cast<int>(threadIdx.x) % kSide, time);
+        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& gates, int batch, int head,
+                                        int start, int time) {
+            const int step = start + static_cast<int>(threadIdx.x) % kSide;
+            beta = load_step(strengths, batch, head, step, time);
+            log_gate = Gated ? load_step(gates, batch, head, step, time) : 0.0f;
         }
     };
 
     // Finds them of the steps that each kSide threads have, of which there may be several times as many. Ends with a barrier.
     __device__ __forceinline__ void find(const Step& own, bool complement) const {
-        const int thread = threadIdx.x, step = thread % kSide, part = thread / kSide;
-        if constexpr (!Gated) {
-            if (thread < kSide) {
-                numbers[kBeta + step] = numbers[kReadBeta + step] = own.beta;
-                numbers[kFromStart + step] = numbers[kToEnd + step] = 1.0f;
-                if (thread < kWalkNumbers - kWholeGate) numbers[kWholeGate + thread] = thread == 0;
-            }
-            __syncthreads();
-            return;
-        }
-        const int parts = blockDim.x / kSide, column = step % kGateBlock, block = step / kGateBlock;
-        float* const within = numbers + kWithin + block * kGateBlock * kWithinRow + column;
-        float* const block_logs = numbers + kWithin + kGateBlock;  // beside the first row
-        float before = 0.0f, after = 0.0f;                         // logs to and with this step, and behind it
+        const int thread = threadIdx.x, step = thread % kSide, part = thread / kSide, parts = blockDim.x / kSide;
+        // Logs of the gates to and with this step, and behind it: of ever more steps around it.
+        float before = own.log_gate, after = 0.0f;
+        if constexpr (Gated) {
 #pragma unroll
-        for (int i = 0; i < kGateBlock; ++i) {
-            const float log = __shfl_sync(kAllLanes, own.log_gate, (warp_lane() & kGateBlock) + i);
-            if (i <= column)
-                before += log;
-            else
-                after += log;
-            if ((i & (parts - 1)) == part) within[i * kWithinRow] = i < column ? 0.0f : expf(after);
+            for (int level = 0; level < kGateLevels; ++level) {
+                const int half = 1 << level;
+                const bool late = step & half;
+                if ((level & (parts - 1)) == part)
+                    numbers[kOfLevels + level * kSide + step] = expf(late ? before : after);
+                float other = __shfl_xor_sync(kAllLanes, before + after, half % kWarp);
+                if (half == kWarp) {  // the other warp's
+                    float* const halves = numbers + kWholeLog + 1;
+                    if (thread < kSide && warp_lane() == 0) halves[step / kWarp] = other;
+                    __syncthreads();
+                    other = halves[1 - step / kWarp];
+                }
+                (late ? before : after) += other;
+            }
         }
-        if (part == 0 && column == kGateBlock - 1) block_logs[block] = before;
-        __syncthreads();
-        if (part == 0) {
-            const float write = complement ? -expm1f(own.log_gate) : 1.0f;
+        if (thread < kSide) {
+            const float from_chunk = expf(before), to_chunk = expf(after),
+                        write = complement ? -expm1f(own.log_gate) : 1.0f;
             numbers[kBeta + step] = own.beta;
-            numbers[kStrength + step] = write;
-            numbers[kFromBlock + step] = expf(before);
-            numbers[kToBlockEnd + step] = expf(after);
-            float earlier = 0.0f, later = 0.0f;
-#pragma unroll
-            for (int i = 0; i < kBlocks; ++i) {
-                if (i < block) earlier += block_logs[i];
-                if (i > block) later += block_logs[i];
-            }
-            const float from_chunk = expf(earlier + before), to_chunk = expf(after + later);
             numbers[kReadBeta + step] = own.beta * from_chunk;
             numbers[kFromStart + step] = from_chunk;
-            numbers[kToChunkEnd + step] = to_chunk;
             numbers[kToEnd + step] = to_chunk * write;
-            if (step < kBlocks) numbers[kOfBlock + step] = expf(block_logs[step]);
+            if constexpr (Gated) {
+                numbers[kStrength + step] = write;
+                numbers[kToChunkEnd + step] = to_chunk;
+            }
             if (step == kSide - 1) {
                 numbers[kWholeGate] = from_chunk;
-                numbers[kWholeLog] = earlier + before;
+                numbers[kWholeLog] = before;
             }
         }
         __syncthreads();
@@ -115,43 +97,34 @@ struct ChunkSteps {
     // `Diagonal`, with s <= t, times D_ts; 0 for others.
     template <bool Diagonal>
     __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
-        const int group = warp_lane() / 4, member = warp_lane() % 4, last = row / kGateBlock;
-        if constexpr (!Gated) {
-            pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
-            return;
-        }
-        float from_block[2], middle = 1.0f;
+        if constexpr (!Gated)
+            return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
+        const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
+        const auto gates_of = [&](int level, int s, int t) {  // of (s, t], and of (s + 1, t]
+            const float* const left = numbers + kOfLevels + level * kSide;
+            const float2 to_middle = *reinterpret_cast<const float2*>(left + s);
+            return make_float2(to_middle.x * left[t], to_middle.y * left[t]);
+        };
+        Strip<2> own;  // pairs of one block
+        own.each_pair([&](int s, int t, float& x, float& y) {
+            const float2 gates = gates_of(s / 8 == t / 8 ? near : 3, row + s, row + t);
+            x = gates.x;
+            y = s + 1 == t ? 1.0f : gates.y;
+        });
 #pragma unroll
-        for (int half = 0; half < 2; ++half) from_block[half] = numbers[kFromBlock + row + group + 8 * half];
-#pragma unroll
-        for (int block = kBlocks - 1; block >= 0; --block) {
-            if (block < last - 1) middle *= numbers[kOfBlock + block + 1];
-#pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const int s = 8 * part + 2 * member;
-                float (&value)[4] = pairs.value[2 * block + part];
-                if (block > last) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) value[i] = 0.0f;
-                } else if (block == last) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int t = group + 8 * half;
-                        const float2 gates =
-                            *reinterpret_cast<const float2*>(numbers + kWithin + (row + t) * kWithinRow + s);
-                        value[2 * half] = s + !Diagonal <= t ? value[2 * half] * gates.x : 0.0f;
-                        value[2 * half + 1] = s + 1 + !Diagonal <= t ? value[2 * half + 1] * gates.y : 0.0f;
-                    }
-                } else {
-                    const float2 to_end =
-                        *reinterpret_cast<const float2*>(numbers + kToBlockEnd + block * kGateBlock + s);
-                    const float x = to_end.x * middle, y = to_end.y * middle;
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        value[2 * half] *= x * from_block[half];
-                        value[2 * half + 1] *= y * from_block[half];
-                    }
-                }
+        for (int block = 0; block < kBlocks; ++block) {
+            Strip<2>& part = pairs.template part<2>(2 * block);
+            if (block > last) {
+                part.clear();
+            } else if (block == last) {
+                part.each_with(own, [](float& x, float gates) { x *= gates; });
+                part.each([](int s, int t, float& x) { x = s + !Diagonal <= t ? x : 0.0f; });
+            } else {
+                part.each_pair([&](int s, int t, float& x, float& y) {
+                    const float2 gates = gates_of(4 + (block ^ last) / 2, block * kBlockSide + s, row + t);
+                    x *= gates.x;
+                    y *= gates.y;
+                });
             }
         }
     }
@@ -180,7 +153,7 @@ struct GateSums {
         float before[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < kSide / 8; ++n) {
-            float first = 0.0f, second = 0.0f;
+            float sums[2] = {};
             const int u = 8 * n + 2 * member;
             if (8 * n < row + kTileRows) {
 #pragma unroll
@@ -191,16 +164,14 @@ struct GateSums {
                     const float sum = before[half] + ((member & 2) ? others : 0.0f) + ((member & 1) ? other : 0.0f);
                     before[half] += two + others;
                     const int t = row + group + 8 * half;
-                    if (u <= t) first += sum;
-                    if (u < t) second += sum + x;
+                    if (u <= t) sums[0] += sum;
+                    if (u < t) sums[1] += sum + x;
                 }
 #pragma unroll
-                for (int distance = 4; distance < kWarp; distance *= 2) {
-                    first += __shfl_xor_sync(kAllLanes, first, distance);
-                    second += __shfl_xor_sync(kAllLanes, second, distance);
-                }
+                for (int distance = 4; distance < kWarp; distance *= 2)
+                    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
-            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(first, second);
+            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(sums[0], sums[1]);
         }
     }
 

@@ -10,23 +10,23 @@ namespace fairseq_fastweights {
 
 constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
 
-__device__ __forceinline__ bool has_groups() {
 #if defined(FASTWEIGHTS_EMULATION)
-    return emulation::has_wgmma();
+#define FASTWEIGHTS_OF_GROUPS(emulated, ...) emulated
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    return true;
+#define FASTWEIGHTS_OF_GROUPS(emulated, ...) __VA_ARGS__
 #else
-    return false;
+#define FASTWEIGHTS_OF_GROUPS(emulated, ...)
 #endif
+
+__device__ __forceinline__ bool has_groups() {
+    bool has = false;
+    FASTWEIGHTS_OF_GROUPS(has = emulation::has_wgmma(), has = true);
+    return has;
 }
 
 // Before a barrier: what this thread wrote to shared memory, also by copies that it has waited for, is there for wgmma.
 __device__ __forceinline__ void show_to_groups() {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::proxy_fence();
-#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
+    FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
 }
 
 // A matrix in shared memory whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as wgmma takes them without
@@ -56,63 +56,30 @@ struct Pieces {
     // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
     template <bool RowsInner>
     __device__ __forceinline__ uint64_t descriptor(int inner, int column) const {
-#if defined(FASTWEIGHTS_EMULATION)
-        const unsigned address = emulation::shared_address(data);
-#else
-        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(data));
-#endif
         const uint64_t eight_rows = 8, eight_columns = distance / kPiece;  // in units of 16 bytes, as all here
-        const uint64_t whole = (address & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
+        const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
                                (RowsInner ? eight_columns : eight_rows) << 32;
         return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
     }
 };
 
-// Before the first product of a group: the registers that it reads are written.
-__device__ __forceinline__ void groups_begin() {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::wgmma_fence();
-#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void groups_commit() {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::wgmma_commit();
-#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
-#endif
-}
-// All products of this warpgroup are there, after which accumulators may be read.
-__device__ __forceinline__ void groups_wait() {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::wgmma_wait(0);
-#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
-#endif
-}
-
 // d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
 template <typename T, bool RowsInner, int N>
 __device__ __forceinline__ void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::wgmma(d[first], kGroupColumns, a, right, RowsInner, Stored<T>::kDType == kBFloat16);
-#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FASTWEIGHTS_FOUR(n) "+f"(d[first + n][0]), "+f"(d[first + n][1]), "+f"(d[first + n][2]), "+f"(d[first + n][3])
+    constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
 #define FASTWEIGHTS_WGMMA(type)                                                                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
                  "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;\n"                                \
-                 : FASTWEIGHTS_FOUR(0), FASTWEIGHTS_FOUR(1), FASTWEIGHTS_FOUR(2), FASTWEIGHTS_FOUR(3),              \
-                   FASTWEIGHTS_FOUR(4), FASTWEIGHTS_FOUR(5), FASTWEIGHTS_FOUR(6), FASTWEIGHTS_FOUR(7)               \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "n"(RowsInner))
-    if constexpr (Stored<T>::kDType == kBFloat16)
-        FASTWEIGHTS_WGMMA("bf16");
-    else
-        FASTWEIGHTS_WGMMA("f16");
+                 : FASTWEIGHTS_FOUR("+f", d[first]), FASTWEIGHTS_FOUR("+f", d[first + 1]),                          \
+                   FASTWEIGHTS_FOUR("+f", d[first + 2]), FASTWEIGHTS_FOUR("+f", d[first + 3]),                      \
+                   FASTWEIGHTS_FOUR("+f", d[first + 4]), FASTWEIGHTS_FOUR("+f", d[first + 5]),                      \
+                   FASTWEIGHTS_FOUR("+f", d[first + 6]), FASTWEIGHTS_FOUR("+f", d[first + 7])                       \
+                 : FASTWEIGHTS_FOUR("r", a), "l"(right), "n"(RowsInner))
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma(d[first], kGroupColumns, a, right, RowsInner, kBrain),
+                          if constexpr (kBrain) FASTWEIGHTS_WGMMA("bf16");
+                          else FASTWEIGHTS_WGMMA("f16"));
 #undef FASTWEIGHTS_WGMMA
-#undef FASTWEIGHTS_FOUR
-#endif
 }
 
 }  // namespace fairseq_fastweights

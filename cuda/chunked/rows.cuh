@@ -73,20 +73,13 @@ __device__ __forceinline__ void copy_steps(const Rows<T, Columns>& to, const Hea
 // This thread's part of the sum of x * y over `rows` rows.
 template <typename T, int Columns>
 __device__ __forceinline__ float dot_of(const Rows<T, Columns>& x, const Rows<T, Columns>& y, int rows) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kStripThreads / kAcross;
-    struct alignas(16) Piece {
-        T numbers[kPiece];
-    };
-    const int column = threadIdx.x % kAcross * kPiece;
-    float sum = 0.0f;
-#pragma unroll 2
-    for (int row = threadIdx.x / kAcross; row < rows; row += kDown) {
-        const Piece a = *reinterpret_cast<const Piece*>(&x(row, column)),
-                    b = *reinterpret_cast<const Piece*>(&y(row, column));
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) sum += widen<float>(a.numbers[i]) * widen<float>(b.numbers[i]);
-    }
-    return sum;
+    const int row = own_row();
+    if (row >= rows) return 0.0f;
+    Strip<Columns / 8> own;
+    own.each_pair([&](int i, int j, float& a, float& b) { a = x.get(row + j, i), b = x.get(row + j, i + 1); });
+    float sums[2] = {};
+    own.dot(sums, y.from(row, 0));
+    return sums[0] + sums[1];
 }
 
 // Takes what a product's left factor is, and does nothing with it.

@@ -25,19 +25,19 @@ static __global__ void __launch_bounds__(256)
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int rows = sizes.key_dim, head = blockIdx.x, heads = gridDim.x, first = blockIdx.y * kCarriedColumns;
     const int columns = min(kCarriedColumns, sizes.value_dim - first), count = round_up(rows, 4) * kCarriedColumns;
-    float *state = reinterpret_cast<float*>(memory), *next = state + count;
     const int lane = threadIdx.x % kCarryLanes, rows_on = blockDim.x / kCarryLanes;
     const bool fours = rows % 4 == 0;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    float* const both = reinterpret_cast<float*>(memory);  // the state and the next, in turns
+    for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
         const int row = i / kCarriedColumns, column = i % kCarriedColumns;
-        next[i] = 0.0f;
-        state[i] = row < rows && column < columns && from != nullptr
-                       ? from[(static_cast<int64_t>(head) * rows + row) * sizes.value_dim + first + column]
-                       : 0.0f;
+        both[i] = row < rows && column < columns && from != nullptr
+                      ? from[(static_cast<int64_t>(head) * rows + row) * sizes.value_dim + first + column]
+                      : 0.0f;
     }
     for (int step = 0; step < segments; ++step) {
         const int64_t index = static_cast<int64_t>(reverse ? segments - 1 - step : step) * heads + head;
         const bool last = step == segments - 1;  // what that segment makes of it, nobody asked
+        float *const state = both + step % 2 * count, *const next = both + (step + 1) % 2 * count;
         __syncthreads();
         for (int begin = 0; begin < rows; begin += rows_on) {  // whole warps, which add up together
             const int row = begin + threadIdx.x / kCarryLanes;
@@ -73,9 +73,6 @@ static __global__ void __launch_bounds__(256)
             next[row * kCarriedColumns + lane] = last ? 0.0f : before + sum;
             *place = state[row * kCarriedColumns + lane];
         }
-        float* const before = state;
-        state = next;
-        next = before;
     }
 }
 

@@ -27,9 +27,7 @@ auto with_rule(const RulePass& pass, F f) {
 }
 
 // Numbers that a chunk's local stage leaves, one array after another: for the walk, by step, beta_t, beta_t D_t0, D_t0, D_es w_s (in
-// the notation of gates.cuh), then D and its log. With gates then for the
-// last stage w_s, D_es, and what D_ts is made of for any pair: from the start of t's block of 16 steps to t, from s to the end
-// of its block, and the gates of each block; rows of pairs (t, s) of one block.
+// the notation of gates.cuh), then D and its log. With gates then for the last stage w_s, D_es, and by level what is left of a half.
 constexpr int kSide = 64;   // steps of a chunk
 constexpr int kBlocks = 4;  // of a chunk, of 16 steps each
 constexpr int kBlockSide = kSide / kBlocks;
@@ -37,16 +35,9 @@ constexpr int kWidest = 64;  // keys, or values, that the stages for all chunks 
 enum StepNumbers { kBeta = 0, kReadBeta = kSide, kFromStart = 2 * kSide, kToEnd = 3 * kSide, kWholeGate = 4 * kSide };
 constexpr int kWholeLog = kWholeGate + 1;
 constexpr int kWalkNumbers = 4 * kSide + 4;  // whole pieces of 16 bytes
-enum GateNumbers {
-    kStrength = kWalkNumbers,
-    kToChunkEnd = kStrength + kSide,
-    kFromBlock = kToChunkEnd + kSide,
-    kToBlockEnd = kFromBlock + kSide,
-    kOfBlock = kToBlockEnd + kSide,
-    kWithin = kOfBlock + kBlocks
-};
-constexpr int kWithinRow = 20;  // numbers of such a row: those of 4 rows lie in different banks
-constexpr int kGateNumbers = kWithin + kSide * kWithinRow;
+constexpr int kGateLevels = 6;               // halves of a chunk, quarters and so on to single steps
+enum GateNumbers { kStrength = kWalkNumbers, kToChunkEnd = kStrength + kSide, kOfLevels = kToChunkEnd + kSide };
+constexpr int kGateNumbers = kOfLevels + kGateLevels * kSide;
 __host__ __device__ constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kWalkNumbers; }
 
 // A chunk's square of numbers, as stages hand it to one another: its blocks of 16 x 16 on and below the diagonal, row after row of

@@ -12,6 +12,8 @@ namespace fairseq_fastweights {
 
 template <int N>
 struct Strip {
+    using Element = float;
+    static constexpr int kGroups = N;
     float value[N][4];
 
     __device__ __forceinline__ void clear() {
@@ -24,16 +26,6 @@ struct Strip {
         return reinterpret_cast<Strip<M>&>(value[first]);
     }
 
-    // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
-    template <typename F>
-    __device__ __forceinline__ void each(F f) {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
-    }
-
     // f(first inner place, column, float& x, float& y) for pairs of neighbouring places.
     template <typename F>
     __device__ __forceinline__ void each_pair(F f) {
@@ -43,6 +35,12 @@ struct Strip {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
+    }
+
+    // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+        each_pair([&](int place, int j, float& x, float& y) { f(place, j, x), f(place + 1, j, y); });
     }
 
     // f(float& value, other value) with the elements of another strip.
@@ -63,6 +61,10 @@ struct Strip {
         });
     }
 
+    __device__ __forceinline__ void scale(float by) {
+        each([&](int, int, float& x) { x *= by; });
+    }
+
     // The rest that rounding to T leaves out.
     template <typename T>
     __device__ __forceinline__ Strip rest() const {
@@ -76,25 +78,10 @@ struct Strip {
     }
 
     // From rows of places, in shared memory: columns `column` and on.
-    template <typename T>
-    __device__ __forceinline__ void load(const Matrix<T>& from, int column) {
-        if constexpr (sizeof(T) == 2) {
-            const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-#pragma unroll
-            for (int j = 0; j < N / 2; ++j) {
-                unsigned four[4];
-                load_matrices<true>(four, &from(16 * j + third + low, column + second));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Pair<T> pair = Pair<T>::of_bits(four[i]);
-                    value[2 * j + i / 2][i % 2 * 2] = widen<float>(pair.x);
-                    value[2 * j + i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
-                }
-            }
-        } else {
-            each([&](int place, int j, float& x) { x = from.get(place, column + j); });
-        }
+    __device__ __forceinline__ void load(const Matrix<float>& from, int column) {
+        each([&](int place, int j, float& x) { x = from(place, column + j); });
     }
+    __device__ __forceinline__ const Strip& widened() const { return *this; }
 
     // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
     // multiple of 4. Two lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that
@@ -138,16 +125,11 @@ struct Strip {
 
     // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
     template <typename By>
-    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) const {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const auto pair =
-                    *reinterpret_cast<const Pair<typename By::Element>*>(&by(group + 8 * half, 8 * n + 2 * member));
-                sums[half] += value[n][2 * half] * widen<float>(pair.x) + value[n][2 * half + 1] * widen<float>(pair.y);
-            }
+    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) {
+        each_pair([&](int place, int j, float x, float y) {
+            const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(&by(j, place));
+            sums[j / 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
+        });
     }
 
     // To rows of places in shared memory, a row for each column.
@@ -155,56 +137,95 @@ struct Strip {
     __device__ __forceinline__ void write(const To& to) {
         each_pair([&](int place, int j, float x, float y) { put_pair(&to(j, place), x, y); });
     }
-
-    // To rows of a sequence, `to` beginning at the strip's first column: place p is step `start` + p.
-    template <typename T>
-    __device__ __forceinline__ void store_steps(const Head<T>& to, int start, int time) {
-        each([&](int place, int j, float& x) {
-            if (start + place < time && j < to.dim) to.data[(start + place) * to.stride + j] = narrow<T>(x);
-        });
-    }
 };
 
-// 16 places of a strip, from 16 e on, as a left factor.
+// A strip of a sequence's numbers of 16 bits, as they are stored: no left factor needs them in another way.
 template <typename T, int N>
-__device__ __forceinline__ void narrow_places(unsigned (&a)[4], const Strip<N>& from, int e) {
+struct StoredStrip {
+    using Element = T;
+    static constexpr int kGroups = N;
+    unsigned bits[N / 2][4];
+
+    __device__ __forceinline__ void load(const Matrix<T>& from, int column) {
+        const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+#pragma unroll
+        for (int e = 0; e < N / 2; ++e) load_matrices<true>(bits[e], &from(16 * e + third + low, column + second));
+    }
+    template <int M>
+    __device__ __forceinline__ StoredStrip<T, M>& part(int first) {
+        return reinterpret_cast<StoredStrip<T, M>&>(bits[first / 2]);
+    }
+    __device__ __forceinline__ Strip<N> widened() const {
+        Strip<N> strip;
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            const Pair<T> pair = Pair<T>::of_bits(bits[i / 4][i % 4]);
+            strip.value[i / 2][i % 2 * 2] = widen<float>(pair.x);
+            strip.value[i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
+        }
+        return strip;
+    }
+};
+template <typename T, int N>
+using GivenStrip = std::conditional_t<sizeof(T) == 2, StoredStrip<T, N>, Strip<N>>;
+
+// 16 places of a strip, from 16 e on, as a left factor, and what rounding leaves out of them.
+template <typename T, int N>
+__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N>& from, int e) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float* const pair = &from.value[2 * e + i / 2][i % 2 * 2];
-        a[i] = narrow_pair<T>(pair[0], pair[1]).bits();
+        const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
+        const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
+        a[i] = pair.bits();
+        rest[i] = narrow_pair<T>(two[0] - widen<float>(pair.x), two[1] - widen<float>(pair.y)).bits();
     }
 }
+template <typename T, int N>
+__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&)[4], const StoredStrip<T, N>& from, int e) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = from.bits[e][i];
+}
+
+// True of products of 16 bits: all beside bfloat16, for which left factors are rounded, and those of what is stored so.
+template <typename Left, typename T>
+constexpr bool kInHalves = kRounded<T> || (sizeof(T) == 2 && sizeof(typename Left::Element) == 2);
 
 // Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. Beside bfloat16 the left factor is rounded to it; else all is
-// multiplied in tf32, in one pass with a right factor that is exact in it or, with `Rounds`, is rounded to it.
-template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, int N, int M, typename Right>
-__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& left, const Right& right) {
+// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. With `Split` a left
+// factor that is rounded to 16 bits is taken as two numbers, big + rest. Others are in tf32, in one pass with a right factor that
+// is exact in it or, with `Rounds`, is rounded to it.
+template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, bool Split = false, int N,
+          typename Left, typename Right>
+__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) {
     using T = typename Right::Element;
     const int lane = warp_lane();
-    if constexpr (kRounded<T>) {
+    if constexpr (kInHalves<Left, T>) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
 #pragma unroll
-        for (int e = 0; e < M / 2; ++e) {
-            unsigned a[4];
-            narrow_places<T>(a, left, e);
+        for (int e = 0; e < Left::kGroups / 2; ++e) {
+            unsigned a[4], rest[4];
+            narrow_places<T>(a, rest, left, e);
 #pragma unroll
             for (int n = 0; n < N / 2; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 unsigned b[4];
                 load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
                                                       : &right(16 * n + third + low, 16 * e + second));
-                mma_stored<T>(sums.value[2 * n], a, {b[0], b[1]});
-                mma_stored<T>(sums.value[2 * n + 1], a, {b[2], b[3]});
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    mma_stored<T>(sums.value[2 * n + i], a, {b[2 * i], b[2 * i + 1]});
+                    if constexpr (Split) mma_stored<T>(sums.value[2 * n + i], rest, {b[2 * i], b[2 * i + 1]});
+                }
             }
         }
     } else {
+        const auto& strip = left.widened();
         const int group = lane / 4, member = lane % 4;
 #pragma unroll
-        for (int e = 0; e < M; ++e) {
-            const KeptFactor<Passes> factor(left.value[e]);
+        for (int e = 0; e < Left::kGroups; ++e) {
+            const KeptFactor<Passes> factor(strip.value[e]);
             const int inner = 8 * e + 2 * member;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -215,62 +236,53 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Strip<M>& le
                     pair = {right(inner, column), right(inner + 1, column)};
                 else
                     pair = *reinterpret_cast<const Pair<T>*>(&right(column, inner));
-                const float first = widen<float>(pair.x), second = widen<float>(pair.y);
-                if constexpr (Passes == 1 && !Rounds)
-                    factor.multiply_exact(sums.value[n], first, second);
-                else
-                    factor.multiply(sums.value[n], first, second);
+                factor.template multiply<Rounds ? Rounding::kNearest : Rounding::kNone>(
+                    sums.value[n], widen<float>(pair.x), widen<float>(pair.y));
             }
         }
     }
 }
 
-// sums += pairs right, as `multiply_kept`, but that beside bfloat16 pairs are taken as two of them, big + small.
+// sums += pairs right, as `multiply_kept` of pairs that are split.
 template <int Passes, bool RowsInner, int N, int M, typename Right>
-__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, Strip<M>& pairs, const Right& right) {
-    using F = typename Right::Element;
-#pragma unroll
-    for (int e = 0; e < M / 2; ++e) {
-        Strip<2>& part = pairs.template part<2>(2 * e);
-        const Right factor = RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e);
-        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(F) == 4>(sums, part, factor);
-        if constexpr (kRounded<F>) multiply_kept<Passes, RowsInner>(sums, part.template rest<F>(), factor);
-    }
-}
-
-// A warpgroup's product begun, with this warp's rows of the left factor in `a`.
-template <typename T, bool RowsInner, int N, int M>
-__device__ __forceinline__ void start_in_group(Strip<N>& sums, const unsigned (&a)[M][4], const Pieces<T>& right) {
-    groups_begin();
-#pragma unroll
-    for (int e = 0; e < M; ++e)
-#pragma unroll
-        for (int n = 0; n < N; n += kGroupColumns / 8)
-            multiply_in_group<T, RowsInner>(sums.value, n, a[e], right.template descriptor<RowsInner>(16 * e, 8 * n));
-    groups_commit();
+__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, const Strip<M>& pairs, const Right& right) {
+    multiply_kept<Passes, RowsInner, Part::kAll, sizeof(typename Right::Element) == 4, true>(sums, pairs, right);
 }
 
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
 // fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
-template <int Passes, bool RowsInner, int N, int M, typename T>
-__device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Strip<M>& left, const Pieces<T>& right) {
-    if constexpr (kRounded<T> && N % 8 == 0 && M % 8 == 0) {
+template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename T>
+__device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T>& right) {
+    constexpr int M = Left::kGroups;
+    if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
-            unsigned a[M / 2][4];
+            unsigned a[2][M / 2][4];
 #pragma unroll
-            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[e], left, e);
-            return start_in_group<T, RowsInner>(sums, a, right);
+            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
+            // The registers that they read are written.
+            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
+#pragma unroll
+            for (int e = 0; e < M / 2; ++e)
+#pragma unroll
+                for (int part = 0; part <= Split; ++part)
+#pragma unroll
+                    for (int n = 0; n < N; n += kGroupColumns / 8)
+                        multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
+                                                        right.template descriptor<RowsInner>(16 * e, 8 * n));
+            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(),
+                                  asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
+            return;
         }
     }
-    multiply_kept<Passes, RowsInner>(sums, left, right);
+    multiply_kept<Passes, RowsInner, Part::kAll, false, Split>(sums, left, right);
 }
 template <int N>
 __device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {
     if (!grouped) return;
-    groups_wait();
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    sums.each([](int, int, float& x) { asm volatile("" : "+f"(x)::"memory"); });  // not read before
-#endif
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory");
+                          sums.each([](int, int, float& x) {
+                              asm volatile("" : "+f"(x)::"memory");
+                          }));  // not read before
 }
 
 }  // namespace fairseq_fastweights

@@ -20,27 +20,22 @@
 
 namespace fairseq_fastweights {
 
-// The inverse of the block on the diagonal of I + B G that begins at `first`, by a warp, a column to each of 16 lanes: transposed,
-// above the diagonal of `products`, which has G below it.
+// The block on the diagonal of `products`, of G, that begins at `first` becomes the inverse of that of I + B G, by a warp, a
+// column to two lanes.
 __device__ __forceinline__ void invert_diagonal_block(const Matrix<float>& products, const float* beta, int first) {
-    const int column = warp_lane();
-    if (column >= kTileRows) return;
+    const int column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
+    const Matrix<float> block = products.from(first, first);
     float x[kTileRows] = {};
 #pragma unroll
     for (int j = 0; j < kTileRows; ++j) {
         // A known number goes at once into all sums that wait for it, which do not wait for one another.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
 #pragma unroll
-        for (int i = j + 1; i < kTileRows; ++i) x[i] += products(first + i, first + j) * x[j];
+        for (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
     }
+    __syncwarp();
 #pragma unroll
-    for (int i = 1; i < kTileRows; ++i)
-        if (i > column) products(first + column, first + i) = x[i];
-}
-
-// After that: an entry of such a block.
-__device__ __forceinline__ float entry_of_inverse(const Matrix<float>& products, int t, int s) {
-    return s < t ? products(s, t) : s == t ? 1.0f : 0.0f;
+    for (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
 }
 
 // A factor from the right as the walk multiplies by it: in one pass it is rounded here, once.
@@ -49,67 +44,34 @@ __device__ __forceinline__ float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
-// Columns `first` and on, 16 of them, of (I + B G)^-1: a strip whose places are the rows. After `invert_diagonal_block`
-// of all, and a barrier.
-__device__ __forceinline__ void find_inverse(Strip<kSide / 8>& known, const Matrix<float>& products, const float* beta,
-                                             int first) {
-    known.clear();
-    const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-    for (int block = 0; block < kSide / 8; block += 2) {
-        if (8 * block < first) continue;
-        Strip<2> sums;
-        sums.clear();
-#pragma unroll
-        for (int e = 0; e < block; ++e) {
-            if (8 * e < first) continue;
-            const KeptFactor<3> factor(known.value[e]);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const float2 pair =
-                    *reinterpret_cast<const float2*>(&products(8 * (block + n) + group, 8 * e + 2 * member));
-                factor.multiply(sums.value[n], pair.x, pair.y);
-            }
-        }
-        sums.each([&](int place, int j, float& value) {
-            const int s = 8 * block + place;
-            value = (s == first + j ? 1.0f : 0.0f) - beta[s] * value;
-        });
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int s = 8 * (block + e) + 2 * member;
-            const KeptFactor<3> factor(sums.value[e]);
-#pragma unroll
-            for (int n = e; n < 2; ++n) {
-                const int t = 8 * (block + n) + group;
-                factor.multiply(known.value[block + n], entry_of_inverse(products, t, s),
-                                entry_of_inverse(products, t, s + 1));
-            }
-        }
-    }
-}
-
-// T - I to the workspace, by four warps, of which this is number `warp`: 16 columns each. After `invert_diagonal_block` of all blocks,
-// and a barrier.
+// T - I to the workspace, by four warps, of which this is number `warp`: 16 columns each, a strip whose places are the rows. After
+// `invert_diagonal_block` of all blocks, and a barrier.
 template <typename T>
 __device__ __forceinline__ void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products,
                                               const float* beta, int warp) {
+    const int first = warp * kTileRows, group = warp_lane() / 4, below = 2 * (warp_lane() % 4);
     Strip<kSide / 8> inverse;
-    find_inverse(inverse, products, beta, warp * kTileRows);
-    const int group = warp_lane() / 4, row = 2 * (warp_lane() % 4), place = place_in_inverse(group);
-    // This lane's first element in the block of each row of blocks: how far the others are is known before the kernel runs.
-    float* const first = &to(row, 0) + warp * kBlockSide * kBlockSide + place;
+    inverse.clear();
 #pragma unroll
-    for (int n = 0; n < kSide / 8; ++n) {
-        if (8 * n < warp * kTileRows) continue;
-        float* const from_here = first + (&to(8 * n, 0) - to.data);
-        const bool diagonal = n / 2 == warp;
+    for (int row = 0; row < kSide; row += kTileRows) {
+        if (row < first) continue;
+        Strip<2> sums;
+        sums.clear();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const bool one = diagonal && row + n % 2 * 8 + i % 2 == group + i / 2 * 8;
-            from_here[i % 2 * kBlockSide + i / 2 * 8] = one ? 0.0f : as_right_factor<T>(inverse.value[n][i]);
-        }
+        for (int inner = 0; inner < row; inner += kTileRows)
+            if (inner >= first)
+                multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
+        sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
+        multiply_kept<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
     }
+    // This lane's first element in the first row of blocks: how far the others are is known before the kernel runs.
+    float* const own = &to(below, 0) + first * kBlockSide + place_in_inverse(group);
+    inverse.each([&](int t, int j, float& x) {
+        const int row = (t - below) / kTileRows * kTileRows;
+        if (row < first) return;
+        own[(&to(row, 0) - to.data) + (t - below - row) * kBlockSide + j - group] =
+            t == first + j ? 0.0f : as_right_factor<T>(x);
+    });
 }
 
 }  // namespace fairseq_fastweights

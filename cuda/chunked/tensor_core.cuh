@@ -14,20 +14,15 @@ struct alignas(2 * sizeof(T)) Pair {
 
     // For elements of 16 bits: a register, the first element its lower half.
     __device__ __forceinline__ unsigned bits() const {
-        static_assert(sizeof(T) == 2, "two to a register");
-        union {
-            Pair pair;
-            unsigned bits;
-        } same{*this};
-        return same.bits;
+        unsigned bits;
+        static_assert(sizeof(bits) == sizeof(Pair), "two to a register");
+        memcpy(&bits, this, sizeof(bits));
+        return bits;
     }
     __device__ __forceinline__ static Pair of_bits(unsigned bits) {
-        static_assert(sizeof(T) == 2, "two to a register");
-        union {
-            unsigned bits;
-            Pair pair;
-        } same{bits};
-        return same.pair;
+        Pair pair;
+        memcpy(&pair, &bits, sizeof(pair));
+        return pair;
     }
 };
 
@@ -62,31 +57,33 @@ __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
 //   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
 
+// What the emulator does in place of an instruction; or it, which devices before compute capability 8.0 lack.
+#if defined(FASTWEIGHTS_EMULATION)
+#define FASTWEIGHTS_INSTRUCTION(emulated, ...) emulated
+#elif __CUDA_ARCH__ >= 800
+#define FASTWEIGHTS_INSTRUCTION(emulated, ...) __VA_ARGS__
+#else
+#define FASTWEIGHTS_INSTRUCTION(emulated, ...)
+#endif
+#define FASTWEIGHTS_FOUR(constraint, x) constraint(x[0]), constraint(x[1]), constraint(x[2]), constraint(x[3])
+#define FASTWEIGHTS_MMA(shape, type)                                            \
+    asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type        \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
+                 : FASTWEIGHTS_FOUR("+f", d)                                    \
+                 : FASTWEIGHTS_FOUR("r", a), "r"(b[0]), "r"(b[1]))
+
 // float32 to tf32, to nearest.
 __device__ __forceinline__ unsigned to_tf32(float x) {
-#if defined(FASTWEIGHTS_EMULATION)
-    return emulation::to_tf32(x);
-#elif __CUDA_ARCH__ >= 800
-    unsigned bits;
-    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));
+    unsigned bits = 0;
+    FASTWEIGHTS_INSTRUCTION(bits = emulation::to_tf32(x), asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x)));
     return bits;
-#else
-    return __float_as_uint(x);
-#endif
 }
 
 // d += a b, a 16 x 8 and b 8 x 8. A lane holds
 //   a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4)
 //   b: (member, group), (member + 4, group)
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::mma_m16n8k8_tf32(d, a, b, d);
-#elif __CUDA_ARCH__ >= 800
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
+    FASTWEIGHTS_INSTRUCTION(emulation::mma_m16n8k8_tf32(d, a, b, d), FASTWEIGHTS_MMA("m16n8k8", "tf32"));
 }
 
 // d += a b, a 16 x 16 and b 16 x 8, two elements to a register: of a the 8 x 8 quarters upper left, lower left, upper
@@ -94,53 +91,37 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], 
 template <typename T>
 __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     static_assert(sizeof(T) == 2, "float16 or bfloat16");
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::mma_m16n8k16(d, a, b, d, Stored<T>::kDType == kBFloat16);
-#elif __CUDA_ARCH__ >= 800
-    if constexpr (Stored<T>::kDType == kBFloat16)
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
+    constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
+    FASTWEIGHTS_INSTRUCTION(emulation::mma_m16n8k16(d, a, b, d, kBrain),
+                            if constexpr (kBrain) FASTWEIGHTS_MMA("m16n8k16", "bf16");
+                            else FASTWEIGHTS_MMA("m16n8k16", "f16"));
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* place) {
+    FASTWEIGHTS_INSTRUCTION(return emulation::shared_address(place),
+                                   return static_cast<unsigned>(__cvta_generic_to_shared(place)));
+    return 0;
 }
 
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <bool Transposed>
-__device__ __forceinline__ void load_matrices(unsigned (&registers)[4], const void* row) {
-#if defined(FASTWEIGHTS_EMULATION)
-    emulation::ldmatrix(registers, 4, row, Transposed);
-#elif __CUDA_ARCH__ >= 750
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-    if constexpr (Transposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                     : "r"(address)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                     : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                     : "r"(address)
-                     : "memory");
-#endif
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
+#define FASTWEIGHTS_LOAD(transposed)                                                             \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" transposed ".shared.b16 {%0,%1,%2,%3}, [%4];\n" \
+                 : FASTWEIGHTS_FOUR("=r", to)                                                    \
+                 : "r"(shared_address(row))                                                      \
+                 : "memory")
+    FASTWEIGHTS_INSTRUCTION(emulation::ldmatrix(to, 4, row, Transposed),
+                            if constexpr (Transposed) FASTWEIGHTS_LOAD(".trans");
+                            else FASTWEIGHTS_LOAD(""));
+#undef FASTWEIGHTS_LOAD
 }
 
 // The transpose of an 8 x 8 matrix of 16-bit elements, a pair of neighbours of row `group` in each lane.
 __device__ __forceinline__ unsigned transpose_matrix(unsigned pair) {
-#if defined(FASTWEIGHTS_EMULATION)
-    return emulation::movmatrix(pair);
-#elif __CUDA_ARCH__ >= 750
-    unsigned transposed;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(pair));
-    return transposed;
-#else
+    FASTWEIGHTS_INSTRUCTION(pair = emulation::movmatrix(pair),
+                            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;\n" : "+r"(pair)));
     return pair;
-#endif
 }
 
 // The type in which a matrix that is computed here is stored for products. Beside bfloat16 inputs it is rounded to
@@ -165,65 +146,47 @@ using Factor = std::conditional_t<kRounded<T>, T, float>;
 // rounds to the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that
 // compute a state compute the same bits.
 
-template <int Passes>
-struct Operand;
-template <>
-struct Operand<1> {
-    unsigned big;
-    template <typename T>
-    __device__ __forceinline__ explicit Operand(T x) {
-        if constexpr (sizeof(T) == 2)
-            big = __float_as_uint(widen<float>(x));  // which tf32 holds exactly
-        else
-            big = to_tf32(x);
-    }
-};
-template <>
-struct Operand<3> {
-    unsigned big, small;
-    // `big` to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` cut off where tensor
-    // cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every product
-    // with that.
+enum class Rounding { kNearest, kCut, kNone };  // of one pass
+
+template <int Passes, Rounding How = Rounding::kNearest>
+struct Operand {
+    unsigned big, small = 0;
+    // In 3 passes `big` is to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` is cut off
+    // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
+    // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
     __device__ __forceinline__ explicit Operand(float x) {
-        big = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-        small = __float_as_uint(x - __uint_as_float(big));
+        const unsigned bits = __float_as_uint(x), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
+        big = Passes == 1 ? (How == Rounding::kNearest ? to_tf32(x) : bits + half) : (bits + half) & 0xffffe000u;
+        if constexpr (Passes == 3) small = __float_as_uint(x - __uint_as_float(big));
     }
 };
 
 // Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
 // the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
-template <int Passes>
+template <int Passes, Rounding How = Rounding::kNearest>
 struct KeptFactor {
     unsigned big[4], small[4];
 
     __device__ __forceinline__ explicit KeptFactor(const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const Operand<Passes> part(x[i / 2 + i % 2 * 2]);
+            const Operand<Passes, How> part(x[i / 2 + i % 2 * 2]);
             big[i] = part.big;
-            if constexpr (Passes == 3) small[i] = part.small;
+            small[i] = part.small;
         }
     }
 
     // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
+    template <Rounding OfRight = Rounding::kNearest>
     __device__ __forceinline__ void multiply(float (&sums)[4], float first, float second) const {
-        const Operand<Passes> x(first), y(second);
-        const unsigned b_big[2] = {x.big, y.big};
-        if constexpr (Passes == 3) {
-            const unsigned b_small[2] = {x.small, y.small};
-            float parts[4] = {};
-            mma_tf32(parts, small, b_big);
-            mma_tf32(parts, big, b_small);
-            mma_tf32(parts, big, b_big);
+        const Operand<Passes, OfRight> x(first), y(second);
+        if constexpr (Passes == 1) return mma_tf32(sums, big, {x.big, y.big});
+        float parts[4] = {};
+        mma_tf32(parts, small, {x.big, y.big});
+        mma_tf32(parts, big, {x.small, y.small});
+        mma_tf32(parts, big, {x.big, y.big});
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
-        } else {
-            mma_tf32(sums, big, b_big);
-        }
-    }
-    // Likewise with numbers that tf32 holds exactly.
-    __device__ __forceinline__ void multiply_exact(float (&sums)[4], float first, float second) const {
-        mma_tf32(sums, big, {__float_as_uint(first), __float_as_uint(second)});
+        for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
     }
 };
 

@@ -1,32 +1,26 @@
 // The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
-// and leaves for the stages that take all chunks at once each chunk's state and what depends on it. In the notation of
-// system.cuh and gradients.cu, everything transposed, so that what a product makes is the left factor of the next in the same
-// warp's registers (strips.cuh):
+// and leaves for the other stages each chunk's state and what depends on it. In the notation of system.cuh and gradients.cu,
+// everything transposed, so that what a product makes is the left factor of the next in the same warp's registers (strips.cuh):
 //
 //   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
 //   dU' = dY' P + (dS' K') diag(D_es)  dR' = dU' T    dV' = dR' B
 //                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (dR' B diag(D_t0)) K
 //
-// and of rules that do not correct, whose U is V and w the strengths of writes,
+// and of rules that do not correct, whose U is V and w the strengths of writes, which are one and the same, from either end:
 //
 //   S'  <- D S' + (V' diag(D_es w_s)) K                dS' <- D dS' + (dY' diag(D_t0)) Q
-//
-// which are one and the same, from either end.
 //
 // With decays of keys, in the notation of decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
 // queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
 // corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
-// the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps.
-//
-// With decays of values, Z in the notation of decays.cuh, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
+// the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps. With
+// decays of values, Z there, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
 //
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
-// part; if a rule corrects, they exchange through shared memory what they make of a chunk's steps. But for that there is one
-// barrier a chunk.
-//
-// Where a block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of
-// rules that correct and have decays of keys, which add to a state 16 steps at a time.
+// part; if a rule corrects, they exchange what they make of a chunk's steps. But for that there is one barrier a chunk. Where a
+// block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of rules
+// that correct and have decays of keys, which add to a state 16 steps at a time.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
@@ -78,76 +72,58 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
-    const bool grouped = Fours && has_groups(), gated = w.pass.gated;
-    const int stage_on = static_cast<int>(&shared.keys(0, Keys * parts) - shared.keys.data);
-    const auto of_stage = [&](const Pieces<T>& all, int stage) {
-        return Pieces<T>(all.data + stage * stage_on, all.distance);
-    };
+    const bool grouped = Fours && has_groups(), gated = !Decays && w.pass.gated;
+    const auto of_stage = [&](const Pieces<T>& all, int stage) { return all.from(0, stage * Keys * parts); };
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
     // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
-    constexpr int kWarps = Fours ? kGroupWarps : 0, kThreads = kWarps * kWarp;
-    const auto head_of_keys = [&](const Sequence& x) { return Head<T>(x, batch, head, 0, keys); };
+    constexpr int kWarps = Fours ? kGroupWarps : 0, kDecayRows = Corrects ? kBlocks : 1;
     using KeyCopies = PieceCopies<Keys, kSide, kWarps, T>;
     const auto copies_of = [&](const Pieces<T>& to, const Sequence& x) {
-        return KeyCopies(to, head_of_keys(x), first_key, Keys * parts, strip, strips);
+        return KeyCopies(to, Head<T>(x, batch, head, 0, keys), first_key, Keys * parts, strip, strips);
     };
     const KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
                     copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
                     copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
-    const Head<T> values(w.values, batch, head, first, transformation ? 0 : columns);
     const PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
-        shared.values.first, values, Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
+        shared.values, Head<T>(w.values, batch, head, first, transformation ? 0 : columns),
+        Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
     const auto fetch = [&](int n, int stage) {
         const int start = n * kSide;
-        const auto copy_keys = [&](const Pieces<T>& all, const Sequence& x, const KeyCopies& how) {
-            const Pieces<T> to = of_stage(all, stage);
-            if (how.in_pieces)
-                how.copy(to, start, time);
-            else
-                copy_elements(to, head_of_keys(x), kSide, Walk(Keys * parts, thread, threads), start, time);
-        };
-        copy_keys(shared.keys, w.keys, copies_of_keys);
-        if constexpr (Backward) copy_keys(shared.queries, w.queries, copies_of_queries);
-        if constexpr (Corrects && Decays) copy_keys(shared.erase, w.erase, copies_of_erase);
-        if (!copies_of_values.in_pieces)
-            copy_elements(shared.values[stage], values, kSide, Walk(strips * kTileRows, thread, threads), start, time);
-        else if (!Fours || part == 0)
-            copies_of_values.copy(shared.values[stage], start, time);
+        copies_of_keys.copy(of_stage(shared.keys, stage), start, time);
+        if constexpr (Backward) copies_of_queries.copy(of_stage(shared.queries, stage), start, time);
+        if constexpr (Corrects && Decays) copies_of_erase.copy(of_stage(shared.erase, stage), start, time);
+        if (!Fours || part == 0) copies_of_values.copy(shared.values.from(stage * kSide, 0), start, time);
         if constexpr (Decays) {
-            const Matrix<float> to = shared.decays[stage];
+            const Matrix<float> to = shared.decays.from(stage * kDecayRows, 0);
             const Head<float> decays(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows);
-            PieceCopies<Keys, Corrects ? kBlocks : 1, kWarps, float>(to, decays, first_key, Keys, strip, strips)
-                .copy(to, 0, kBlocks);
+            PieceCopies<Keys, kDecayRows, kWarps, float>(to, decays, first_key, Keys, strip, strips)
+                .template copy_pieces<false>(to, 0, kBlocks);
             const int i = 4 * thread;
             if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
-                copy_async<16>(&to(1, i), slice.value_decays_of(head_index, n) + first + i);
+                copy_async<16>(&to(0, Keys * parts + i), slice.value_decays_of(head_index, n) + first + i);
         }
         if (Fours && part > 0) return;
+        const int warps = strips * parts;
         if constexpr (Backward)
-            copy_numbers<kLower, kThreads>(shared.scores[stage].data, LowerStages<F>::kStride,
-                                           slice.lower_of(slice.scores, head_index, n).data, thread, threads);
+            copy_rows<kLowerRows, kBlockSide, kWarps>(shared.scores.from(stage * kLowerRows, 0),
+                                                      slice.lower_of(slice.scores, head_index, n).data, warp, warps);
         if constexpr (Corrects)
-            copy_numbers<kLower, kThreads>(shared.inverse[stage].data, LowerStages<float>::kStride,
-                                           slice.lower_of(slice.inverse, head_index, n).data, thread, threads);
+            copy_rows<kLowerRows, kBlockSide, kWarps>(shared.inverse.from(stage * kLowerRows, 0),
+                                                      slice.lower_of(slice.inverse, head_index, n).data, warp, warps);
         if (Corrects || gated)
-            copy_numbers<kWalkNumbers, kThreads>(shared.steps[stage].data, 16, slice.steps_of(head_index, n), thread,
-                                                 threads);
+            copy_rows<kWalkNumbers / 4, 4, kWarps>(Matrix<float>{&shared.steps(stage, 0), 4},
+                                                   slice.steps_of(head_index, n), warp, warps);
     };
 
     const bool records = w.record && column < slice.columns, records_steps = records && part == 0;
     const Head<T> d_values(w.d_values, batch, head, column, columns);
-    const StepStore<T> d_value_steps(d_values);
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int interval = w.sizes.interval / kSide;
-    int until_kept = end - begin;  // chunks before the first whose state is kept
-    float* kept = w.kept;
-    if (!reverse && kept != nullptr) {
-        const int nth = max(1, (begin + interval - 1) / interval);
-        until_kept = nth * interval - begin;
-        kept += (static_cast<int64_t>(head_index) * kept_states(w.sizes) + nth - 1) * state_floats;
-    }
+    // The chunk whose state is kept next.
+    int next_kept = reverse || w.kept == nullptr ? end : max(1, (begin + interval - 1) / interval) * interval;
 
+    const auto rows_of_state = [&](float* state) { return Head<float>(state + column, columns, columns - column); };
     float passed_log = 0.0f;  // of a rule that does not correct
     Strip<Keys / 8> state;
     state.clear();
@@ -156,8 +132,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     } else if (!w.probe) {
         const WalkStates& start = number == (reverse ? w.count - 1 : 0) ? w.first : w.others;
         if (start.data != nullptr)
-            load_state(state, start.data + start.index(head_index, number) * keys * columns, first_key, keys, column,
-                       columns);
+            each_place(state, rows_of_state(start.data + start.index(head_index, number) * state_floats), first_key,
+                       keys, [](float& x, float from) { x = from; });
     }
     // So many chunks are on their way while one is worked on.
     const int ahead = w.stages - 1, chunks = end - begin;
@@ -184,117 +160,95 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const int n = nth(i), stage = i & ahead;
         const Pieces<T> k = of_stage(shared.keys, stage).from(0, first_key),
                         erase = Corrects && Decays ? of_stage(shared.erase, stage).from(0, first_key) : k;
-        const float* const steps = shared.steps[stage].data;
-        const Matrix<float> all_decays = shared.decays[stage], decays{all_decays.data + first_key, all_decays.stride};
+        const float* const steps = &shared.steps(stage, 0);
+        const Matrix<float> decays = shared.decays.from(stage * kDecayRows, first_key);
+        const Matrix<T> values = shared.values.from(stage * kSide, 0);
+        const auto lower = [&](const auto& all) {
+            return LowerBlocks<typename std::decay_t<decltype(all)>::Element>{&all(stage * kLowerRows, 0), all.stride};
+        };
         if (records)
             state.store(slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
                             column * slice.key_rows + first_key,
                         slice.key_rows, slice.key_rows - first_key);
-        if (!Backward && until_kept == i) {
-            store_state(state, kept, first_key, opaque(keys), column, opaque(columns));
-            kept += state_floats;
-            until_kept += interval;
+        if (!Backward && n == next_kept) {
+            const int64_t kept = static_cast<int64_t>(head_index) * kept_states(w.sizes) + n / interval - 1;
+            store_steps(state, rows_of_state(w.kept + kept * state_floats), first_key, opaque(keys));
+            next_kept += interval;
         }
+        GivenStrip<T, kSteps> given;
+        const auto add_given = [&](const float* by, const Pieces<T>& right) {
+            if (gated) {
+                Strip<kSteps> scaled = given.widened();
+                scaled.scale(by);
+                start<kPasses, true, true>(grouped, state, scaled, right);
+            } else {
+                start<kPasses, true>(grouped, state, given, right);
+            }
+            finish(grouped, state);
+        };
         if constexpr (!Corrects) {
-            GivenStrip<T, kSteps, sizeof(T) == 2> given;
-            given.load(shared.values[stage], strip * kTileRows);
-            if (Decays || !gated) {
-                if constexpr (Decays) state.scale(decays.data);
-                if (Decays && w.pass.values) {
-                    const float* const by = &all_decays(1, strip * kTileRows);
-                    state.each([&](int, int j, float& x) { x *= by[j]; });
-                }
-                start_given<kPasses, true>(grouped, state, given, k);
-                finish(grouped, state);
-            } else {
-                const float whole = steps[kWholeGate];
+            given.load(values, strip * kTileRows);
+            if constexpr (Decays) state.scale(&decays(0, 0));
+            if (Decays && w.pass.values) {
+                const float* const by = &shared.decays(stage, Keys * parts + strip * kTileRows);
+                state.each([&](int, int j, float& x) { x *= by[j]; });
+            }
+            if (gated) {
                 passed_log += steps[kWholeLog];
-                Strip<kSteps> written = given.widened();
-                state.each([&](int, int, float& x) { x *= whole; });
-                written.scale(steps + (reverse ? kFromStart : kToEnd));
-                start<kPasses, true>(grouped, state, written, k);
-                if constexpr (kRounded<T>) start<kPasses, true>(grouped, state, written.template rest<T>(), k);
-                finish(grouped, state);
+                state.scale(steps[kWholeGate]);
             }
+            add_given(steps + (reverse ? kFromStart : kToEnd), k);
+            continue;
+        }
+        Strip<kSteps> read, found;
+        read.clear();
+        const Pieces<T>&read_keys = Backward ? k : erase, &write_keys = Backward ? erase : k;
+        if constexpr (Decays)
+            read_blocks<kPasses, Backward>(read, state, read_keys, decays);
+        else
+            start<kPasses, false, Backward>(grouped, read, state, read_keys);
+        given.load(values, strip * kTileRows);
+        finish(grouped, read);
+        if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
+        const auto inverse = lower(shared.inverse);
+        if constexpr (Backward) {
+            if (gated) read.scale(steps + kToEnd);
+            multiply_kept<kPasses, true, Part::kLower>(read, given, lower(shared.scores));
+            multiply_by_inverse<kPasses, true>(found, read, inverse);
         } else {
-            Strip<kSteps> read, found;
-            read.clear();
-            const Pieces<T>& read_keys = Backward ? k : erase;
-            if constexpr (Decays) {
-                read_blocks<kPasses, Backward>(read, state, read_keys, decays);
-            } else {
-                start<kPasses, false>(grouped, read, state, read_keys);
-                if constexpr (Backward && kRounded<T>)
-                    start<kPasses, false>(grouped, read, state.template rest<T>(), read_keys);
+            Strip<kSteps> errors = given.widened();
+            errors.scale(steps + kBeta);
+            read.scale(steps + kReadBeta);
+            errors.each_with(read, [](float& x, float y) { x -= y; });
+            multiply_by_inverse<kPasses, false>(found, errors, inverse);
+        }
+        if (records_steps)
+            found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide, kSide,
+                        kSide);
+        if (gated) state.scale(steps[kWholeGate]);
+        const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
+        if constexpr (Backward) {
+            if (records_steps) {
+                Strip<kSteps> by_strength = found;
+                by_strength.scale(steps + kBeta);
+                store_steps(by_strength, d_values, n * kSide, time);
             }
-            GivenStrip<T, kSteps, kRounded<T>> given;
-            given.load(shared.values[stage], strip * kTileRows);
-            finish(grouped, read);
-            if (parts > 1) sum_parts_of(read, shared.exchange, strip, strips, part, parts);
-            if constexpr (Backward) {
-                if (gated) read.scale(steps + kToEnd);
-                multiply_given<kPasses, true, Part::kLower>(read, given, shared.scores[stage]);
-                multiply_by_inverse<kPasses, true>(found, read, shared.inverse[stage]);
-            } else {
-                Strip<kSteps> errors = given.widened();
-                errors.scale(steps + kBeta);
-                read.scale(steps + kReadBeta);
-#pragma unroll
-                for (int a = 0; a < kSteps; ++a)
-#pragma unroll
-                    for (int b = 0; b < 4; ++b) errors.value[a][b] -= read.value[a][b];
-                multiply_by_inverse<kPasses, false>(found, errors, shared.inverse[stage]);
-            }
-            if (records_steps)
-                found.store(slice.rows_of(Backward ? slice.d_right : slice.updates, head_index, n) + column * kSide,
-                            kSide, kSide);
-            if (!Decays && gated) {
-                const float whole = steps[kWholeGate];
-                state.each([&](int, int, float& x) { x *= whole; });
-            }
-            const Pieces<T> q = of_stage(shared.queries, stage).from(0, first_key);
-            if constexpr (Backward) {
-                if (records_steps) {
-                    Strip<kSteps> by_strength = found;
-                    by_strength.scale(steps + kBeta);
-                    if (d_value_steps.paired)
-                        d_value_steps.store(by_strength, n * kSide, time);
-                    else
-                        by_strength.store_steps(d_values, n * kSide, time);
-                }
-                if constexpr (!Decays) {
-                    if (gated) {
-                        Strip<kSteps> scaled = given.widened();
-                        scaled.scale(steps + kFromStart);
-                        start<kPasses, true>(grouped, state, scaled, q);
-                        finish(grouped, state);
-                        if constexpr (kRounded<T>) {
-                            start<kPasses, true>(grouped, state, scaled.template rest<T>(), q);
-                            finish(grouped, state);
-                        }
-                    } else {
-                        start_given<kPasses, true>(grouped, state, given, q);
-                        finish(grouped, state);
-                    }
-                }
-                found.scale(steps + kReadBeta);
-                found.each([](int, int, float& x) { x = -x; });
-            } else if (gated) {
-                found.scale(steps + kToEnd);
-            }
-            const Pieces<T>& write_keys = Backward ? erase : k;
-            if constexpr (!Decays) {
-                start<kPasses, true>(grouped, state, found, write_keys);
-                finish(grouped, state);
-                continue;
-            }
+            if constexpr (!Decays) add_given(steps + kFromStart, q);
+            found.scale(steps + kReadBeta);
+            found.scale(-1.0f);
+        } else if (gated) {
+            found.scale(steps + kToEnd);
+        }
+        if constexpr (!Decays) {
+            start<kPasses, true>(grouped, state, found, write_keys);
+            finish(grouped, state);
+        } else {
             each_block<Backward>(decays, [&](int block, const float* by) {
                 state.scale(by);
+                const int row = kTileRows * block;
                 if constexpr (Backward)
-                    multiply_given<kPasses, true>(state, given.template part<2>(2 * block),
-                                                  q.from(kTileRows * block, 0));
-                multiply_kept<kPasses, true>(state, found.template part<2>(2 * block),
-                                             write_keys.from(kTileRows * block, 0));
+                    multiply_kept<kPasses, true>(state, given.template part<2>(2 * block), q.from(row, 0));
+                multiply_kept<kPasses, true>(state, found.template part<2>(2 * block), write_keys.from(row, 0));
             });
         }
     }
@@ -314,12 +268,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     }
     const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
     if (!ends || w.ends.data == nullptr) return;
-    if (transformation)
-        store_state(state, w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * keys * keys,
-                    first_key, keys, column, keys);
-    else
-        store_state(state, w.ends.data + w.ends.index(head_index, number) * state_floats, first_key, keys, column,
-                    columns);
+    float* const to = transformation
+                          ? w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * state_floats
+                          : w.ends.data + w.ends.index(head_index, number) * state_floats;
+    store_steps(state, rows_of_state(to), first_key, keys);
 }
 
 template <typename T, bool Corrects, bool Backward, bool Decays>
@@ -339,16 +291,16 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
         return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3((warps + copiers) * kWarp), shared,
                       stream, w);
     };
-    const auto with_many = [&](auto keys) {
-        if constexpr (sizeof(T) == 2 && (Corrects ? kRounded<T> && !Decays : true))
+    const auto with_keys = [&](auto keys) {
+        if constexpr (keys >= 64 && sizeof(T) == 2 && (!Corrects || (kRounded<T> && !Decays)))
             if (w.strips == kGroupWarps) return with(keys, std::true_type());
         return with(keys, std::false_type());
     };
     switch (w.keys_of_warp) {
-        case 16: return with(std::integral_constant<int, 16>(), std::false_type());
-        case 32: return with(std::integral_constant<int, 32>(), std::false_type());
-        case 64: return with_many(std::integral_constant<int, 64>());
-        default: return with_many(std::integral_constant<int, kMostKeys<T>>());
+        case 16: return with_keys(std::integral_constant<int, 16>());
+        case 32: return with_keys(std::integral_constant<int, 32>());
+        case 64: return with_keys(std::integral_constant<int, 64>());
+        default: return with_keys(std::integral_constant<int, kMostKeys<T>>());
     }
 }
 

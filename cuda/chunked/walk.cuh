@@ -37,26 +37,17 @@ struct Walks {
     }
 };
 
-// Blocks on and below the diagonal of several chunks' squares in shared memory: rows begin in banks such that neither ldmatrix nor
-// the lanes of every second row wait for one another.
-template <typename F>
-struct LowerStages {
-    static constexpr int kStride = kBlockSide + 16 / static_cast<int>(sizeof(F));
-    F* data;
-    __host__ __device__ LowerStages(Carver& carver, int stages) : data(carver.take<F>(stages * kLowerRows * kStride)) {}
-    __device__ __forceinline__ LowerBlocks<F> operator[](int stage) const {
-        return {data + stage * kLowerRows * kStride, kStride};
-    }
-};
-
+// Matrices of several stages, side by side or one after another.
 template <typename T>
 struct WalkLayout {
-    Pieces<T> keys, queries, erase;  // stages side by side
-    Stages<T> values;
-    LowerStages<float> inverse;
-    LowerStages<Factor<T>> scores;
-    Stages<float> steps;
-    Stages<float> decays;  // of keys: of blocks or, where nothing corrects, of the chunk, with those of values
+    Pieces<T> keys, queries, erase;
+    Matrix<T> values;
+    // Squares' blocks on and below the diagonal: rows begin in banks such that neither ldmatrix nor the lanes of every second row
+    // wait for one another.
+    Matrix<float> inverse;
+    Matrix<Factor<T>> scores;
+    Matrix<float> steps;   // a row for each stage
+    Matrix<float> decays;  // of keys: of blocks or, where nothing corrects, of the chunk, with those of values
     float4* exchange;
     size_t bytes;
 
@@ -64,15 +55,16 @@ struct WalkLayout {
                                    int strips, int parts)
         : keys(carver, kSide, stages * key_rows), queries(carver, kSide, corrects && backward ? stages * key_rows : 0),
           erase(carver, kSide, corrects && decayed ? stages * key_rows : 0),
-          values(carver, stages, kSide, strips * kTileRows), inverse(carver, corrects ? stages : 0),
-          scores(carver, corrects && backward ? stages : 0) {
-        steps.first = {carver.take<float>(stages * kWalkNumbers), kWalkNumbers};
-        steps.distance = kWalkNumbers;
-        decays.distance = corrects ? kBlocks * key_rows : key_rows + strips * kTileRows;
-        decays.first = {carver.take<float>(decayed ? stages * decays.distance : 0), key_rows};
-        exchange = carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp);
-        bytes = carver.used;
-    }
+          values(carver.matrix<T>(stages * kSide, strips * kTileRows)),
+          inverse(carver.matrix<float>(corrects ? stages * kLowerRows : 0, kBlockSide)),
+          scores(carver.matrix<Factor<T>>(corrects && backward ? stages * kLowerRows : 0, kBlockSide)),
+          steps(carver.matrix<float>(stages, kWalkNumbers, 0)),
+          decays(carver.matrix<float>(!decayed   ? 0
+                                      : corrects ? stages * kBlocks
+                                                 : stages,
+                                      corrects ? key_rows : key_rows + strips * kTileRows, 0)),
+          exchange(carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp)),
+          bytes(carver.used) {}
 };
 
 constexpr int kMostWarps = 8;   // of a walk's block
