@@ -44,7 +44,7 @@ struct GradientParts {
     Rows<std::conditional_t<kDecays, float, F>, kSide> d_scores, pairs;
     ChunkSteps<Gated> steps;
     GateSums sums;
-    LevelRows<T, kKeys> levels;
+    LevelRows<kKeys> levels;
     size_t bytes;
 
     __host__ __device__ GradientParts(Carver carver, int values)
@@ -55,7 +55,7 @@ struct GradientParts {
         v.data = reinterpret_cast<T*>(d_scores.data);
         if (Gated || Corrects) steps = ChunkSteps<Gated>(carver);
         if (Gated) sums = GateSums(carver);
-        if (kDecays) levels = LevelRows<T, kKeys>(carver);
+        if (kDecays) levels = LevelRows<kKeys>(carver);
         bytes = carver.used;
     }
 };
@@ -172,11 +172,12 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         });
     };
     if constexpr (kDecays) {
-        if constexpr (kOfBoth)
-            load_pairs(d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
-                       slice.lower_of(slice.d_rest, at.local, at.n), row);
         __syncthreads();  // nobody reads v any more
-        mirror(d_scores, shared.d_scores);
+        if constexpr (kOfBoth)
+            load_mirrored(shared.d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
+                          slice.lower_of(slice.d_rest, at.local, at.n));
+        else
+            mirror(d_scores, shared.d_scores);
         if constexpr (Corrects) {
             d_system.each([](int, int, float& x) { x = -x; });
             mirror(d_system, shared.pairs);
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 }
         }
         if constexpr (kDecays) {
-            BlockGradients<T, kKeys> of(shared.levels, row);
+            BlockGradients<kKeys> of(shared.levels, row);
             load_logs<T>(of.gates, p.log_key_decay, at.batch, at.head, key + of.column, p.sizes.key_dim, start + row,
                          time);
             exponentiate(of.gates);
@@ -260,12 +261,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             of.add_diagonal(shared.d_scores);
             store(T(), p.dq, of.strip_of(of.d_late));
             if constexpr (Corrects) {
-                const auto by_own_beta = [&](float (&x)[kSteps]) {
 #pragma unroll
-                    for (int t = 0; t < kSteps; ++t) x[t] *= steps.beta(row + t);
-                };
-                load_column(of.late, shared.erase.from(row, 0), of.column);
-                by_own_beta(of.late);
+                for (int t = 0; t < kSteps; ++t)
+                    of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
                 read.each([](int, int, float& x) { x = -x; });
                 of.template add<kPasses>(read, shared.pairs);
                 Strip<kKeys / 8> d_erase = of.strip_of(of.d_late);
@@ -273,9 +271,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 by_beta(d_erase);
                 store(T(), p.d_erase, d_erase);
                 if (p.erase.data == nullptr) {
-                    by_own_beta(of.d_late);
 #pragma unroll
-                    for (int t = 0; t < kSteps; ++t) of.d_early[t] += of.d_late[t];
+                    for (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
                 }
             }
             of.add_passing(passed);
@@ -334,10 +331,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     }
     if constexpr (!Corrects && !kOfBoth) {
         if constexpr (kDecays) {
-            load_pairs(scores, slice.lower_of(slice.scores, at.local, at.n), slice.lower_of(slice.rest, at.local, at.n),
-                       row);
             __syncthreads();
-            mirror(scores, shared.d_scores);
+            load_mirrored(shared.d_scores, slice.lower_of(slice.scores, at.local, at.n),
+                          slice.lower_of(slice.rest, at.local, at.n));
         }
         for (int value = 0; value < slice.columns; value += value_part) {
             const int across = values_from(value) / 16;

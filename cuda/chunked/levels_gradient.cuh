@@ -25,21 +25,14 @@
 
 namespace fairseq_fastweights {
 
-// The pairs of this warp's steps, from `row` on, as the local stage left them: `rest` is what rounding left out.
+// Rows of all pairs of a chunk's steps, mirrored, as the local stage left them: `rest` is what rounding left out.
 template <typename F>
-__device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerBlocks<F>& big,
-                                           const LowerBlocks<F>& rest, int row) {
-    pairs.each_pair([&](int s, int j, float& x, float& y) {
-        x = y = 0.0f;
-        if (!big.has(row, s)) return;
-        const auto add = [&](const LowerBlocks<F>& from) {
-            const Pair<F> pair = *reinterpret_cast<const Pair<F>*>(&from(row + j, s));
-            x += widen<float>(pair.x);
-            y += widen<float>(pair.y);
-        };
-        add(big);
-        if constexpr (sizeof(F) == 2) add(rest);
-    });
+__device__ __forceinline__ void load_mirrored(const Rows<float, kSide>& to, const LowerBlocks<F>& big,
+                                              const LowerBlocks<F>& rest) {
+    for (int i = threadIdx.x; i < kSide * kSide; i += kStripThreads) {
+        const int t = i / kSide, s = i % kSide;
+        if (s <= t) to(t, s) = to(s, t) = widen<float>(big(t, s)) + (sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f);
+    }
 }
 
 // Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
@@ -55,113 +48,101 @@ __device__ __forceinline__ Strip<2> pairs_with(const Rows<float, kSide>& pairs, 
     return part;
 }
 
-// Shared memory for a part of the keys.
-template <typename T, int Keys>
+// Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
+// strips to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
+// is in a warp's own of `rows`. So a barrier before these two levels' products is enough.
+template <int Keys>
 struct LevelRows {
-    Rows<T, Keys> far, near;            // x of level 4; of level 5, then of a warp's own block
-    Rows<float, Keys> found;            // what is on its way from strips, which products make, to columns, and back
-    Rows<float, Keys> totals, passing;  // decays by block; sums, from block to block, for gradients of logs
+    Rows<float, Keys> rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
 
     LevelRows() = default;
     __host__ __device__ explicit LevelRows(Carver& carver)
-        : far(carver, kSide), near(carver, kSide), found(carver, kSide), totals(carver, kBlocks),
-          passing(carver, kBlocks * kBlocks) {}
+        : rows(carver, kSide), others(carver, kSide), totals(carver, kBlocks), passing(carver, kBlocks * kBlocks) {}
 };
 
 // Gradients of a block of 16 steps, a warp's: a lane has a dimension, `column`, if it is `there`.
-template <typename T, int Keys>
+template <int Keys>
 struct BlockGradients {
-    const LevelRows<T, Keys>& shared;
+    const LevelRows<Keys>& shared;
     const int block, row, column;
     const bool there;
     float gates[kSteps], late[kSteps], early[kSteps], d_late[kSteps], d_early[kSteps], d_log[kSteps];
     float scale[kSteps], found[kSteps];
-    float to_earlier, to_later, to_half;  // sums that blocks before and behind this one want, and that of its half
+    float to_earlier, to_later, to_half;  // sums for the blocks before and behind this one, and the other of its half
 
-    __device__ __forceinline__ BlockGradients(const LevelRows<T, Keys>& shared, int row)
+    __device__ __forceinline__ BlockGradients(const LevelRows<Keys>& shared, int row)
         : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {}
 
-    __device__ __forceinline__ void find_columns(Strip<Keys / 8>& strip) {
+    __device__ __forceinline__ void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
         __syncwarp();
-        strip.write(shared.found.from(row, 0));
+        strip.write(by.from(row, 0));
         __syncwarp();
-        load_column(found, shared.found.from(row, 0), column);
+        load_column(found, by.from(row, 0), column);
     }
     // A strip of columns.
     __device__ __forceinline__ Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
         __syncwarp();
 #pragma unroll
         for (int t = 0; t < kSteps; ++t)
-            if (there) shared.found(row + t, column) = columns[t];
+            if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
         Strip<Keys / 8> strip;
         strip.each_pair([&](int place, int j, float& x, float& y) {
-            const float2 pair = *reinterpret_cast<const float2*>(&shared.found(row + j, place));
+            const float2 pair = *reinterpret_cast<const float2*>(&shared.rows(row + j, place));
             x = pair.x;
             y = pair.y;
         });
         return strip;
     }
 
-    // Adds `scale` times what was found to the gradients of `Count` steps from `First` on, a second half or a first one: their sum
-    // is for the steps of the same half in other blocks.
-    template <int First, int Count>
-    __device__ __forceinline__ float add_late() {
+    // Adds `scale` times what was found to the gradients of `count` steps from `first` on, a second half (`Late`) or a first one:
+    // their sum is for the steps of the same half in other blocks.
+    template <bool Late>
+    __device__ __forceinline__ float add_half(int first = 0, int count = kSteps) {
         float sum = 0.0f;
 #pragma unroll
-        for (int t = First + Count - 1; t >= First; --t) {
-            const float x = scale[t] * found[t];
-            d_late[t] += x;
-            d_log[t] += sum += late[t] * x;
-        }
-        return sum;
-    }
-    template <int First, int Count>
-    __device__ __forceinline__ float add_early() {
-        float sum = 0.0f;
-#pragma unroll
-        for (int s = First; s < First + Count; ++s) {
-            const float x = scale[s] * found[s];
-            d_early[s] += x;
-            d_log[s] += sum;
-            sum += early[s] * x;
+        for (int i = 0; i < count; ++i) {
+            const int t = first + (Late ? count - 1 - i : i);
+            const float x = scale[t] * found[t], before = sum;
+            sum += (Late ? late : early)[t] * x;
+            (Late ? d_late : d_early)[t] += x;
+            d_log[t] += Late ? sum : before;
         }
         return sum;
     }
 
     template <int Level, int Passes>
     __device__ __forceinline__ void add_level(const Rows<float, kSide>& weights) {
-        const Rows<T, Keys>& x = Level == kLevelsOfBlock ? shared.far : shared.near;
+        const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
-        if (there) write_level<Level>(x.from(row, 0), late, early, scale, column, block);
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) {
+            const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
+            if (there) x(row + t, column) = Passes == 1 ? __uint_as_float(to_tf32(of_step)) : of_step;
+        }
         Strip<Keys / 8> sums;
         sums.clear();
         const auto add = [&](int other) {
-            Strip<2> pairs = pairs_with(weights, row, other, [](int t, int s) { return parts(Level, t, s); });
-            multiply_pairs<Passes, true>(sums, pairs, x.from(other * kSteps, 0));
+            const Strip<2> pairs = pairs_with(weights, row, other, [](int t, int s) { return parts(Level, t, s); });
+            multiply_kept<Passes, true>(sums, pairs, x.from(other * kSteps, 0));
         };
         if constexpr (Level < kLevelsOfBlock) {
             __syncwarp();
             add(block);
-            find_columns(sums);
-            constexpr int kHalf = 1 << Level;
-            add_halves<kHalf, 0>();
+            find_columns(sums, shared.rows);
+#pragma unroll
+            for (int first = 0; first < kSteps; first += 2 << Level) {
+                add_half<false>(first, 1 << Level);
+                add_half<true>(first + (1 << Level), 1 << Level);
+            }
         } else {
             __syncthreads();
 #pragma unroll 1
             for (int other = 0; other < kBlocks; ++other)
                 if (parts(Level - kLevelsOfBlock, block, other)) add(other);
-            find_columns(sums);
-            const float sum = is_late<Level>(block, 0) ? add_late<0, kSteps>() : add_early<0, kSteps>();
-            if (Level > kLevelsOfBlock) to_half += sum;
-        }
-    }
-    template <int Half, int First>
-    __device__ __forceinline__ void add_halves() {
-        if constexpr (First < kSteps) {
-            add_early<First, Half>();
-            add_late<First + Half, Half>();
-            add_halves<Half, First + 2 * Half>();
+            find_columns(sums, Level == kLevelsOfBlock ? shared.rows : shared.others);
+            const float sum = is_late<Level>(block, 0) ? add_half<true>() : add_half<false>();
+            if (Level > kLevelsOfBlock && block % (kBlocks - 1) == 0) to_half += sum;
         }
     }
 
@@ -169,21 +150,20 @@ struct BlockGradients {
     __device__ __forceinline__ void begin(Strip<Keys / 8>& writes) {
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) d_early[t] = d_log[t] = 0.0f;
-        find_columns(writes);
+        find_columns(writes, shared.rows);
         scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
-        to_later = add_early<0, kSteps>();
+        to_later = add_half<false>();
         to_earlier = to_half = 0.0f;
     }
-    // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs. Behind the barrier of
-    // level 4 nobody reads rows of level 5 any more.
+    // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
     template <int Passes>
     __device__ __forceinline__ void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
-        find_columns(reads);
+        find_columns(reads, shared.rows);
         scale_from_start(scale, gates, between(shared.totals, column, block, 0));
-        to_earlier += add_late<0, kSteps>();
-        each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - i, Passes>(weights); });
+        to_earlier += add_half<true>();
+        each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value, Passes>(weights); });
     }
     // Those of pairs of a step with itself.
     __device__ __forceinline__ void add_diagonal(const Rows<float, kSide>& weights) {
@@ -199,11 +179,8 @@ struct BlockGradients {
         whole *= between(shared.totals, column, block, 0) * product_of(gates) *
                  between(shared.totals, column, block, kBlocks);
         for (int to = 0; there && to < kBlocks; ++to) {
-            const bool same_half = (to ^ block) == 1 && (to < block) == is_late<kLevels - 1>(block, 0);
-            shared.passing(to * kBlocks + block, column) = whole + (same_half ? to_half : 0.0f) +
-                                                           (to < block   ? to_earlier
-                                                            : to > block ? to_later
-                                                                         : 0.0f);
+            const float passed = to < block ? to_earlier : to > block ? to_later : 0.0f;
+            shared.passing(to * kBlocks + block, column) = whole + passed + (to == (block ^ 1) ? to_half : 0.0f);
         }
         __syncthreads();
         float sum = 0.0f;
