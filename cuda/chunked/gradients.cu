@@ -13,46 +13,64 @@
 // Where nothing corrects, U is diag(w) V with the strengths of writes, there is neither dR nor dA, and
 //     dV = diag(w) (P^T dY + diag(D_es) K dS)
 //
-// With decays by dimension or erase keys the last stage is in decayed_gradients.cu.
-#include "decayed_gradients.cuh"
-#include "rows.cuh"
+// With decays by dimension or erase keys the last products with states are decayed, and pairs of steps are parted by levels, as
+// levels_gradient.cuh says. There E is decayed in the place of K, with its write strengths multiplied to it.
+// Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
+// of dP; what decays of the other side scale, and dP, is from the local stage.
+#include "levels_gradient.cuh"
 #include "stages.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// Without decays by dimension: a part of the keys and values, in `Width` times 16 columns of keys.
-template <typename T, bool Corrects, bool Gated, int Width>
+// The dimensions whose gradients a launch finds: all or, where values decay, keys or values, which have the place of keys then.
+enum class Side { kUndecayed, kDecayed, kKeys, kValues };
+template <Side Of>
+using SideOf = std::integral_constant<Side, Of>;
+
+// A part of the keys and values. With decays by dimension a lane has one of the keys.
+template <typename T, bool Corrects, bool Gated, Side Of, int Width>
 struct GradientParts {
     using F = Factor<T>;
-    Rows<T, 16 * Width> q, k;
+    static constexpr bool kDecays = Of != Side::kUndecayed;
+    static constexpr int kKeys = kDecays && Width > 2 ? kWarp : 16 * Width;
+    using States = Rows<F, Of == Side::kValues ? kSide : kKeys>;
+    Rows<T, kKeys> q, k, erase;
     Rows<T, kSide> d_out, v;  // v in the place of d_scores, until these are found
     WrittenRows<T, Corrects> update;
-    Rows<F, kSide> d_right;              // transposed
-    Rows<F, 16 * Width> state, d_state;  // transposed
-    Rows<F, kSide> d_scores, pairs;      // pairs: the gradient of the system or, where nothing corrects, the scores
+    Rows<F, kSide> d_right;  // transposed
+    States state, d_state;   // transposed, but for gradients of values
+    // Of pairs: d_scores, and the gradient of the system or, where nothing corrects, the scores; with decays mirrored.
+    Rows<std::conditional_t<kDecays, float, F>, kSide> d_scores, pairs;
     ChunkSteps<Gated> steps;
     GateSums sums;
+    LevelRows<kKeys> levels;
     size_t bytes;
 
     __host__ __device__ GradientParts(Carver carver, int values)
-        : q(carver, kSide), k(carver, kSide), d_out(carver, kSide), update(carver, rows_of_writes<Corrects>(values)),
-          d_right(carver, Corrects ? values : 0), state(carver, values), d_state(carver, values),
-          d_scores(carver, kSide), pairs(carver, kSide) {
+        : q(carver, kSide), k(carver, kSide), erase(carver, kDecays && Corrects ? kSide : 0), d_out(carver, kSide),
+          update(carver, rows_of_writes<Corrects>(values)), d_right(carver, Corrects ? values : 0),
+          state(carver, Of == Side::kValues ? kKeys : values), d_state(carver, Of == Side::kValues ? kKeys : values),
+          d_scores(carver, kSide), pairs(carver, kDecays && !Corrects ? 0 : kSide) {
         v.data = reinterpret_cast<T*>(d_scores.data);
         if (Gated || Corrects) steps = ChunkSteps<Gated>(carver);
         if (Gated) sums = GateSums(carver);
+        if (kDecays) levels = LevelRows<kKeys>(carver);
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated, int Width>
+// `written`: keys with the decays to the chunk's end.
+template <typename T, bool Corrects, bool Gated, Side Of, int Width>
 __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
-    gradients(const RuleBackward p, const Slice<Factor<T>> slice, const int value_part) {
+    gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int value_part) {
     using F = Factor<T>;
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
+    using Parts = GradientParts<T, Corrects, Gated, Of, Width>;
+    constexpr bool kDecays = Parts::kDecays, kOfBoth = Of == Side::kKeys || Of == Side::kValues;
+    constexpr bool kTurned = Of == Side::kValues;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = Parts::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const GradientParts<T, Corrects, Gated, Width> shared(Carver(memory), value_part);
+    const Parts shared(Carver(memory), value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
     const int thread = threadIdx.x, row = own_row(), group = warp_lane() / 4;
@@ -69,6 +87,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     const auto copy_keys = [&](int key) {
         copy_steps(shared.q, key_head(p.q, key), start, time);
         copy_steps(shared.k, key_head(p.k, key), start, time);
+        if constexpr (kDecays && Corrects)
+            copy_steps(shared.erase, key_head(p.erase.data != nullptr ? p.erase : p.k, key), start, time);
     };
     const auto copy_values = [&](int value) {
         const int values = values_from(value);
@@ -78,10 +98,13 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             copy_pieces(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
                         values, kSide);
     };
-    const auto copy_state = [&](const Rows<F, kKeys>& to, F* all, int key, int value) {
-        const int values = values_from(value);
-        copy_pieces(to, slice.state_of(all, at.local, at.n) + value * slice.key_rows + key, slice.key_rows, values,
-                    values, slice.key_rows - key);
+    const auto copy_state = [&](const typename Parts::States& to, F* all, int key, int value) {
+        const F* const from = slice.state_of(all, at.local, at.n);
+        const int values = values_from(value), keys = slice.key_rows - key;
+        if constexpr (kTurned)
+            copy_pieces(to, from + key * slice.columns + value, slice.columns, kKeys, keys, values);
+        else
+            copy_pieces(to, from + value * slice.key_rows + key, slice.key_rows, values, values, keys);
     };
     const auto arrive = [] {
         copies_commit();
@@ -103,7 +126,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     copies_commit();
 
     Strip<kSide / 8> scores, products;  // Q K^T and K K^T
-    if constexpr (Gated || !Corrects) {
+    if constexpr (Gated || !(Corrects || kDecays)) {
         scores.clear();
         if constexpr (Corrects) products.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
@@ -115,15 +138,15 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 copies_wait<2>();
                 __syncthreads();
             }
-            multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width);
-            if constexpr (Corrects) multiply_rows<kPasses, false, false>(products, shared.k, row, shared.k, Width);
+            multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, kKeys / 16);
+            if constexpr (Corrects) multiply_rows<kPasses, false, false>(products, shared.k, row, shared.k, kKeys / 16);
         }
     }
     OfSteps d_beta = {}, read_sums = {}, written_sums = {}, strength_sums = {};
     Strip<kSide / 8> d_scores, d_system;  // dP, dA
     d_scores.clear();
     d_system.clear();
-    for (int value = 0; value < slice.columns; value += value_part) {
+    for (int value = 0; !kOfBoth && value < slice.columns; value += value_part) {
         if (value == 0) {
             copies_wait<1>();
             __syncthreads();
@@ -142,46 +165,64 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                     d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
                 });
     }
-    steps.template keep_pairs<true>(d_scores, row);
-    if constexpr (Corrects) {
-        d_system.each([](int, int, float& x) { x = -x; });
-        steps.template keep_pairs<false>(d_system, row);
-    }
     const auto by_beta = [&](auto& strip) { strip.each([&](int, int j, float& x) { x *= steps.beta(row + j); }); };
-    if constexpr (Gated) {  // what each pair's gates let through
-        Strip<kSide / 8> inside = scores;
-        inside.each_with(d_scores, [](float& x, float y) { x *= y; });
+    const auto mirror = [&](Strip<kSide / 8>& strip, const auto& to) {
+        strip.each([&](int s, int j, float x) {
+            if (s <= row + j) to(row + j, s) = to(s, row + j) = x;
+        });
+    };
+    if constexpr (kDecays) {
+        __syncthreads();  // nobody reads v any more
+        if constexpr (kOfBoth)
+            load_mirrored(shared.d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
+                          slice.lower_of(slice.d_rest, at.local, at.n));
+        else
+            mirror(d_scores, shared.d_scores);
         if constexpr (Corrects) {
-            products.each_with(d_system, [](float& x, float y) { x *= y; });
-            products.each([&](int, int j, float& x) { d_beta[j >= 8] += x; });
-            by_beta(products);
-            inside.each_with(products, [](float& x, float y) { x += y; });
-        } else {
-            inside.scale(steps.strengths());
+            d_system.each([](int, int, float& x) { x = -x; });
+            mirror(d_system, shared.pairs);
         }
-        shared.sums.add_inside(inside, row);
-    }
-    __syncthreads();  // nobody reads v any more
-    d_scores.write(shared.d_scores.from(row, 0));
-    if constexpr (Corrects) {
-        Strip<kSide / 8> strong = d_system;
-        by_beta(strong);
-        strong.write(shared.pairs.from(row, 0));
     } else {
-        steps.template keep_pairs<true>(scores, row);
-        if constexpr (Gated) scores.scale(steps.strengths());
-        scores.write(shared.pairs.from(row, 0));
+        steps.template keep_pairs<true>(d_scores, row);
+        if constexpr (Corrects) {
+            d_system.each([](int, int, float& x) { x = -x; });
+            steps.template keep_pairs<false>(d_system, row);
+        }
+        if constexpr (Gated) {  // what each pair's gates let through
+            Strip<kSide / 8> inside = scores;
+            inside.each_with(d_scores, [](float& x, float y) { x *= y; });
+            if constexpr (Corrects) {
+                products.each_with(d_system, [](float& x, float y) { x *= y; });
+                products.each([&](int, int j, float& x) { d_beta[j >= 8] += x; });
+                by_beta(products);
+                inside.each_with(products, [](float& x, float y) { x += y; });
+            } else {
+                inside.scale(steps.strengths());
+            }
+            shared.sums.add_inside(inside, row);
+        }
+        __syncthreads();  // nobody reads v any more
+        d_scores.write(shared.d_scores.from(row, 0));
+        if constexpr (Corrects) {
+            Strip<kSide / 8> strong = d_system;
+            by_beta(strong);
+            strong.write(shared.pairs.from(row, 0));
+        } else {
+            steps.template keep_pairs<true>(scores, row);
+            if constexpr (Gated) scores.scale(steps.strengths());
+            scores.write(shared.pairs.from(row, 0));
+        }
     }
     if (complement && Gated) d_scores.scale(steps.strengths());  // for queries; keys have theirs in the end
 
-    float passed = 0.0f;  // this thread's part of <S_0, dS>
+    float passed = 0.0f;  // this thread's part of <S_0, dS>; with decays, of its key's row
     for (int key = 0; key < slice.key_rows; key += kKeys) {
-        Strip<2 * Width> dq, read, dk;
+        Strip<kKeys / 8> dq, read, dk;
         dq.clear(), read.clear(), dk.clear();
         for (int value = 0; value < slice.columns; value += value_part) {
             if (key > 0 || value > 0 || !all_values || !all_keys) {
                 __syncthreads();
-                if (value == 0 && !all_keys) copy_keys(key);
+                if (value == 0 && !all_keys && (key > 0 || !kDecays)) copy_keys(key);
                 if (!all_values) copy_values(value);
                 if (key > 0 || value > 0) {
                     copy_state(shared.state, slice.states, key, value);
@@ -190,10 +231,58 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             }
             arrive();
             const int blocks = values_from(value) / 16;
-            multiply_rows<kPasses, false, true>(dq, shared.d_out, row, shared.state, blocks);
+            multiply_rows<kPasses, false, !kTurned>(dq, shared.d_out, row, shared.state, blocks);
             if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
-            multiply_rows<kPasses, Corrects, true>(dk, shared.update, row, shared.d_state, blocks);
+            multiply_rows<kPasses, Corrects, !kTurned>(dk, shared.update, row, shared.d_state, blocks);
             if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
+            if constexpr (kDecays)
+                for (int j = row / kSteps; j < 16 * blocks; j += kBlocks) {
+                    const int own = warp_lane() % kKeys, down = kTurned ? own : j, across = kTurned ? j : own;
+                    const float product = shared.state.get(down, across) * shared.d_state.get(down, across);
+                    passed += kOfBoth ? product * slice.value_decays_of(at.local, at.n)[value + j] : product;
+                }
+        }
+        if constexpr (kDecays) {
+            BlockGradients<kKeys> of(shared.levels, row);
+            load_logs<T>(of.gates, p.log_key_decay, at.batch, at.head, key + of.column, p.sizes.key_dim, start + row,
+                         time);
+            exponentiate(of.gates);
+            if (of.there) shared.levels.totals(of.block, of.column) = product_of(of.gates);
+            __syncthreads();
+            const auto store = [&](auto zero, const Sequence& to, Strip<kKeys / 8> strip) {
+                using To = decltype(zero);
+                if (to.data != nullptr)
+                    strip.store_rows(Head<To>(to, at.batch, at.head, key, p.sizes.key_dim), kKeys, start + row, time);
+            };
+            load_column(of.late, shared.q.from(row, 0), of.column);
+            load_column(of.early, shared.k.from(row, 0), of.column);
+            of.begin(dk);
+            of.template add<kPasses>(dq, shared.d_scores);
+            of.add_diagonal(shared.d_scores);
+            store(T(), p.dq, of.strip_of(of.d_late));
+            if constexpr (Corrects) {
+#pragma unroll
+                for (int t = 0; t < kSteps; ++t)
+                    of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
+                read.each([](int, int, float& x) { x = -x; });
+                of.template add<kPasses>(read, shared.pairs);
+                Strip<kKeys / 8> d_erase = of.strip_of(of.d_late);
+                d_erase.dot(d_beta, shared.erase.from(row, 0));
+                by_beta(d_erase);
+                store(T(), p.d_erase, d_erase);
+                if (p.erase.data == nullptr) {
+#pragma unroll
+                    for (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
+                }
+            }
+            of.add_passing(passed);
+            passed = 0.0f;
+            store(T(), p.dk, of.strip_of(of.d_early));
+            if (p.d_log_key_decay.dtype == kFloat32)
+                store(float(), p.d_log_key_decay, of.strip_of(of.d_log));
+            else
+                store(T(), p.d_log_key_decay, of.strip_of(of.d_log));
+            continue;
         }
         const auto own_q = shared.q.from(row, 0), own_k = shared.k.from(row, 0);
         if constexpr (Gated) {
@@ -240,27 +329,41 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         }
         dk.store_rows(key_head(p.dk, key), kKeys, start + row, time);
     }
-    if constexpr (!Corrects) {
+    if constexpr (!Corrects && !kOfBoth) {
+        if constexpr (kDecays) {
+            __syncthreads();
+            load_mirrored(shared.d_scores, slice.lower_of(slice.scores, at.local, at.n),
+                          slice.lower_of(slice.rest, at.local, at.n));
+        }
         for (int value = 0; value < slice.columns; value += value_part) {
             const int across = values_from(value) / 16;
             Strip<kWidest / 8> dv;
             dv.clear();
             for (int key = 0; key < slice.key_rows; key += kKeys) {
-                if (!all_keys || !all_values) {
+                if (kDecays || !all_keys || !all_values) {
                     __syncthreads();
-                    if (!all_keys) copy_steps(shared.k, key_head(p.k, key), start, time);
+                    if (kDecays || !all_keys) copy_steps(shared.k, key_head(written, key), start, time);
                     if (!all_values && key == 0) copy_steps(shared.d_out, value_head(p.d_out, value), start, time);
                     copy_state(shared.d_state, slice.d_states, key, value);
                     arrive();
                 }
                 each_columns(dv, across, [&](auto& part, int first) {
-                    multiply_rows<kPasses, false, false>(part, shared.k, row, shared.d_state.from(first, 0), Width);
+                    multiply_rows<kPasses, false, false>(part, shared.k, row, shared.d_state.from(first, 0),
+                                                         kKeys / 16);
                 });
             }
             if constexpr (Gated)
                 dv.each([&](int, int j, float& x) { x *= steps.to_end(row + j) * steps.strength(row + j); });
             each_columns(dv, across, [&](auto& part, int first) {
-                multiply_rows<kPasses, true, true>(part, shared.pairs, row, shared.d_out.from(0, first), kSide / 16);
+                const auto d_out = shared.d_out.from(0, first);
+                if constexpr (kDecays) {
+                    for (int block = row / kSteps; block < kBlocks; ++block) {
+                        Strip<2> pairs = pairs_with(shared.d_scores, row, block, [](int s, int t) { return t >= s; });
+                        multiply_pairs<kPasses, true>(part, pairs, d_out.from(block * kSteps, 0));
+                    }
+                } else {
+                    multiply_rows<kPasses, true, true>(part, shared.pairs, row, d_out, kSide / 16);
+                }
             });
             dv.store_rows(value_head(p.dv, value), 16 * across, start + row, time);
         }
@@ -285,12 +388,37 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
 
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
 struct GradientLayout {
-    size_t bytes;
-    GradientLayout(const Carver& carver, int keys, int values)
-        : bytes(Decays ? decayed_gradient_bytes<T>(Corrects, Values, keys, values) : with_width(keys, [&](auto width) {
-              return GradientParts<T, Corrects, Gated, decltype(width)::value>(carver, values).bytes;
-          })) {}
+    size_t bytes = 0;
+    GradientLayout(const Carver& carver, int keys, int values) {
+        const auto take = [&](auto side) {
+            with_width(keys, [&](auto width) {
+                bytes = std::max(bytes, GradientParts<T, Corrects, Gated, side, width>(carver, values).bytes);
+            });
+        };
+        if constexpr (Values)
+            take(SideOf<Side::kKeys>()), take(SideOf<Side::kValues>());
+        else
+            take(SideOf<Decays ? Side::kDecayed : Side::kUndecayed>());
+    }
 };
+
+// The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
+template <typename T>
+RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
+    p.d_out = slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes);
+    p.v = slice.template sequence_of<T>(slice.values, slice.columns, p.sizes);
+    return p;
+}
+RuleBackward swapped(RuleBackward p) {
+    std::swap(p.sizes.key_dim, p.sizes.value_dim);
+    std::swap(p.q, p.d_out);
+    std::swap(p.k, p.v);
+    p.log_key_decay = p.log_value_decay;
+    p.dq = {};  // outputs, that are there
+    p.dk = p.dv;
+    p.d_log_key_decay = p.d_log_value_decay;
+    return p;
+}
 
 template <typename T>
 cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
@@ -325,12 +453,21 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
                                stream);
         if (error != cudaSuccess) return error;
-        if (plan.pass.decays) return launch_decayed_gradients<T>(p, plan, slice, written, stream);
-        return with_flags(plan.pass.corrects, plan.pass.gated, [&](auto corrects, auto gated) {
-            return with_width(plan.key_part, [&](auto width) {
-                return launch(gradients<T, corrects, gated, width>, dim3(slice.heads, slice.chunks),
-                              dim3(kStripThreads), plan.last_shared, stream, p, slice, plan.value_part);
-            });
+        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            const auto find = [&](auto side, const RuleBackward& of, const Slice<F>& from) {
+                return with_width(plan.key_part, [&](auto width) {
+                    return launch(gradients<T, corrects, gated, side, width>, dim3(slice.heads, slice.chunks),
+                                  dim3(kStripThreads), plan.last_shared, stream, of, written, from, plan.value_part);
+                });
+            };
+            if constexpr (values) {
+                error = find(SideOf<Side::kKeys>(), side_of<T>(p, slice), slice);
+                if (error != cudaSuccess) return error;
+                const Slice<F> turned = slice.swapped();
+                return find(SideOf<Side::kValues>(), side_of<T>(swapped(p), turned), turned);
+            } else {
+                return find(SideOf<decays ? Side::kDecayed : Side::kUndecayed>(), p, slice);
+            }
         });
     });
 }

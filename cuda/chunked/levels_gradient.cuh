@@ -1,0 +1,193 @@
+// Decays by dimension, backwards, in the notation of levels.cuh.
+//
+// With dS the gradient of the state at the end and D_ts = <dy_t, v_s * Z_ts>, a rule that does not correct has
+//   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
+//   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
+//   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
+//   dS_0 = (F_e0 Z_e0^T) * dS + sum over t of (q_t * F_t0) (dy_t * Z_t0)^T
+// and one that corrects
+//   dU = P^T dY + (K * F_e.) dS          (I + B G)^T X = dU              dV = B X
+//   dP = dY U^T for s <= t               dG = -X U^T for s < t           d beta_t = <x_t, what of r_t the steps before t leave>
+//   d(Q * F_.0) = dY S_0^T               d(B E * F_.0) = -X S_0^T        d(K * F_e.) = U dS^T
+//   dS_0 = diag(F_e0) dS + (Q * F_.0)^T dY - (E * F_.0)^T dV
+// and from these the gradients of queries and keys, then those of B E and keys, which are added.
+//
+// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`, `early` and
+// `weights` here. With w the weights of the pairs that a level parts, mirrored, dX = w X has the gradients of its rows:
+//   d late_t += F_tm * dX_t in second halves        d early_s += F_ms * dX_s in first ones
+// The gradient of log f_u collects whatever passes through step u, element by element: x_t * dX_t over the t >= u of its half if
+// that is a second one, over the s < u if it is a first one. To reads of S_0 the whole chunk is a second half, to writes that
+// are left at the end a first one, and the row sums of (F_e0 Z_e0^T) * S_0 * dS pass all of it. Nothing is subtracted.
+#pragma once
+
+#include "levels.cuh"
+#include "rows.cuh"
+
+namespace fairseq_fastweights {
+
+// Rows of all pairs of a chunk's steps, mirrored, as the local stage left them: `rest` is what rounding left out.
+template <typename F>
+__device__ __forceinline__ void load_mirrored(const Rows<float, kSide>& to, const LowerBlocks<F>& big,
+                                              const LowerBlocks<F>& rest) {
+    for (int i = threadIdx.x; i < kSide * kSide; i += kStripThreads) {
+        const int t = i / kSide, s = i % kSide;
+        if (s <= t) to(t, s) = to(s, t) = widen<float>(big(t, s)) + (sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f);
+    }
+}
+
+// Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
+template <typename Wanted>
+__device__ __forceinline__ Strip<2> pairs_with(const Rows<float, kSide>& pairs, int row, int block, Wanted wanted) {
+    Strip<2> part;
+    part.each_pair([&](int place, int j, float& x, float& y) {
+        const int t = row + j, s = block * kSteps + place;
+        const float2 pair = *reinterpret_cast<const float2*>(&pairs(t, s));
+        x = wanted(t, s) ? pair.x : 0.0f;
+        y = wanted(t, s + 1) ? pair.y : 0.0f;
+    });
+    return part;
+}
+
+// Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
+// strips to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
+// is in a warp's own of `rows`. So a barrier before these two levels' products is enough.
+template <int Keys>
+struct LevelRows {
+    Rows<float, Keys> rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
+
+    LevelRows() = default;
+    __host__ __device__ explicit LevelRows(Carver& carver)
+        : rows(carver, kSide), others(carver, kSide), totals(carver, kBlocks), passing(carver, kBlocks * kBlocks) {}
+};
+
+// Gradients of a block of 16 steps, a warp's: a lane has a dimension, `column`, if it is `there`.
+template <int Keys>
+struct BlockGradients {
+    const LevelRows<Keys>& shared;
+    const int block, row, column;
+    const bool there;
+    float gates[kSteps], late[kSteps], early[kSteps], d_late[kSteps], d_early[kSteps], d_log[kSteps];
+    float scale[kSteps], found[kSteps];
+    float to_earlier, to_later, to_half;  // sums for the blocks before and behind this one, and the other of its half
+
+    __device__ __forceinline__ BlockGradients(const LevelRows<Keys>& shared, int row)
+        : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {}
+
+    __device__ __forceinline__ void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
+        __syncwarp();
+        strip.write(by.from(row, 0));
+        __syncwarp();
+        load_column(found, by.from(row, 0), column);
+    }
+    // A strip of columns.
+    __device__ __forceinline__ Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t)
+            if (there) shared.rows(row + t, column) = columns[t];
+        __syncwarp();
+        Strip<Keys / 8> strip;
+        strip.each_pair([&](int place, int j, float& x, float& y) {
+            const float2 pair = *reinterpret_cast<const float2*>(&shared.rows(row + j, place));
+            x = pair.x;
+            y = pair.y;
+        });
+        return strip;
+    }
+
+    // Adds `scale` times what was found to the gradients of `count` steps from `first` on, a second half (`Late`) or a first one:
+    // their sum is for the steps of the same half in other blocks.
+    template <bool Late>
+    __device__ __forceinline__ float add_half(int first = 0, int count = kSteps) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const int t = first + (Late ? count - 1 - i : i);
+            const float x = scale[t] * found[t], before = sum;
+            sum += (Late ? late : early)[t] * x;
+            (Late ? d_late : d_early)[t] += x;
+            d_log[t] += Late ? sum : before;
+        }
+        return sum;
+    }
+
+    template <int Level, int Passes>
+    __device__ __forceinline__ void add_level(const Rows<float, kSide>& weights) {
+        const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
+        scale_to_middle<Level>(scale, gates, shared.totals, column, block);
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) {
+            const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
+            if (there) x(row + t, column) = Passes == 1 ? __uint_as_float(to_tf32(of_step)) : of_step;
+        }
+        Strip<Keys / 8> sums;
+        sums.clear();
+        const auto add = [&](int other) {
+            const Strip<2> pairs = pairs_with(weights, row, other, [](int t, int s) { return parts(Level, t, s); });
+            multiply_kept<Passes, true>(sums, pairs, x.from(other * kSteps, 0));
+        };
+        if constexpr (Level < kLevelsOfBlock) {
+            __syncwarp();
+            add(block);
+            find_columns(sums, shared.rows);
+#pragma unroll
+            for (int first = 0; first < kSteps; first += 2 << Level) {
+                add_half<false>(first, 1 << Level);
+                add_half<true>(first + (1 << Level), 1 << Level);
+            }
+        } else {
+            __syncthreads();
+#pragma unroll 1
+            for (int other = 0; other < kBlocks; ++other)
+                if (parts(Level - kLevelsOfBlock, block, other)) add(other);
+            find_columns(sums, Level == kLevelsOfBlock ? shared.rows : shared.others);
+            const float sum = is_late<Level>(block, 0) ? add_half<true>() : add_half<false>();
+            if (Level > kLevelsOfBlock && block % (kBlocks - 1) == 0) to_half += sum;
+        }
+    }
+
+    // The gradients of `early` and of logs as far as writes make them, before all others.
+    __device__ __forceinline__ void begin(Strip<Keys / 8>& writes) {
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) d_early[t] = d_log[t] = 0.0f;
+        find_columns(writes, shared.rows);
+        scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
+        to_later = add_half<false>();
+        to_earlier = to_half = 0.0f;
+    }
+    // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
+    template <int Passes>
+    __device__ __forceinline__ void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
+        find_columns(reads, shared.rows);
+        scale_from_start(scale, gates, between(shared.totals, column, block, 0));
+        to_earlier += add_half<true>();
+        each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value, Passes>(weights); });
+    }
+    // Those of pairs of a step with itself.
+    __device__ __forceinline__ void add_diagonal(const Rows<float, kSide>& weights) {
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) {
+            const float weight = weights(row + t, row + t);
+            d_late[t] += weight * early[t];
+            d_early[t] += weight * late[t];
+        }
+    }
+    // What passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
+    __device__ __forceinline__ void add_passing(float whole) {
+        whole *= between(shared.totals, column, block, 0) * product_of(gates) *
+                 between(shared.totals, column, block, kBlocks);
+        for (int to = 0; there && to < kBlocks; ++to) {
+            const float passed = to < block ? to_earlier : to > block ? to_later : 0.0f;
+            shared.passing(to * kBlocks + block, column) = whole + passed + (to == (block ^ 1) ? to_half : 0.0f);
+        }
+        __syncthreads();
+        float sum = 0.0f;
+        for (int from = 0; from < kBlocks; ++from) sum += shared.passing(block * kBlocks + from, column);
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) d_log[t] += sum;
+    }
+};
+
+}  // namespace fairseq_fastweights
