@@ -37,18 +37,21 @@ struct DecayedLocal {
 // Pairs of a warp's 16 steps: with those of their block, then of the blocks before it, nearest first.
 using PairsOfBlock = Strip<kSide / 8>;
 
-// += <late_t, early_s> of the pairs of one block that wanted(t, s).
-template <int Passes, int Width, typename M, typename F>
-__device__ __forceinline__ void add_pairs(PairsOfBlock& pairs, const M& late, const M& early, F wanted) {
-    const int group = warp_lane() / 4, member = warp_lane() % 4;
+// += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself. `parting`: of this lane's
+// pairs (group, 2 member) and (group, 2 member + 1) what parts them.
+template <int Level, int Passes, int Width, typename M>
+__device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early, const int (&apart)[2]) {
     Strip<2> part;
     part.clear();
     multiply_rows<Passes, false, false>(part, late, 0, early, Width);
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (wanted(group + i / 2 * 8, 8 * n + 2 * member + i % 2)) pairs.value[n][i] += part.value[n][i];
+    for (int i = 0; i < 2; ++i) {
+        if (Level < 0 ? apart[i] == 0 : parts(Level, apart[i], 0)) {
+            pairs.value[0][i] += part.value[0][i];
+            pairs.value[1][2 + i] += part.value[1][2 + i];
+        }
+        if (Level == kLevelsOfBlock - 1) pairs.value[0][2 + i] += part.value[0][2 + i];
+    }
 }
 
 // += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading`: the warp's, decayed from their block's start;
@@ -99,6 +102,12 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
     const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
     copy_keys(0);
     if constexpr (Corrects) shared.steps.find(own_step, false);
+    int apart[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int t = lane / 4, s = lane % 4 * 2 + i;
+        apart[i] = s <= t ? t ^ s : kSide;
+    }
     PairsOfBlock pairs[kReaders];
 #pragma unroll
     for (int i = 0; i < kReaders; ++i) pairs[i].clear();
@@ -107,7 +116,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
             __syncthreads();
             copy_keys(key);
         }
-        float gates[kSteps] = {}, scale[kSteps], early[kSteps], late[kReaders][kSteps], log = 0.0f;
+        float gates[kSteps] = {}, scale[kSteps], early[kSteps], log = 0.0f;
         if (there) {
             load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row,
                          time);
@@ -121,92 +130,85 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         __syncthreads();
         if (there) {
             load_column(early, own(shared.k), lane);
-#pragma unroll
-            for (int i = 0; i < kReaders; ++i) load_column(late[i], own(shared.late[i]), lane);
-        }
-
-        // The slice's decays.
-        if (there && key + lane < slice.key_rows) {
-            const auto put = [&](F* all, const float (&x)[kSteps]) {
-                T* const to = reinterpret_cast<T*>(all) + (first_row + row) * slice.key_rows + key + lane;
-#pragma unroll
-                for (int t = 0; t < kSteps; ++t) to[t * slice.key_rows] = narrow<T>(x[t] * scale[t]);
-            };
-            if constexpr (!Corrects) {
-                scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
-                put(slice.written, early);
-            }
-            if (!(Corrects && Backward) && slice.queries != nullptr) {
-                scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
-                put(slice.queries, late[0]);
-            }
             float* const decays = slice.decays_of(at.local, at.n) + key + lane;
-            if constexpr (Corrects) {
-                decays[block * slice.key_rows] = shared.totals(block, lane);
-            } else if (block == 0) {
-                float sum = 0.0f;
-                for (int of = 0; of < kBlocks; ++of) sum += shared.logs(of, lane);
-                decays[0] = expf(sum);
-                decays[slice.key_rows] = sum;
+            if (key + lane < slice.key_rows) {
+                if constexpr (Corrects) {
+                    decays[block * slice.key_rows] = shared.totals(block, lane);
+                } else if (block == 0) {
+                    float sum = 0.0f;
+                    for (int of = 0; of < kBlocks; ++of) sum += shared.logs(of, lane);
+                    decays[0] = expf(sum);
+                    decays[slice.key_rows] = sum;
+                }
             }
+        }
+        // The warp's rows of x, scaled, and from there to the workspace.
+        const auto write = [&](const Rows<T, kKeys>& to, const auto& from, F* all) {
+            float x[kSteps];
+            if (there) load_column(x, own(from), lane);
+            if (there)
+#pragma unroll
+                for (int t = 0; t < kSteps; ++t) to(row + t, lane) = narrow<T>(x[t] * scale[t]);
+            if (all == nullptr) return;
+            __syncwarp();
+            constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
+            const int across = lane % kAcross * kPiece;
+            if (key + across < slice.key_rows)
+#pragma unroll
+                for (int down = row + lane / kAcross; down < row + kSteps; down += kWarp / kAcross)
+                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
+                                              across) = *reinterpret_cast<const uint4*>(&to(down, across));
+            __syncwarp();
+        };
+        if constexpr (!Corrects) {
+            scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
+            write(shared.reading[0], shared.k, slice.written);
+        }
+        if constexpr (!(Corrects && Backward)) {
+            scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
+            if (slice.queries != nullptr) write(shared.reading[0], shared.late[0], slice.queries);
         }
         if (slice.scores == nullptr) continue;
 
-        add_pairs<kPasses, Width>(pairs[0], own(shared.late[0]), own(shared.k), [](int t, int s) { return s == t; });
+        add_level<-1, kPasses, Width>(pairs[0], own(shared.late[0]), own(shared.k), apart);
         __syncwarp();
         each_level<0, kLevelsOfBlock>([&](auto of) {
             constexpr int level = decltype(of)::value;
             if (there) {
                 scale_to_middle<level>(scale, gates, shared.totals, lane, block);
-                write_level<level>(own(shared.late[0]), late[0], early, scale, lane, block);
-                if constexpr (Corrects) write_level<level>(own(shared.late[1]), late[1], early, scale, lane, block);
+#pragma unroll
+                for (int i = 0; i < kReaders; ++i) {
+                    float late[kSteps];
+                    load_column(late, own(shared.late[i]), lane);
+                    write_level<level>(own(shared.reading[i]), late, early, scale, lane, block);
+                }
             }
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < kReaders; ++i)
-                add_pairs<kPasses, Width>(pairs[i], own(shared.late[i]), own(shared.late[i]),
-                                          [&](int t, int s) { return s < t && parts(level, t, s); });
+                add_level<level, kPasses, Width>(pairs[i], own(shared.reading[i]), own(shared.reading[0]), apart);
             __syncwarp();
         });
-        if (there) {
-            const auto write = [&](const Rows<T, kKeys>& to, const float (&x)[kSteps]) {
-#pragma unroll
-                for (int t = 0; t < kSteps; ++t) to(row + t, lane) = narrow<T>(x[t] * scale[t]);
-            };
-            scale_to_end(scale, gates, 1.0f);
-            write(shared.written, early);
-            scale_from_start(scale, gates, 1.0f);
-#pragma unroll
-            for (int i = 0; i < kReaders; ++i) write(shared.reading[i], late[i]);
-        }
+        scale_to_end(scale, gates, 1.0f);
+        write(shared.written, shared.k, Corrects ? slice.written : nullptr);
+        scale_from_start(scale, gates, 1.0f);
+        write(shared.reading[0], shared.late[0], Corrects && Backward ? slice.queries : nullptr);
+        if constexpr (Corrects) write(shared.reading[1], shared.late[1], slice.erased);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kReaders; ++i)
             add_earlier<kPasses>(pairs[i], own(shared.reading[i]), shared.written, shared.totals, block);
-        if constexpr (!Corrects) continue;
-        const auto store = [&](F* all, const Rows<T, kKeys>& from) {
-            constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
-            for (int i = opaque_thread(); i < kSide * kAcross; i += kStripThreads) {
-                const int down = i / kAcross, across = i % kAcross * kPiece;
-                if (key + across < slice.key_rows)
-                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
-                                              across) = *reinterpret_cast<const uint4*>(&from(down, across));
-            }
-        };
-        store(slice.written, shared.written);
-        store(slice.erased, shared.reading[kReaders - 1]);
-        if constexpr (Backward) store(slice.queries, shared.reading[0]);
     }
     if (slice.scores == nullptr) return;
-    const auto each = [&](PairsOfBlock& from, auto f) {  // f(step t, step s, of pairs of s and the next step)
+    // `first` is the block of the warp's steps with each other, those with earlier blocks are `back` numbers before each other.
+    const auto store = [&](auto* first, int stride, int back, PairsOfBlock& from) {
         from.each_pair([&](int place, int t, float x, float y) {
-            const int s = row - place / kSteps * kSteps + place % kSteps;
-            if (s >= 0) f(row + t, s, x, y);
+            const int apart = place / kSteps;
+            if (apart <= block) put_pair(first + t * stride + place % kSteps - apart * back, x, y);
         });
     };
     const auto store_pairs = [&](F* all, PairsOfBlock& from) {
-        const LowerBlocks<F> to = slice.lower_of(all, at.local, at.n);
-        each(from, [&](int t, int s, float x, float y) { put_pair(&to(t, s), x, y); });
+        store(&slice.lower_of(all, at.local, at.n)(row, row), kSteps, kSteps * kSteps, from);
     };
     pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });
     store_pairs(slice.scores, pairs[0]);
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         const float* const beta = shared.steps.numbers + kBeta;
         shared.steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();  // nobody reads rows any more
-        each(pairs[1], [&](int t, int s, float x, float y) { put_pair(&products(t, s), x, y); });
+        store(&products(row, row), products.stride, kSteps, pairs[1]);
         if constexpr (Backward) store_pairs(slice.products, pairs[1]);
         __syncwarp();
         invert_diagonal_block(products, beta, row);
