@@ -37,16 +37,16 @@ struct DecayedLocal {
 // Pairs of a warp's 16 steps: with those of their block, then of the blocks before it, nearest first.
 using PairsOfBlock = Strip<kSide / 8>;
 
-// += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself. `parting`: of this lane's
-// pairs (group, 2 member) and (group, 2 member + 1) what parts them.
+// += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself.
 template <int Level, int Passes, int Width, typename M>
-__device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early, const int (&apart)[2]) {
+__device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early) {
+    const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
     Strip<2> part;
     part.clear();
     multiply_rows<Passes, false, false>(part, late, 0, early, Width);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (Level < 0 ? apart[i] == 0 : parts(Level, apart[i], 0)) {
+        if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
             pairs.value[0][i] += part.value[0][i];
             pairs.value[1][2 + i] += part.value[1][2 + i];
         }
@@ -60,17 +60,23 @@ __device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, co
 template <int Passes, typename T, int Keys>
 __device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const Rows<T, Keys>& reading,
                                             const Rows<T, Keys>& written, const Rows<float, Keys>& totals, int block) {
-    Strip<Keys / 8> left;
-    left.each_pair([&](int key, int t, float& x, float& y) { x = reading.get(t, key), y = reading.get(t, key + 1); });
+#pragma unroll 1
+    for (int key = 0; key < Keys; key += 16) {
+        Strip<2> left;
+        left.each_pair([&](int place, int t, float& x, float& y) {
+            x = reading.get(t, key + place), y = reading.get(t, key + place + 1);
+        });
 #pragma unroll
-    for (int apart = 1; apart < kBlocks; ++apart) {
-        if (apart > block) break;
-        const Rows<T, Keys> right = written.from((block - apart) * kSteps, 0);
-        if (apart == 1)
-            multiply_kept<Passes, false>(pairs.template part<2>(2), left, right);  // no more than they are rounded to
-        else
-            multiply_pairs<Passes, false>(pairs.template part<2>(2 * apart), left, right);
-        left.scale(&totals(block - apart, 0));
+        for (int apart = 1; apart < kBlocks; ++apart) {
+            if (apart > block) break;
+            Strip<2>& part = pairs.template part<2>(2 * apart);
+            const Rows<T, Keys> right = written.from((block - apart) * kSteps, key);
+            if (apart == 1)
+                multiply_kept<Passes, false>(part, left, right);  // no more than they are rounded to
+            else
+                multiply_pairs<Passes, false>(part, left, right);
+            left.scale(&totals(block - apart, key));
+        }
     }
 }
 
@@ -87,7 +93,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
     const Shared shared{Carver(memory)};
     const Place at(slice, given.sizes);
     const int start = at.start, time = given.sizes.time, row = own_row(), block = row / kSteps, lane = warp_lane();
-    const bool there = lane < kKeys;  // the lane's key, if it has one
+    const bool there = lane < opaque(kKeys);  // the lane's key, if it has one
     const int64_t first_row = slice.index(at.local, at.n) * kSide;
     const auto own = [&](const Rows<T, kKeys>& rows) { return rows.from(row, 0); };
     const auto copy_keys = [&](int key) {
@@ -102,12 +108,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
     const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
     copy_keys(0);
     if constexpr (Corrects) shared.steps.find(own_step, false);
-    int apart[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int t = lane / 4, s = lane % 4 * 2 + i;
-        apart[i] = s <= t ? t ^ s : kSide;
-    }
     PairsOfBlock pairs[kReaders];
 #pragma unroll
     for (int i = 0; i < kReaders; ++i) pairs[i].clear();
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
             __syncthreads();
             copy_keys(key);
         }
-        float gates[kSteps] = {}, scale[kSteps], early[kSteps], log = 0.0f;
+        float gates[kSteps] = {}, scale[kSteps], log = 0.0f;
         if (there) {
             load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row,
                          time);
@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         copies_wait<0>();
         __syncthreads();
         if (there) {
-            load_column(early, own(shared.k), lane);
             float* const decays = slice.decays_of(at.local, at.n) + key + lane;
             if (key + lane < slice.key_rows) {
                 if constexpr (Corrects) {
@@ -142,13 +141,14 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
                 }
             }
         }
+        const auto put = [&](const Rows<T, kKeys>& to, const Rows<T, kKeys>& from, int t) {
+            to(t, lane) = narrow<T>(from.get(t, lane) * scale[t - row]);
+        };
         // The warp's rows of x, scaled, and from there to the workspace.
-        const auto write = [&](const Rows<T, kKeys>& to, const auto& from, F* all) {
-            float x[kSteps];
-            if (there) load_column(x, own(from), lane);
+        const auto write = [&](const Rows<T, kKeys>& to, const Rows<T, kKeys>& from, F* all) {
             if (there)
 #pragma unroll
-                for (int t = 0; t < kSteps; ++t) to(row + t, lane) = narrow<T>(x[t] * scale[t]);
+                for (int t = 0; t < kSteps; ++t) put(to, from, row + t);
             if (all == nullptr) return;
             __syncwarp();
             constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
@@ -170,23 +170,23 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         }
         if (slice.scores == nullptr) continue;
 
-        add_level<-1, kPasses, Width>(pairs[0], own(shared.late[0]), own(shared.k), apart);
+        add_level<-1, kPasses, Width>(pairs[0], own(shared.late[0]), own(shared.k));
         __syncwarp();
         each_level<0, kLevelsOfBlock>([&](auto of) {
             constexpr int level = decltype(of)::value;
-            if (there) {
-                scale_to_middle<level>(scale, gates, shared.totals, lane, block);
+            scale_to_middle<level>(scale, gates, shared.totals, lane, block);
+            // Rows of erase keys are multiplied by those of keys among the queries'.
+            if (there)
 #pragma unroll
-                for (int i = 0; i < kReaders; ++i) {
-                    float late[kSteps];
-                    load_column(late, own(shared.late[i]), lane);
-                    write_level<level>(own(shared.reading[i]), late, early, scale, lane, block);
-                }
-            }
+                for (int t = row; t < row + kSteps; ++t)
+#pragma unroll
+                    for (int i = 0; i < kReaders; ++i)
+                        if (is_late<level>(block, t - row) || i == 0)
+                            put(shared.reading[i], is_late<level>(block, t - row) ? shared.late[i] : shared.k, t);
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < kReaders; ++i)
-                add_level<level, kPasses, Width>(pairs[i], own(shared.reading[i]), own(shared.reading[0]), apart);
+                add_level<level, kPasses, Width>(pairs[i], own(shared.reading[i]), own(shared.reading[0]));
             __syncwarp();
         });
         scale_to_end(scale, gates, 1.0f);
