@@ -9,28 +9,34 @@
 namespace fairseq_fastweights {
 namespace {
 
-template <typename T, bool Corrects, int Keys>
+constexpr int kLaneKeys = kWarp;  // taken at once, a key to a lane
+
+template <typename T, bool Corrects>
 struct DecayedLocal {
-    static constexpr int kReaders = Corrects ? 2 : 1;  // queries, and erase keys
+    using Keys = Rows<T, kLaneKeys>;
+    static constexpr int kReaders = Corrects ? 2 : 1,  // queries, and erase keys
+        kAtOnce = sizeof(T) == 4 ? 2
+                  : Corrects     ? 3
+                                 : 4;  // blocks of a multiprocessor
     ChunkSteps<false> steps;
-    Rows<T, Keys> k, late[kReaders];           // as given; the levels of a block take turns in the place of the latter
-    Rows<T, Keys> written, reading[kReaders];  // decayed to their block's end, and from its start
-    Rows<float, Keys> totals, logs;            // of decays, by block
     Matrix<float> products;  // G, in the place of rows; and the blocks' inverses, transposed, above its diagonal
+    Keys k, late[kReaders];  // as given
+    Keys written,
+        reading
+            [kReaders];  // decayed to their block's end, and from its start; before that in turn the levels of a block
+    Rows<float, kLaneKeys> totals, logs;  // of decays, by block
     size_t bytes;
 
-    __host__ __device__ explicit DecayedLocal(Carver carver) : steps(carver) {
-        Carver place = carver;
-        k = Rows<T, Keys>(carver, kSide);
-        written = Rows<T, Keys>(carver, kSide);
+    __host__ __device__ explicit DecayedLocal(Carver carver)
+        : steps(carver), products(Carver(carver).matrix<float>(kSide, kSide, 8)), k(carver, kSide),
+          written(carver, kSide) {
         for (int i = 0; i < kReaders; ++i) {
-            late[i] = Rows<T, Keys>(carver, kSide);
-            reading[i] = Rows<T, Keys>(carver, kSide);
+            late[i] = Keys(carver, kSide);
+            reading[i] = Keys(carver, kSide);
         }
-        totals = Rows<float, Keys>(carver, kBlocks);
-        logs = Rows<float, Keys>(carver, kBlocks);
-        products = place.matrix<float>(Corrects ? kSide : 0, kSide, 8);
-        bytes = carver.used > place.used ? carver.used : place.used;
+        totals = Rows<float, kLaneKeys>(carver, kBlocks);
+        logs = Rows<float, kLaneKeys>(carver, kBlocks);
+        bytes = carver.used;  // more than G takes
     }
 };
 
@@ -38,12 +44,14 @@ struct DecayedLocal {
 using PairsOfBlock = Strip<kSide / 8>;
 
 // += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself.
-template <int Level, int Passes, int Width, typename M>
+template <int Level, int Passes, typename M>
 __device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early) {
     const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
     Strip<2> part;
     part.clear();
-    multiply_rows<Passes, false, false>(part, late, 0, early, Width);
+#pragma unroll 1
+    for (int key = 0; key < kLaneKeys; key += 16)
+        multiply_rows<Passes, false, false>(part, late.from(0, key), 0, early.from(0, key), 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
@@ -57,11 +65,11 @@ __device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, co
 // += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading`: the warp's, decayed from their block's start;
 // `written` has all, decayed to theirs' ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded
 // behind more blocks, the system would be another than the walk's, and what is then not erased adds up.
-template <int Passes, typename T, int Keys>
-__device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const Rows<T, Keys>& reading,
-                                            const Rows<T, Keys>& written, const Rows<float, Keys>& totals, int block) {
+template <int Passes, typename M>
+__device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const M& reading, const M& written,
+                                            const Rows<float, kLaneKeys>& totals, int block) {
 #pragma unroll 1
-    for (int key = 0; key < Keys; key += 16) {
+    for (int key = 0; key < kLaneKeys; key += 16) {
         Strip<2> left;
         left.each_pair([&](int place, int t, float& x, float& y) {
             x = reading.get(t, key + place), y = reading.get(t, key + place + 1);
@@ -69,35 +77,27 @@ __device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const Rows<T, K
 #pragma unroll
         for (int apart = 1; apart < kBlocks; ++apart) {
             if (apart > block) break;
-            Strip<2>& part = pairs.template part<2>(2 * apart);
-            const Rows<T, Keys> right = written.from((block - apart) * kSteps, key);
-            if (apart == 1)
-                multiply_kept<Passes, false>(part, left, right);  // no more than they are rounded to
-            else
-                multiply_pairs<Passes, false>(part, left, right);
+            multiply_pairs<Passes, false>(pairs.template part<2>(2 * apart), left,
+                                          written.from((block - apart) * kSteps, key));
             left.scale(&totals(block - apart, key));
         }
     }
 }
 
-template <typename T, bool Corrects, bool Backward, int Width>
-__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
-                                                 : Corrects     ? 3
-                                                                : 4)
+template <typename T, bool Corrects, bool Backward>
+__global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAtOnce))
     decayed_local(const Local given, const Slice<Factor<T>> slice) {
     using F = Factor<T>;
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
-    using Shared = DecayedLocal<T, Corrects, kKeys>;
-    constexpr int kReaders = Shared::kReaders;
+    using Shared = DecayedLocal<T, Corrects>;
+    using Keys = typename Shared::Keys;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kReaders = Shared::kReaders;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Shared shared{Carver(memory)};
     const Place at(slice, given.sizes);
     const int start = at.start, time = given.sizes.time, row = own_row(), block = row / kSteps, lane = warp_lane();
-    const bool there = lane < opaque(kKeys);  // the lane's key, if it has one
-    const int64_t first_row = slice.index(at.local, at.n) * kSide;
-    const auto own = [&](const Rows<T, kKeys>& rows) { return rows.from(row, 0); };
+    const auto own = [&](const Keys& rows) { return rows.from(row, 0); };
     const auto copy_keys = [&](int key) {
-        const auto copy = [&](const Rows<T, kKeys>& to, const Sequence& from) {
+        const auto copy = [&](const Keys& to, const Sequence& from) {
             copy_steps(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
         };
         copy(shared.k, given.k);
@@ -111,53 +111,46 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
     PairsOfBlock pairs[kReaders];
 #pragma unroll
     for (int i = 0; i < kReaders; ++i) pairs[i].clear();
-    for (int key = 0; key < slice.key_rows; key += kKeys) {
+    for (int key = 0; key < slice.key_rows; key += kLaneKeys) {
         if (key > 0) {
             __syncthreads();
             copy_keys(key);
         }
-        float gates[kSteps] = {}, scale[kSteps], log = 0.0f;
-        if (there) {
-            load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row,
-                         time);
+        float gates[kSteps], scale[kSteps], log = 0.0f;
+        load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row, time);
 #pragma unroll
-            for (int t = 0; t < kSteps; ++t) log += gates[t];
-            exponentiate(gates);
-            shared.totals(block, lane) = expf(log);
-            shared.logs(block, lane) = log;
-        }
+        for (int t = 0; t < kSteps; ++t) log += gates[t];
+        exponentiate(gates);
+        shared.totals(block, lane) = expf(log);
+        shared.logs(block, lane) = log;
         copies_wait<0>();
         __syncthreads();
-        if (there) {
-            float* const decays = slice.decays_of(at.local, at.n) + key + lane;
-            if (key + lane < slice.key_rows) {
-                if constexpr (Corrects) {
-                    decays[block * slice.key_rows] = shared.totals(block, lane);
-                } else if (block == 0) {
-                    float sum = 0.0f;
-                    for (int of = 0; of < kBlocks; ++of) sum += shared.logs(of, lane);
-                    decays[0] = expf(sum);
-                    decays[slice.key_rows] = sum;
-                }
+        float* const decays = slice.decays_of(at.local, at.n) + key + lane;
+        if (key + lane < slice.key_rows) {
+            if constexpr (Corrects) {
+                decays[block * slice.key_rows] = shared.totals(block, lane);
+            } else if (block == 0) {
+                for (int of = 1; of < kBlocks; ++of) log += shared.logs(of, lane);
+                decays[0] = expf(log);
+                decays[slice.key_rows] = log;
             }
         }
-        const auto put = [&](const Rows<T, kKeys>& to, const Rows<T, kKeys>& from, int t) {
-            to(t, lane) = narrow<T>(from.get(t, lane) * scale[t - row]);
+        // The warp's rows of x, scaled, and from there to the workspace, if it has a place for them.
+        const auto put = [&](const Keys& to, const Keys& x, int t) {
+            to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
         };
-        // The warp's rows of x, scaled, and from there to the workspace.
-        const auto write = [&](const Rows<T, kKeys>& to, const Rows<T, kKeys>& from, F* all) {
-            if (there)
+        const auto write = [&](const Keys& to, const Keys& x, F* all) {
 #pragma unroll
-                for (int t = 0; t < kSteps; ++t) put(to, from, row + t);
-            if (all == nullptr) return;
+            for (int t = 0; t < kSteps; ++t) put(to, x, t);
             __syncwarp();
-            constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
+            constexpr int kPiece = 16 / sizeof(T), kAcross = kLaneKeys / kPiece;
             const int across = lane % kAcross * kPiece;
-            if (key + across < slice.key_rows)
+            if (all != nullptr && key + across < slice.key_rows)
 #pragma unroll
-                for (int down = row + lane / kAcross; down < row + kSteps; down += kWarp / kAcross)
-                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
-                                              across) = *reinterpret_cast<const uint4*>(&to(down, across));
+                for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross)
+                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
+                                              (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key +
+                                              across) = *reinterpret_cast<const uint4*>(&to(t, across));
             __syncwarp();
         };
         if constexpr (!Corrects) {
@@ -166,27 +159,25 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
         }
         if constexpr (!(Corrects && Backward)) {
             scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
-            if (slice.queries != nullptr) write(shared.reading[0], shared.late[0], slice.queries);
+            write(shared.reading[0], shared.late[0], slice.queries);
         }
         if (slice.scores == nullptr) continue;
 
-        add_level<-1, kPasses, Width>(pairs[0], own(shared.late[0]), own(shared.k));
-        __syncwarp();
+        add_level<-1, kPasses>(pairs[0], own(shared.late[0]), own(shared.k));
         each_level<0, kLevelsOfBlock>([&](auto of) {
             constexpr int level = decltype(of)::value;
             scale_to_middle<level>(scale, gates, shared.totals, lane, block);
             // Rows of erase keys are multiplied by those of keys among the queries'.
-            if (there)
 #pragma unroll
-                for (int t = row; t < row + kSteps; ++t)
+            for (int t = 0; t < kSteps; ++t)
 #pragma unroll
-                    for (int i = 0; i < kReaders; ++i)
-                        if (is_late<level>(block, t - row) || i == 0)
-                            put(shared.reading[i], is_late<level>(block, t - row) ? shared.late[i] : shared.k, t);
+                for (int i = 0; i < kReaders; ++i)
+                    if (is_late<level>(block, t) || i == 0)
+                        put(shared.reading[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < kReaders; ++i)
-                add_level<level, kPasses, Width>(pairs[i], own(shared.reading[i]), own(shared.reading[0]));
+                add_level<level, kPasses>(pairs[i], own(shared.reading[i]), own(shared.reading[0]));
             __syncwarp();
         });
         scale_to_end(scale, gates, 1.0f);
@@ -200,22 +191,19 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4 ? 2
             add_earlier<kPasses>(pairs[i], own(shared.reading[i]), shared.written, shared.totals, block);
     }
     if (slice.scores == nullptr) return;
-    // `first` is the block of the warp's steps with each other, those with earlier blocks are `back` numbers before each other.
+    // `first` is the block of the warp's steps with each other; those with earlier blocks are `back` numbers before each other.
     const auto store = [&](auto* first, int stride, int back, PairsOfBlock& from) {
         from.each_pair([&](int place, int t, float x, float y) {
             const int apart = place / kSteps;
             if (apart <= block) put_pair(first + t * stride + place % kSteps - apart * back, x, y);
         });
     };
-    const auto store_pairs = [&](F* all, PairsOfBlock& from) {
+    const auto store_pairs = [&](F* all, PairsOfBlock from) {
         store(&slice.lower_of(all, at.local, at.n)(row, row), kSteps, kSteps * kSteps, from);
     };
     pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });
     store_pairs(slice.scores, pairs[0]);
-    if constexpr (kRounded<T> && !(Corrects && Backward)) {
-        PairsOfBlock rest = pairs[0].template rest<T>();
-        store_pairs(slice.rest, rest);
-    }
+    if constexpr (kRounded<T> && !(Corrects && Backward)) store_pairs(slice.rest, pairs[0].template rest<T>());
     if constexpr (Corrects) {
         const Matrix<float>& products = shared.products;
         const float* const beta = shared.steps.numbers + kBeta;
@@ -242,12 +230,8 @@ cudaError_t launch_decayed_local(const Local& given, const RulePass& pass, const
         return error == cudaSuccess ? launch_decayed_local<T>(given, of_keys, slice, stream) : error;
     }
     return with_flags(pass.corrects, pass.backward, [&](auto corrects, auto backward) {
-        return with_width(std::min(kWarp, slice.key_rows), [&](auto width) {
-            constexpr int kWidth = std::min<int>(width, kWarp / 16);
-            return launch(decayed_local<T, corrects, backward, kWidth>, dim3(slice.heads, slice.chunks),
-                          dim3(kStripThreads), DecayedLocal<T, corrects, 16 * kWidth>(Carver(nullptr)).bytes, stream,
-                          given, slice);
-        });
+        return launch(decayed_local<T, corrects, backward>, dim3(slice.heads, slice.chunks), dim3(kStripThreads),
+                      DecayedLocal<T, corrects>(Carver(nullptr)).bytes, stream, given, slice);
     });
 }
 
