@@ -4,10 +4,10 @@
 //   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
-// With decays by dimension Q * F_.0 and the pairs, in the notation of decays.cuh, are from the local stage. Where nothing
+// With decays by dimension Q * F_.0 and the pairs, in the notation of levels.cuh, are from the local stage. Where nothing
 // corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
-// what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
-#include "blocks.cuh"
+// what is read and written passes them from block to block, and within a block step by step, a value dimension to a lane.
+#include "levels.cuh"
 #include "rows.cuh"
 #include "stages.cuh"
 
@@ -27,17 +27,61 @@ struct OutputParts {
     Rows<Factor<T>, 16 * Width> state;  // transposed
     WrittenRows<T, Corrects> update;
     ChunkSteps<Gated> steps;
-    BlockValues<T> values;
+    // With decays of values: P of pairs of one block, Z of blocks, Z from blocks' starts, and what is written within a block; V
+    // decayed to blocks' ends, in the place of the state.
+    Rows<float, kSteps> weights;
+    Rows<float, kSide> totals, decays, own;
+    Rows<T, kSide> written;
     size_t bytes;
 
     __host__ __device__ OutputParts(Carver carver, int value_part)
         : q(carver, kSide), k(carver, Of == Decay::kNone ? kSide : 0), state(carver, value_part),
           update(carver, rows_of_writes<Corrects>(value_part)) {
         if (Gated) steps = ChunkSteps<Gated>(carver);
-        if (Of == Decay::kValues) values = BlockValues<T>(carver);
+        if (Of == Decay::kValues) {
+            weights = Rows<float, kSteps>(carver, kSide);
+            totals = Rows<float, kSide>(carver, kBlocks);
+            decays = Rows<float, kSide>(carver, kSide);
+            own = Rows<float, kSide>(carver, kSide);
+            written = Rows<T, kSide>(carver, kSide);
+        }
         bytes = carver.used;
     }
 };
+
+// The pairs of this warp's steps, from `row` on, as the local stage left them: `rest` is what rounding left out.
+template <typename F>
+__device__ __forceinline__ void load_pairs(Strip<kSide / 8>& pairs, const LowerBlocks<F>& big,
+                                           const LowerBlocks<F>& rest, int row) {
+    pairs.each_pair([&](int s, int j, float& x, float& y) {
+        x = y = 0.0f;
+        if (!big.has(row, s)) return;
+        const auto add = [&](const LowerBlocks<F>& from) {
+            const Pair<F> pair = *reinterpret_cast<const Pair<F>*>(&from(row + j, s));
+            x += widen<float>(pair.x);
+            y += widen<float>(pair.y);
+        };
+        add(big);
+        if constexpr (sizeof(F) == 2) add(rest);
+    });
+}
+
+// Of a dimension of a block, what its steps wrote and is read in it: store(t, sum over s <= t of weights(t, s) (v_s * Z_ts)).
+template <typename W, typename F>
+__device__ __forceinline__ void pass_own_writes(const W& weights, const float (&v)[kSteps],
+                                                const float (&gates)[kSteps], F store) {
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+        float sum = 0.0f, four[4];
+#pragma unroll
+        for (int s = 0; s <= t; ++s) {
+            if (s % 4 == 0) load_row(four, &weights(t, s));
+            if (s > 0) sum *= gates[s];
+            sum += four[s % 4] * v[s];
+        }
+        store(t, sum);
+    }
+}
 
 template <typename T, bool Corrects, bool Gated, Decay Of, int Width>
 __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ? 2
@@ -72,6 +116,10 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ?
     if constexpr (kDecays) {
         load_pairs(scores, slice.lower_of(slice.scores, at.local, at.n), slice.lower_of(slice.rest, at.local, at.n),
                    row);
+        if constexpr (Of == Decay::kValues)
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                if (block * kSteps == row) scores.template part<2>(2 * block).write(shared.weights.from(row, 0));
     } else {
         scores.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
@@ -109,17 +157,39 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ?
             });
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
-        const Head<T> to(p.out, at.batch, at.head, value, p.sizes.value_dim);
         if constexpr (Of == Decay::kValues) {
-            shared.values.template add_writes<kPasses>(
-                out, scores, values, shared.update, row,
-                [&](auto& logs, int j) {
-                    load_logs<T>(logs, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim, start + row,
-                                 time);
-                },
-                [&](int t, int j, float x) {
-                    if (start + t < time && j < to.dim) to.data[(start + t) * to.stride + j] = narrow<T>(x);
+            for (int j = warp_lane(); j < values; j += kWarp) {
+                float gates[kSteps], v[kSteps], scale[kSteps];
+                load_logs<T>(gates, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim, start + row,
+                             time);
+                exponentiate(gates);
+                load_column(v, shared.update.from(row, 0), j);
+                scale_to_end(scale, gates, 1.0f);
+#pragma unroll
+                for (int s = 0; s < kSteps; ++s) shared.written(row + s, j) = narrow<T>(v[s] * scale[s]);
+                scale_from_start(scale, gates, 1.0f);
+#pragma unroll
+                for (int t = 0; t < kSteps; ++t) shared.decays(row + t, j) = scale[t];
+                shared.totals(row / kSteps, j) = scale[kSteps - 1];
+                pass_own_writes(shared.weights.from(row, 0), v, gates,
+                                [&](int t, float x) { shared.own(row + t, j) = x; });
+            }
+            __syncthreads();
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                if (block * kSteps >= row) break;
+                out.scale(&shared.totals(block, 0));
+                each_columns(out, values / 16, [&](auto& part, int first) {
+                    multiply_pairs<kPasses, true>(part, scores.template part<2>(2 * block),
+                                                  shared.written.from(block * kSteps, first));
                 });
+            }
+            out.each_pair([&](int j, int t, float& x, float& y) {
+                const float2 by = *reinterpret_cast<const float2*>(&shared.decays(row + t, j)),
+                             own = *reinterpret_cast<const float2*>(&shared.own(row + t, j));
+                x = x * by.x + own.x;
+                y = y * by.y + own.y;
+            });
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);
@@ -129,8 +199,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ?
                     multiply_kept<kPasses, !Corrects, Part::kAll, sizeof(Written<T, Corrects>) == 4>(part, scores,
                                                                                                      update);
             });
-            out.store_rows(to, values, start + row, time);
         }
+        out.store_rows(Head<T>(p.out, at.batch, at.head, value, p.sizes.value_dim), values, start + row, time);
     }
 }
 
