@@ -15,27 +15,18 @@ template <typename T, bool Corrects>
 struct DecayedLocal {
     using Keys = Rows<T, kLaneKeys>;
     static constexpr int kReaders = Corrects ? 2 : 1,  // queries, and erase keys
-        kAtOnce = sizeof(T) == 4 ? 2
-                  : Corrects     ? 3
-                                 : 4;  // blocks of a multiprocessor
+        kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders;   // blocks of a multiprocessor
     ChunkSteps<false> steps;
     Matrix<float> products;  // G, in the place of rows; and the blocks' inverses, transposed, above its diagonal
-    Keys k, late[kReaders];  // as given
-    Keys written,
-        reading
-            [kReaders];  // decayed to their block's end, and from its start; before that in turn the levels of a block
+    Keys k, late[kReaders];  // as given, then decayed to their block's end, and from its start
+    Keys levels[kReaders];   // of a block, one after another
     Rows<float, kLaneKeys> totals, logs;  // of decays, by block
     size_t bytes;
 
     __host__ __device__ explicit DecayedLocal(Carver carver)
-        : steps(carver), products(Carver(carver).matrix<float>(kSide, kSide, 8)), k(carver, kSide),
-          written(carver, kSide) {
-        for (int i = 0; i < kReaders; ++i) {
-            late[i] = Keys(carver, kSide);
-            reading[i] = Keys(carver, kSide);
-        }
-        totals = Rows<float, kLaneKeys>(carver, kBlocks);
-        logs = Rows<float, kLaneKeys>(carver, kBlocks);
+        : steps(carver), products(Carver(carver).matrix<float>(Corrects ? kSide : 0, kSide, 8)), k(carver, kSide) {
+        for (int i = 0; i < kReaders; ++i) late[i] = Keys(carver, kSide), levels[i] = Keys(carver, kSide);
+        totals = Rows<float, kLaneKeys>(carver, kBlocks), logs = Rows<float, kLaneKeys>(carver, kBlocks);
         bytes = carver.used;  // more than G takes
     }
 };
@@ -155,11 +146,11 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
         };
         if constexpr (!Corrects) {
             scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
-            write(shared.reading[0], shared.k, slice.written);
+            write(shared.levels[0], shared.k, slice.written);
         }
         if constexpr (!(Corrects && Backward)) {
             scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
-            write(shared.reading[0], shared.late[0], slice.queries);
+            write(shared.levels[0], shared.late[0], slice.queries);
         }
         if (slice.scores == nullptr) continue;
 
@@ -173,22 +164,22 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
 #pragma unroll
                 for (int i = 0; i < kReaders; ++i)
                     if (is_late<level>(block, t) || i == 0)
-                        put(shared.reading[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
+                        put(shared.levels[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < kReaders; ++i)
-                add_level<level, kPasses>(pairs[i], own(shared.reading[i]), own(shared.reading[0]));
+                add_level<level, kPasses>(pairs[i], own(shared.levels[i]), own(shared.levels[0]));
             __syncwarp();
         });
         scale_to_end(scale, gates, 1.0f);
-        write(shared.written, shared.k, Corrects ? slice.written : nullptr);
+        write(shared.k, shared.k, Corrects ? slice.written : nullptr);
         scale_from_start(scale, gates, 1.0f);
-        write(shared.reading[0], shared.late[0], Corrects && Backward ? slice.queries : nullptr);
-        if constexpr (Corrects) write(shared.reading[1], shared.late[1], slice.erased);
+        write(shared.late[0], shared.late[0], Corrects && Backward ? slice.queries : nullptr);
+        if constexpr (Corrects) write(shared.late[1], shared.late[1], slice.erased);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kReaders; ++i)
-            add_earlier<kPasses>(pairs[i], own(shared.reading[i]), shared.written, shared.totals, block);
+            add_earlier<kPasses>(pairs[i], own(shared.late[i]), shared.k, shared.totals, block);
     }
     if (slice.scores == nullptr) return;
     // `first` is the block of the warp's steps with each other; those with earlier blocks are `back` numbers before each other.

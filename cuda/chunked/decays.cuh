@@ -115,7 +115,7 @@ __device__ __forceinline__ void write_reading(const M& reading, const float (&la
     for (int t = 0; t < kSteps; ++t) target.set(t, late[t] * (product *= gates[t]));
 }
 
-// written(s) = early_s decayed from s to the block's end, by halves of it, as `write_operands` has it.
+// written(s) = early_s decayed from s to the block's end, by halves of it.
 template <typename M>
 __device__ __forceinline__ void write_written(const M& written, const float (&early)[kSteps],
                                               const float (&gates)[kSteps], int column) {
@@ -129,85 +129,6 @@ __device__ __forceinline__ void write_written(const M& written, const float (&ea
         }
         target.set(s, early[s] * (product * after));
         product *= gates[s];
-    }
-}
-
-// A level's x in the steps from `First` on, half of a block: of `early` in first halves, of `late` in second ones.
-// `Early` false: only the latter.
-template <int Half, int First, bool Early, typename M>
-__device__ __forceinline__ void write_level(const M& level, const float (&late)[kHalf], const float (&early)[kHalf],
-                                            const float (&gates)[kSteps], int column) {
-    const Column<M> target(level, column);
-#pragma unroll
-    for (int start = 0; start < kHalf; start += 2 * Half) {
-        float scale[2 * Half];
-        scale_halves<Half>(scale, gates, First + start + Half);
-#pragma unroll
-        for (int i = Early ? 0 : Half; i < 2 * Half; ++i)
-            target.set(First + start + i, (i < Half ? early[start + i] : late[start + i]) * scale[i]);
-    }
-}
-
-template <int First, bool Early, typename M>
-__device__ __forceinline__ void write_operands_of_half(const M& late, const M& early, const M (&levels)[kLevels],
-                                                       const M& reading, const M& written, const float (&gates)[kSteps],
-                                                       int column) {
-    float lates[kHalf], earlies[kHalf];
-    const Column<M> from_late(late, column), from_early(early, column);
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        lates[i] = from_late.get(First + i);
-        earlies[i] = Early ? from_early.get(First + i) : 0.0f;
-    }
-    write_level<1, First, Early>(levels[0], lates, earlies, gates, column);
-    write_level<2, First, Early>(levels[1], lates, earlies, gates, column);
-    write_level<4, First, Early>(levels[2], lates, earlies, gates, column);
-    const Column<M> to_level(levels[3], column), to_reading(reading, column), to_written(written, column);
-    const float before = product_of(gates, 0, First), after = product_of(gates, First + kHalf, kSteps);
-    float product = 1.0f;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        product *= gates[First + i];
-        if (First > 0) to_level.set(First + i, lates[i] * product);
-        to_reading.set(First + i, lates[i] * (before * product));
-    }
-    if constexpr (!Early) return;
-    product = 1.0f;
-#pragma unroll
-    for (int i = kHalf - 1; i >= 0; --i) {
-        if (First == 0) to_level.set(i, earlies[i] * product);
-        to_written.set(First + i, earlies[i] * (product * after));
-        product *= gates[First + i];
-    }
-}
-
-// All that products take of a dimension: the levels' x, and what `write_reading` and `write_written` write. One half
-// after the other: that takes fewer registers. `Early` false: only what is of `late`.
-template <bool Early = true, typename M>
-__device__ __forceinline__ void write_operands(const M& late, const M& early, const M (&levels)[kLevels],
-                                               const M& reading, const M& written, const float (&gates)[kSteps],
-                                               int column) {
-    write_operands_of_half<0, Early>(late, early, levels, reading, written, gates, column);
-    write_operands_of_half<kHalf, Early>(late, early, levels, reading, written, gates, column);
-}
-
-// A value dimension's outputs, by store(t, it), where what is read of the block's start is `reads`, and weights(t, s) P_ts.
-template <typename Reads, typename Weights, typename Store>
-__device__ __forceinline__ void write_outputs(const Reads& reads, const Weights& weights, const float (&early)[kSteps],
-                                              const float (&gates)[kSteps], int column, Store store) {
-    const Column<Reads> from(reads, column);
-    float product = 1.0f;
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) {
-        product *= gates[t];
-        float sum = 0.0f, four[4];
-#pragma unroll
-        for (int s = 0; s <= t; ++s) {
-            if (s % 4 == 0) load_row(four, &weights(t, s));
-            if (s > 0) sum *= gates[s];
-            sum += four[s % 4] * early[s];
-        }
-        store(t, product * from.get(t) + sum);
     }
 }
 
