@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
             scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
             write(shared.levels[0], shared.k, slice.written);
         }
-        if constexpr (!(Corrects && Backward)) {
+        if (!(Corrects && Backward) && slice.queries != nullptr) {
             scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
             write(shared.levels[0], shared.late[0], slice.queries);
         }
