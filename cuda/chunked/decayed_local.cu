@@ -1,7 +1,7 @@
-// The local stage with decays by dimension or erase keys, in the notation of decays.cuh, of all chunks of a slice at once: P, what
+// The local stage with decays by dimension or erase keys, in the notation of levels.cuh, of all chunks of a slice at once: P, what
 // decays scale (Q * F_.0, K * F_e., E * F_.0) and, where it corrects, T = (I + B G)^-1. A warp finds the pairs of a block of 16
-// steps with those before it, of queries or, the other half of the warps, of erase keys.
-#include "decays.cuh"
+// steps with each other and with those of earlier blocks, of queries and of erase keys; a lane has a key.
+#include "levels.cuh"
 #include "local.cuh"
 #include "rows.cuh"
 #include "system.cuh"
@@ -9,265 +9,203 @@
 namespace fairseq_fastweights {
 namespace {
 
-// Keys that are taken at once: so many that a block fits wherever there are tensor cores for it.
-template <typename T>
-constexpr int kMostLocalKeys = sizeof(T) == 4 ? 16 : 32;
+constexpr int kLaneKeys = kWarp;  // taken at once, a key to a lane
 
-// Rows of a chunk as products take them: for pairs of a block `rows` and `levels`, which queries and keys share, and
-// `scaled` for those of two: queries from the block's start, keys to its end.
-template <typename T, int Keys>
-struct DecayedRows {
-    Rows<T, Keys> rows, scaled, levels[kLevels];
-
-    DecayedRows() = default;
-    __host__ __device__ DecayedRows(Carver& carver, const DecayedRows* shares)
-        : rows(carver, kSide), scaled(carver, kSide) {
-        for (int i = 0; i < kLevels; ++i)
-            levels[i] = shares == nullptr ? Rows<T, Keys>(carver, kSide) : shares->levels[i];
-    }
-    // The rows that lie so many numbers behind them.
-    __device__ __forceinline__ DecayedRows behind(int numbers) const {
-        DecayedRows other = *this;
-        other.rows.data += numbers;
-        other.scaled.data += numbers;
-#pragma unroll
-        for (int i = 0; i < kLevels; ++i) other.levels[i].data += numbers;
-        return other;
-    }
-};
-
-template <typename T, bool Corrects, int Keys>
+template <typename T, bool Corrects>
 struct DecayedLocal {
-    static constexpr int kThreads = (Corrects ? 2 : 1) * kStripThreads;
+    using Keys = Rows<T, kLaneKeys>;
+    static constexpr int kReaders = Corrects ? 2 : 1,  // queries, and erase keys
+        kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders;   // blocks of a multiprocessor
     ChunkSteps<false> steps;
-    DecayedRows<T, Keys> q, k, erase;
-    Rows<float, Keys> totals, logs;  // of decays, by block
     Matrix<float> products;  // G, in the place of rows; and the blocks' inverses, transposed, above its diagonal
+    Keys k, late[kReaders];  // as given, then decayed to their block's end, and from its start
+    Keys levels[kReaders];   // of a block, one after another
+    Rows<float, kLaneKeys> totals, logs;  // of decays, by block
     size_t bytes;
 
-    __host__ __device__ explicit DecayedLocal(Carver carver) : steps(carver) {
-        Carver place = carver;
-        q = DecayedRows<T, Keys>(carver, nullptr);
-        k = DecayedRows<T, Keys>(carver, &q);
-        if (Corrects) erase = DecayedRows<T, Keys>(carver, nullptr);
-        totals = Rows<float, Keys>(carver, kBlocks);
-        logs = Rows<float, Keys>(carver, kBlocks);
-        products = place.matrix<float>(Corrects ? kSide : 0, kSide, 8);
-        bytes = carver.used > place.used ? carver.used : place.used;
+    __host__ __device__ explicit DecayedLocal(Carver carver)
+        : steps(carver), products(Carver(carver).matrix<float>(Corrects ? kSide : 0, kSide, 8)), k(carver, kSide) {
+        for (int i = 0; i < kReaders; ++i) late[i] = Keys(carver, kSide), levels[i] = Keys(carver, kSide);
+        totals = Rows<float, kLaneKeys>(carver, kBlocks), logs = Rows<float, kLaneKeys>(carver, kBlocks);
+        bytes = carver.used;  // more than G takes
     }
 };
 
-// Pairs of a warp's 16 steps with those of their block, and of the blocks before it, nearest first.
-struct PairsOfBlock {
-    Strip<2> own, before[kBlocks - 1];
+// Pairs of a warp's 16 steps: with those of their block, then of the blocks before it, nearest first.
+using PairsOfBlock = Strip<kSide / 8>;
 
-    __device__ __forceinline__ void clear() {
-        own.clear();
+// += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself.
+template <int Level, int Passes, typename M>
+__device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early) {
+    const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
+    Strip<2> part;
+    part.clear();
+#pragma unroll 1
+    for (int key = 0; key < kLaneKeys; key += 16)
+        multiply_rows<Passes, false, false>(part, late.from(0, key), 0, early.from(0, key), 1);
 #pragma unroll
-        for (int i = 0; i < kBlocks - 1; ++i) before[i].clear();
-    }
-
-    // += <late_t, early_s decayed from s to t> for s < t, or with `diagonal` for s <= t.
-    template <int Passes, typename T, int Keys>
-    __device__ __forceinline__ void add(const DecayedRows<T, Keys>& late, const DecayedRows<T, Keys>& early,
-                                        const Rows<float, Keys>& totals, int block, bool diagonal) {
-        const int row = block * kSteps, group = warp_lane() / 4, member = warp_lane() % 4;
-        if (block > 0)
-            multiply_rows<Passes, false, false>(before[0], late.scaled, row, early.scaled.from(row - kSteps, 0),
-                                                Keys / 16);
-        if (block > 1) {
-            Strip<Keys / 8> left;
-            left.each_pair([&](int i, int t, float& x, float& y) {
-                const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&late.scaled(row + t, i));
-                x = widen<float>(pair.x);
-                y = widen<float>(pair.y);
-            });
-#pragma unroll
-            for (int apart = 2; apart < kBlocks; ++apart) {
-                if (apart > block) break;
-                left.scale(&totals(block - apart + 1, 0));
-                multiply_pairs<Passes, false>(before[apart - 1], left, early.scaled.from(row - apart * kSteps, 0));
-            }
+    for (int i = 0; i < 2; ++i) {
+        if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
+            pairs.value[0][i] += part.value[0][i];
+            pairs.value[1][2 + i] += part.value[1][2 + i];
         }
-        // Each level has the pairs that it parts. Steps of two halves are in a quarter of their own.
-        const auto product = [&](Strip<2>& part, const Rows<T, Keys>& x, const Rows<T, Keys>& y) {
-            part.clear();
-            multiply_rows<Passes, false, false>(part, x, row, y.from(row, 0), Keys / 16);
-        };
-        Strip<2> part;
-        product(part, late.levels[kLevels - 1], early.levels[kLevels - 1]);
-        own.value[0][2] += part.value[0][2];
-        own.value[0][3] += part.value[0][3];
+        if (Level == kLevelsOfBlock - 1) pairs.value[0][2 + i] += part.value[0][2 + i];
+    }
+}
+
+// += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading`: the warp's, decayed from their block's start;
+// `written` has all, decayed to theirs' ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded
+// behind more blocks, the system would be another than the walk's, and what is then not erased adds up.
+template <int Passes, typename M>
+__device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const M& reading, const M& written,
+                                            const Rows<float, kLaneKeys>& totals, int block) {
+#pragma unroll 1
+    for (int key = 0; key < kLaneKeys; key += 16) {
+        Strip<2> left;
+        left.each_pair([&](int place, int t, float& x, float& y) {
+            x = reading.get(t, key + place), y = reading.get(t, key + place + 1);
+        });
 #pragma unroll
-        for (int level = 0; level < kLevels; ++level) {
-            const bool same = level == kLevels - 1;
-            product(part, same ? late.rows : late.levels[level], same ? early.rows : early.levels[level]);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int s = 2 * member + i, apart = group ^ s;  // its highest bit tells the level
-                const bool wanted = same ? diagonal && apart == 0 : s < group && apart >> level == 1;
-                if (wanted) {
-                    own.value[0][i] += part.value[0][i];
-                    own.value[1][2 + i] += part.value[1][2 + i];
-                }
-            }
+        for (int apart = 1; apart < kBlocks; ++apart) {
+            if (apart > block) break;
+            multiply_pairs<Passes, false>(pairs.template part<2>(2 * apart), left,
+                                          written.from((block - apart) * kSteps, key));
+            left.scale(&totals(block - apart, key));
         }
     }
+}
 
-    // f(block of the steps s, its pairs).
-    template <typename F>
-    __device__ __forceinline__ void each(int block, F f) {
-        f(block, own);
-#pragma unroll
-        for (int i = 0; i < kBlocks - 1; ++i)
-            if (i < block) f(block - 1 - i, before[i]);
-    }
-};
-
-template <typename T, bool Corrects, bool Backward, int Width>
-__global__ void __launch_bounds__((DecayedLocal<T, Corrects, 16 * Width>::kThreads), sizeof(T) == 4 ? 1
-                                                                                     : Corrects     ? 2
-                                                                                                    : 4)
+template <typename T, bool Corrects, bool Backward>
+__global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAtOnce))
     decayed_local(const Local given, const Slice<Factor<T>> slice) {
     using F = Factor<T>;
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
-    using Shared = DecayedLocal<T, Corrects, kKeys>;
-    constexpr int kThreads = Shared::kThreads;
+    using Shared = DecayedLocal<T, Corrects>;
+    using Keys = typename Shared::Keys;
+    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kReaders = Shared::kReaders;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Shared shared{Carver(memory)};
     const Place at(slice, given.sizes);
-    const int start = at.start, time = given.sizes.time, lane = warp_lane();
-    const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0), block = warp % kBlocks,
-              row = block * kSteps;
-    const bool of_erase = warp >= kBlocks, there = lane < kKeys;  // the lane's key, if it has one
-    const DecayedRows<T, kKeys> late = shared.q.behind(of_erase ? shared.erase.rows.data - shared.q.rows.data : 0);
-    const int64_t first_row = slice.index(at.local, at.n) * kSide;
+    const int start = at.start, time = given.sizes.time, row = own_row(), block = row / kSteps, lane = warp_lane();
+    const auto own = [&](const Keys& rows) { return rows.from(row, 0); };
     const auto copy_keys = [&](int key) {
-        const auto copy = [&](const Rows<T, kKeys>& to, const Sequence& from) {
-            copy_steps<kThreads>(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
+        const auto copy = [&](const Keys& to, const Sequence& from) {
+            copy_steps(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
         };
-        copy(shared.k.rows, given.k);
-        copy(shared.q.rows, given.q);
-        if constexpr (Corrects) copy(shared.erase.rows, given.erase);
+        copy(shared.k, given.k);
+        copy(shared.late[0], given.q);
+        if constexpr (Corrects) copy(shared.late[1], given.erase);
         copies_commit();
     };
     const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
     copy_keys(0);
     if constexpr (Corrects) shared.steps.find(own_step, false);
-    PairsOfBlock pairs;
-    pairs.clear();
-    for (int key = 0; key < slice.key_rows; key += kKeys) {
+    PairsOfBlock pairs[kReaders];
+#pragma unroll
+    for (int i = 0; i < kReaders; ++i) pairs[i].clear();
+    for (int key = 0; key < slice.key_rows; key += kLaneKeys) {
         if (key > 0) {
             __syncthreads();
             copy_keys(key);
         }
-        float gates[kSteps] = {}, log = 0.0f;
-        if (there)
-            load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row,
-                         time);
+        float gates[kSteps], scale[kSteps], log = 0.0f;
+        load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row, time);
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) log += gates[t];
         exponentiate(gates);
+        shared.totals(block, lane) = expf(log);
+        shared.logs(block, lane) = log;
         copies_wait<0>();
         __syncthreads();
-        if (there) {
-            using Block = Rows<T, kKeys>;
-            const auto write = [&](auto early, const DecayedRows<T, kKeys>& late) {
-                const auto of = [&](const Block& rows) { return rows.from(row, 0); };
-                const Block levels[kLevels] = {of(late.levels[0]), of(late.levels[1]), of(late.levels[2]),
-                                               of(late.levels[3])};
-                write_operands<early>(of(late.rows), of(shared.k.rows), levels, of(late.scaled), of(shared.k.scaled),
-                                      gates, lane);
-            };
-            if (Corrects && of_erase) {
-                write(std::false_type(), shared.erase);
-            } else {
-                write(std::true_type(), shared.q);
-                shared.totals(block, lane) = product_of(gates);
-                shared.logs(block, lane) = log;
-            }
-        }
-        __syncthreads();
-
-        // The slice's decays.
-        const auto store = [&](F* all, const Rows<T, kKeys>& from) {
-            constexpr int kPiece = 16 / sizeof(T), kAcross = kKeys / kPiece;
-            for (int i = opaque_thread(); i < kSide * kAcross; i += kThreads) {
-                const int down = i / kAcross, across = i % kAcross * kPiece;
-                if (key + across < slice.key_rows)
-                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) + (first_row + down) * slice.key_rows + key +
-                                              across) = *reinterpret_cast<const uint4*>(&from(down, across));
-            }
-        };
-        if constexpr (Corrects) {
-            store(slice.written, shared.k.scaled);
-            store(slice.erased, shared.erase.scaled);
-            if constexpr (Backward) store(slice.queries, shared.q.scaled);
-        }
-        if (there && !of_erase && key + lane < slice.key_rows) {
-            const auto put = [&](F* all, int t, float x) {
-                (reinterpret_cast<T*>(all) + (first_row + row) * slice.key_rows + key + lane)[t * slice.key_rows] =
-                    narrow<T>(x);
-            };
-            if constexpr (!Corrects) {
-                const Column<Rows<T, kKeys>> from(shared.k.rows.from(row, 0), lane);
-                float product = 1.0f;
-                for (int after = block + 1; after < kBlocks; ++after) product *= shared.totals(after, lane);
-#pragma unroll
-                for (int s = kSteps - 1; s >= 0; --s) {
-                    put(slice.written, s, from.get(s) * product);
-                    product *= gates[s];
-                }
-            }
-            if (!(Corrects && Backward) && slice.queries != nullptr) {
-                const Column<Rows<T, kKeys>> from(shared.q.rows.from(row, 0), lane);
-                float product = 1.0f;
-                for (int before = 0; before < block; ++before) product *= shared.totals(before, lane);
-#pragma unroll
-                for (int t = 0; t < kSteps; ++t) put(slice.queries, t, from.get(t) * (product *= gates[t]));
-            }
-            float* const decays = slice.decays_of(at.local, at.n) + key + lane;
+        float* const decays = slice.decays_of(at.local, at.n) + key + lane;
+        if (key + lane < slice.key_rows) {
             if constexpr (Corrects) {
-                decays[block * slice.key_rows] = expf(log);
+                decays[block * slice.key_rows] = shared.totals(block, lane);
             } else if (block == 0) {
-                float sum = 0.0f;
-                for (int of = 0; of < kBlocks; ++of) sum += shared.logs(of, lane);
-                decays[0] = expf(sum);
-                decays[slice.key_rows] = sum;
+                for (int of = 1; of < kBlocks; ++of) log += shared.logs(of, lane);
+                decays[0] = expf(log);
+                decays[slice.key_rows] = log;
             }
+        }
+        // The warp's rows of x, scaled, and from there to the workspace, if it has a place for them.
+        const auto put = [&](const Keys& to, const Keys& x, int t) {
+            to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
+        };
+        const auto write = [&](const Keys& to, const Keys& x, F* all) {
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t) put(to, x, t);
+            __syncwarp();
+            constexpr int kPiece = 16 / sizeof(T), kAcross = kLaneKeys / kPiece;
+            const int across = lane % kAcross * kPiece;
+            if (all != nullptr && key + across < slice.key_rows)
+#pragma unroll
+                for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross)
+                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
+                                              (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key +
+                                              across) = *reinterpret_cast<const uint4*>(&to(t, across));
+            __syncwarp();
+        };
+        if constexpr (!Corrects) {
+            scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
+            write(shared.levels[0], shared.k, slice.written);
+        }
+        if (!(Corrects && Backward) && slice.queries != nullptr) {
+            scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
+            write(shared.levels[0], shared.late[0], slice.queries);
         }
         if (slice.scores == nullptr) continue;
-        pairs.add<kPasses>(late, shared.k, shared.totals, block, !of_erase);
-    }
-    const auto store_pairs = [&](F* all, int across, Strip<2>& part) {
-        const LowerBlocks<F> to = slice.lower_of(all, at.local, at.n);
-        part.each_pair([&](int s, int t, float x, float y) { put_pair(&to(row + t, across * kSteps + s), x, y); });
-    };
-    if (!of_erase && slice.scores != nullptr)
-        pairs.each(block, [&](int across, Strip<2>& part) {
-            part.each([](int, int, float& x) { x = as_right_factor<T>(x); });
-            store_pairs(slice.scores, across, part);
-            if constexpr (kRounded<T> && !(Corrects && Backward)) {
-                Strip<2> rest = part.template rest<T>();
-                store_pairs(slice.rest, across, rest);
-            }
+
+        add_level<-1, kPasses>(pairs[0], own(shared.late[0]), own(shared.k));
+        each_level<0, kLevelsOfBlock>([&](auto of) {
+            constexpr int level = decltype(of)::value;
+            scale_to_middle<level>(scale, gates, shared.totals, lane, block);
+            // Rows of erase keys are multiplied by those of keys among the queries'.
+#pragma unroll
+            for (int t = 0; t < kSteps; ++t)
+#pragma unroll
+                for (int i = 0; i < kReaders; ++i)
+                    if (is_late<level>(block, t) || i == 0)
+                        put(shared.levels[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < kReaders; ++i)
+                add_level<level, kPasses>(pairs[i], own(shared.levels[i]), own(shared.levels[0]));
+            __syncwarp();
         });
+        scale_to_end(scale, gates, 1.0f);
+        write(shared.k, shared.k, Corrects ? slice.written : nullptr);
+        scale_from_start(scale, gates, 1.0f);
+        write(shared.late[0], shared.late[0], Corrects && Backward ? slice.queries : nullptr);
+        if constexpr (Corrects) write(shared.late[1], shared.late[1], slice.erased);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kReaders; ++i)
+            add_earlier<kPasses>(pairs[i], own(shared.late[i]), shared.k, shared.totals, block);
+    }
+    if (slice.scores == nullptr) return;
+    // `first` is the block of the warp's steps with each other; those with earlier blocks are `back` numbers before each other.
+    const auto store = [&](auto* first, int stride, int back, PairsOfBlock& from) {
+        from.each_pair([&](int place, int t, float x, float y) {
+            const int apart = place / kSteps;
+            if (apart <= block) put_pair(first + t * stride + place % kSteps - apart * back, x, y);
+        });
+    };
+    const auto store_pairs = [&](F* all, PairsOfBlock from) {
+        store(&slice.lower_of(all, at.local, at.n)(row, row), kSteps, kSteps * kSteps, from);
+    };
+    pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });
+    store_pairs(slice.scores, pairs[0]);
+    if constexpr (kRounded<T> && !(Corrects && Backward)) store_pairs(slice.rest, pairs[0].template rest<T>());
     if constexpr (Corrects) {
         const Matrix<float>& products = shared.products;
+        const float* const beta = shared.steps.numbers + kBeta;
         shared.steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();  // nobody reads rows any more
-        const float* const beta = shared.steps.numbers + kBeta;
-        if (of_erase) {
-            pairs.each(block, [&](int across, Strip<2>& part) {
-                part.each_pair(
-                    [&](int s, int t, float x, float y) { put_pair(&products(row + t, across * kSteps + s), x, y); });
-                if constexpr (Backward) store_pairs(slice.products, across, part);
-            });
-            __syncwarp();
-            invert_diagonal_block(products, beta, row);
-        }
+        store(&products(row, row), products.stride, kSteps, pairs[1]);
+        if constexpr (Backward) store_pairs(slice.products, pairs[1]);
+        __syncwarp();
+        invert_diagonal_block(products, beta, row);
         __syncthreads();
-        if (!of_erase) store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), products, beta, warp);
+        store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), products, beta, block);
     }
 }
 
@@ -283,12 +221,8 @@ cudaError_t launch_decayed_local(const Local& given, const RulePass& pass, const
         return error == cudaSuccess ? launch_decayed_local<T>(given, of_keys, slice, stream) : error;
     }
     return with_flags(pass.corrects, pass.backward, [&](auto corrects, auto backward) {
-        return with_width(std::min(kMostLocalKeys<T>, slice.key_rows), [&](auto width) {
-            constexpr int kWidth = std::min<int>(width, kMostLocalKeys<T> / 16);
-            using Shared = DecayedLocal<T, corrects, 16 * kWidth>;
-            return launch(decayed_local<T, corrects, backward, kWidth>, dim3(slice.heads, slice.chunks),
-                          dim3(Shared::kThreads), Shared(Carver(nullptr)).bytes, stream, given, slice);
-        });
+        return launch(decayed_local<T, corrects, backward>, dim3(slice.heads, slice.chunks), dim3(kStripThreads),
+                      DecayedLocal<T, corrects>(Carver(nullptr)).bytes, stream, given, slice);
     });
 }
 

@@ -4,50 +4,46 @@
 //   walk     chunk after chunk: states and U                                          (walk.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
-// With decays by dimension Q * F_.0 and the pairs, in the notation of decays.cuh, are from the local stage. Where nothing
+// With decays by dimension Q * F_.0 and the pairs, in the notation of levels.cuh, are from the local stage. Where nothing
 // corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
-// what is read and written passes them from block to block, and within a block step by step, a value dimension to a thread.
-#include "blocks.cuh"
+// what is read and written passes them from block to block, and within a block step by step, a value dimension to a lane.
+#include "levels.cuh"
 #include "rows.cuh"
 #include "stages.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// Decays by dimension: none, or of keys alone, or of values as well; pairs of steps are from the local stage then.
-enum class Decay { kNone, kKeys, kValues };
-constexpr Decay decay_of(bool decays, bool values) {
-    return values ? Decay::kValues : decays ? Decay::kKeys : Decay::kNone;
-}
-
-// A part of the keys and values, in `Width` times 16 columns of keys.
-template <typename T, bool Corrects, bool Gated, Decay Of, int Width>
+// A part of the keys and values, in `Width` times 16 columns of keys. With decays by dimension, of keys alone or of `Values` as well,
+// pairs of steps are from the local stage.
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
 struct OutputParts {
+    static constexpr int kAtOnce = sizeof(T) == 4 ? 2 : Gated || Decays ? 3 : 4;  // blocks of a multiprocessor
     Rows<T, 16 * Width> q, k;
     Rows<Factor<T>, 16 * Width> state;  // transposed
     WrittenRows<T, Corrects> update;
     ChunkSteps<Gated> steps;
-    BlockValues<T> values;
+    // P of pairs of one block; by value dimension Z of blocks, Z from blocks' starts, and what a block's steps read of its writes.
+    Rows<float, kSteps> weights;
+    Rows<float, kSide> totals, decays, own;
     size_t bytes;
 
     __host__ __device__ OutputParts(Carver carver, int value_part)
-        : q(carver, kSide), k(carver, Of == Decay::kNone ? kSide : 0), state(carver, value_part),
-          update(carver, rows_of_writes<Corrects>(value_part)) {
+        : q(carver, kSide), k(carver, Decays ? 0 : kSide), state(carver, value_part),
+          update(carver, rows_of_writes<Corrects>(value_part)), weights(carver, Values ? kSide : 0),
+          totals(carver, Values ? kBlocks : 0), decays(carver, Values ? kSide : 0), own(carver, Values ? kSide : 0) {
         if (Gated) steps = ChunkSteps<Gated>(carver);
-        if (Of == Decay::kValues) values = BlockValues<T>(carver);
         bytes = carver.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated, Decay Of, int Width>
-__global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ? 2
-                                                 : Gated || Of != Decay::kNone ? 3
-                                                                               : 4)
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
+__global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated, Decays, Values, Width>::kAtOnce))
     outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int value_part) {
+    using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
-    constexpr bool kDecays = Of != Decay::kNone;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputParts<T, Corrects, Gated, Of, Width> shared(Carver(memory), value_part);
+    const OutputParts<T, Corrects, Gated, Decays, Values, Width> shared(Carver(memory), value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
     const int start = at.start, time = p.sizes.time, row = own_row();
@@ -63,17 +59,31 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ?
 
     // The first parts of all are on their way at once, those that are needed first before the others.
     copy_keys(shared.q, queries, 0);
-    if constexpr (!kDecays) copy_keys(shared.k, p.k, 0);
+    if constexpr (!Decays) copy_keys(shared.k, p.k, 0);
     if constexpr (Gated) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
     copy_values(0, 0);
     copies_commit();
     Strip<kSide / 8> scores;
-    if constexpr (kDecays) {
-        load_pairs(scores, slice.lower_of(slice.scores, at.local, at.n), slice.lower_of(slice.rest, at.local, at.n),
-                   row);
+    scores.clear();
+    if constexpr (Decays) {
+        const auto first_of = [&](F* all) { return &slice.lower_of(all, at.local, at.n)(row, 0); };
+        const F *const big = first_of(slice.scores), *const rest = first_of(slice.rest);
+        scores.each_pair([&](int s, int j, float& x, float& y) {
+            const auto add = [&](const F* from) {
+                const Pair<F> pair =
+                    *reinterpret_cast<const Pair<F>*>(from + (s / kSteps * kSteps + j) * kSteps + s % kSteps);
+                x += widen<float>(pair.x), y += widen<float>(pair.y);
+            };
+            if (s / kSteps * kSteps > row) return;
+            add(big);
+            if constexpr (sizeof(F) == 2) add(rest);  // what rounding left out
+        });
+        if constexpr (Values)
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                if (block * kSteps == row) scores.template part<2>(2 * block).write(shared.weights.from(row, 0));
     } else {
-        scores.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
             if (key > 0) {
                 __syncthreads();
@@ -109,28 +119,52 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 4                ?
             });
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
-        const Head<T> to(p.out, at.batch, at.head, value, p.sizes.value_dim);
-        if constexpr (Of == Decay::kValues) {
-            shared.values.template add_writes<kPasses>(
-                out, scores, values, shared.update, row,
-                [&](auto& logs, int j) {
-                    load_logs<T>(logs, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim, start + row,
-                                 time);
-                },
-                [&](int t, int j, float x) {
-                    if (start + t < time && j < to.dim) to.data[(start + t) * to.stride + j] = narrow<T>(x);
+        if constexpr (Values) {  // V becomes what a block leaves of it at its end
+            for (int j = warp_lane(); j < values; j += kWarp) {
+                float gates[kSteps], v[kSteps], scale[kSteps], product = 1.0f;
+                load_logs<T>(gates, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim, start + row,
+                             time);
+                exponentiate(gates);
+                load_column(v, shared.update.from(row, 0), j);
+                scale_to_end(scale, gates, 1.0f);
+#pragma unroll
+                for (int s = 0; s < kSteps; ++s) shared.update(row + s, j) = narrow<T>(v[s] * scale[s]);
+#pragma unroll
+                for (int t = 0; t < kSteps; ++t) {
+                    float sum = 0.0f, four[4];  // over s <= t of P_ts (v_s * Z_ts)
+#pragma unroll
+                    for (int s = 0; s <= t; ++s) {
+                        if (s % 4 == 0) load_row(four, &shared.weights(row + t, s));
+                        if (s > 0) sum *= gates[s];
+                        sum += four[s % 4] * v[s];
+                    }
+                    shared.own(row + t, j) = sum;
+                    shared.decays(row + t, j) = product *= gates[t];
+                }
+                shared.totals(row / kSteps, j) = product;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                if (block * kSteps >= row) break;
+                out.scale(&shared.totals(block, 0));
+                each_columns(out, values / 16, [&](auto& part, int first) {
+                    multiply_pairs<kPasses, true>(part, scores.template part<2>(2 * block),
+                                                  shared.update.from(block * kSteps, first));
                 });
+            }
+            out.each([&](int j, int t, float& x) { x = x * shared.decays(row + t, j) + shared.own(row + t, j); });
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);
-                if constexpr (kDecays)
+                if constexpr (Decays)
                     multiply_pairs<kPasses, !Corrects>(part, scores, update);
                 else
                     multiply_kept<kPasses, !Corrects, Part::kAll, sizeof(Written<T, Corrects>) == 4>(part, scores,
                                                                                                      update);
             });
-            out.store_rows(to, values, start + row, time);
         }
+        out.store_rows(Head<T>(p.out, at.batch, at.head, value, p.sizes.value_dim), values, start + row, time);
     }
 }
 
@@ -139,8 +173,7 @@ struct OutputLayout {
     size_t bytes;
     OutputLayout(const Carver& carver, int keys, int values)
         : bytes(with_width(keys, [&](auto width) {
-              return OutputParts<T, Corrects, Gated, decay_of(Decays, Values), decltype(width)::value>(carver, values)
-                  .bytes;
+              return OutputParts<T, Corrects, Gated, Decays, Values, decltype(width)::value>(carver, values).bytes;
           })) {}
 };
 
@@ -165,9 +198,8 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
             plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
         return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
             return with_width(plan.key_part, [&](auto width) {
-                return launch(outputs<T, corrects, gated, decay_of(decays, values), width>,
-                              dim3(slice.heads, slice.chunks), dim3(kStripThreads), plan.last_shared, stream, p,
-                              queries, slice, plan.value_part);
+                return launch(outputs<T, corrects, gated, decays, values, width>, dim3(slice.heads, slice.chunks),
+                              dim3(kStripThreads), plan.last_shared, stream, p, queries, slice, plan.value_part);
             });
         });
     });

@@ -10,7 +10,7 @@
 //
 //   S'  <- D S' + (V' diag(D_es w_s)) K                dS' <- D dS' + (dY' diag(D_t0)) Q
 //
-// With decays of keys, in the notation of decays.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
+// With decays of keys, in the notation of levels.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
 // queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
 // corrects these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
 // the decays of 64 steps near 1 would not be those of the system, and what is not erased so adds up over thousands of steps. With
