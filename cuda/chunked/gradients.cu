@@ -386,22 +386,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     }
 }
 
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
-struct GradientLayout {
-    size_t bytes = 0;
-    GradientLayout(const Carver& carver, int keys, int values) {
-        const auto take = [&](auto side) {
-            with_width(keys, [&](auto width) {
-                bytes = std::max(bytes, GradientParts<T, Corrects, Gated, side, width>(carver, values).bytes);
-            });
-        };
-        if constexpr (Values)
-            take(SideOf<Side::kKeys>()), take(SideOf<Side::kValues>());
-        else
-            take(SideOf<Decays ? Side::kDecayed : Side::kUndecayed>());
-    }
-};
-
 // The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
 template <typename T>
 RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
@@ -420,24 +404,35 @@ RuleBackward swapped(RuleBackward p) {
     return p;
 }
 
-template <typename T>
-cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t stream) {
-    using F = Factor<T>;
-    const int interval = interval_of(p.sizes, kSide) / kSide, kept = kept_states(p.sizes);
-    const Local local(p);
-    unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-    return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
-        cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
-        if (error != cudaSuccess) return error;
+struct Gradients {
+    template <typename T>
+    static size_t bytes(const RulePass& pass, int keys, int values) {
+        return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto both) {
+            return with_width(keys, [&](auto width) {
+                const auto of = [&](auto side) {
+                    return GradientParts<T, corrects, gated, decltype(side)::value, width>(Carver(nullptr), values)
+                        .bytes;
+                };
+                if constexpr (both)
+                    return std::max(of(SideOf<Side::kKeys>()), of(SideOf<Side::kValues>()));
+                else
+                    return of(SideOf<decays ? Side::kDecayed : Side::kUndecayed>());
+            });
+        });
+    }
 
-        Walks<F> w = walks_of<T>(p, plan, slice);
+    template <typename T, typename F>
+    static cudaError_t run(const RuleBackward& p, const WalkPlan& plan, Walks<F> w, unsigned char* room,
+                           cudaStream_t stream) {
+        const Slice<F>& slice = w.slice;
+        const int interval = interval_of(p.sizes, kSide) / kSide, kept = kept_states(p.sizes);
+        const int64_t head = slice.first_head;
         w.pass.backward = false;
         w.length = interval;
         w.count = (slice.chunks + interval - 1) / interval;
-        const int64_t head = slice.first_head;
         w.others = {nth_state(p.states, p.sizes, head * kept + slice.begin / interval - 1), kept, 1};
         w.first = slice.begin > 0 ? w.others : WalkStates{nth_state(p.initial_state, p.sizes, head), 1, 0};
-        error = launch_walks<T>(w, stream);
+        cudaError_t error = launch_walks<T>(w, stream);
         if (error != cudaSuccess) return error;
 
         w.pass.backward = true;
@@ -447,17 +442,18 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
         w.values = plan.pass.values ? slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes) : p.d_out;
         w.d_values = p.dv;
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
-        float* const between = reinterpret_cast<float*>(workspace + plan.bytes - up_to_256(plan.heads * state));
+        float* const between = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + plan.bytes -
+                                                        up_to_256(plan.heads * state));
         w.ends = {slice.begin > 0 ? between : nth_state(p.d_initial_state, p.sizes, head), 1, 0};
         const bool last = (slice.begin + slice.chunks) * kSide >= p.sizes.time;
-        error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, workspace + bytes,
-                               stream);
+        error = launch_walk<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, room, stream);
         if (error != cudaSuccess) return error;
         return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
             const auto find = [&](auto side, const RuleBackward& of, const Slice<F>& from) {
                 return with_width(plan.key_part, [&](auto width) {
-                    return launch(gradients<T, corrects, gated, side, width>, dim3(slice.heads, slice.chunks),
-                                  dim3(kStripThreads), plan.last_shared, stream, of, written, from, plan.value_part);
+                    return launch(gradients<T, corrects, gated, decltype(side)::value, width>,
+                                  dim3(slice.heads, slice.chunks), dim3(kStripThreads), plan.last_shared, stream, of,
+                                  written, from, plan.value_part);
                 });
             };
             if constexpr (values) {
@@ -469,32 +465,26 @@ cudaError_t run_pass(const RuleBackward& p, const WalkPlan& plan, cudaStream_t s
                 return find(SideOf<decays ? Side::kDecayed : Side::kUndecayed>(), p, slice);
             }
         });
-    });
-}
-
-cudaError_t run(const RuleBackward& p, bool corrects, cudaStream_t stream) {
-    return run_walked<GradientLayout>(p, pass_of(p, corrects, true), [&](const WalkPlan& plan, auto zero) {
-        return run_pass<decltype(zero)>(p, plan, stream);
-    });
-}
+    }
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
-    return walked_plan<GradientLayout>(sizes, dtype, pass, limit);
+    return walked_plan<Gradients>(sizes, dtype, pass, limit);
 }
 
 extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
-    return run(*params, false, stream);
+    return run_walked<Gradients>(*params, false, stream);
 }
 extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
-    return run(*params, true, stream);
+    return run_walked<Gradients>(*params, true, stream);
 }
 extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params) {
-    return walked_workspace<GradientLayout>(*params, pass_of(*params, false, true));
+    return walked_workspace<Gradients>(*params, false);
 }
 extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
-    return walked_workspace<GradientLayout>(*params, pass_of(*params, true, true));
+    return walked_workspace<Gradients>(*params, true);
 }
 
 }  // namespace fairseq_fastweights

@@ -168,31 +168,26 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
     }
 }
 
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values>
-struct OutputLayout {
-    size_t bytes;
-    OutputLayout(const Carver& carver, int keys, int values)
-        : bytes(with_width(keys, [&](auto width) {
-              return OutputParts<T, Corrects, Gated, Decays, Values, decltype(width)::value>(carver, values).bytes;
-          })) {}
-};
+struct Outputs {
+    template <typename T>
+    static size_t bytes(const RulePass& pass, int keys, int values) {
+        return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto both) {
+            return with_width(keys, [&](auto width) {
+                return OutputParts<T, corrects, gated, decays, both, width>(Carver(nullptr), values).bytes;
+            });
+        });
+    }
 
-template <typename T>
-cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t stream) {
-    using F = Factor<T>;
-    const Local local(p);
-    unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-    return for_each_slice<F>(plan, p.sizes, workspace, [&](const Slice<F>& slice, size_t bytes) {
-        cudaError_t error = launch_local<T>(local, plan.pass, slice, stream);
-        if (error != cudaSuccess) return error;
-        Walks<F> w = walks_of<T>(p, plan, slice);
-        float* const last =
-            nth_state(p.final_state, p.sizes, slice.first_head);  // also what the next slice starts from
+    template <typename T, typename F>
+    static cudaError_t run(const RuleForward& p, const WalkPlan& plan, Walks<F> w, unsigned char* room,
+                           cudaStream_t stream) {
+        const Slice<F>& slice = w.slice;
+        const int64_t head = slice.first_head, kept = kept_states(p.sizes);
+        float* const last = nth_state(p.final_state, p.sizes, head);  // also what the next slice starts from
         w.ends = {last, 1, 0};
-        const int kept = kept_states(p.sizes);
-        w.kept = kept > 0 ? nth_state(p.states, p.sizes, static_cast<int64_t>(slice.first_head) * kept) : nullptr;
-        float* const first = slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, slice.first_head);
-        error = launch_walk<T>(plan, w, first, workspace + bytes, stream);
+        w.kept = kept > 0 ? nth_state(p.states, p.sizes, head * kept) : nullptr;
+        const cudaError_t error =
+            launch_walk<T>(plan, w, slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, head), room, stream);
         if (error != cudaSuccess) return error;
         const Sequence queries =
             plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
@@ -202,32 +197,26 @@ cudaError_t run_pass(const RuleForward& p, const WalkPlan& plan, cudaStream_t st
                               dim3(kStripThreads), plan.last_shared, stream, p, queries, slice, plan.value_part);
             });
         });
-    });
-}
-
-cudaError_t run(const RuleForward& p, bool corrects, cudaStream_t stream) {
-    return run_walked<OutputLayout>(p, pass_of(p, corrects, false), [&](const WalkPlan& plan, auto zero) {
-        return run_pass<decltype(zero)>(p, plan, stream);
-    });
-}
+    }
+};
 
 }  // namespace
 
 ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
-    return walked_plan<OutputLayout>(sizes, dtype, pass, limit);
+    return walked_plan<Outputs>(sizes, dtype, pass, limit);
 }
 
 extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream) {
-    return run(*params, false, stream);
+    return run_walked<Outputs>(*params, false, stream);
 }
 extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
-    return run(*params, true, stream);
+    return run_walked<Outputs>(*params, true, stream);
 }
 extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params) {
-    return walked_workspace<OutputLayout>(*params, pass_of(*params, false, false));
+    return walked_workspace<Outputs>(*params, false);
 }
 extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
-    return walked_workspace<OutputLayout>(*params, pass_of(*params, true, false));
+    return walked_workspace<Outputs>(*params, true);
 }
 
 }  // namespace fairseq_fastweights

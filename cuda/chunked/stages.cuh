@@ -45,13 +45,12 @@ constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, 
 constexpr double kPart = 0.5, kMostPart = 2, kLeastPart = 0.25;
 constexpr int kMostChunks = 65535;  // of a slice, each of which is a row of blocks of a grid
 
-struct WalkPlan {
+struct WalkPlan : WalkShape {
     RulePass pass;
-    int keys, parts, strips, stages;  // keys of a warp; warps that share a strip; strips of a block
-    int heads, slice, segment;        // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
-    int key_part, value_part;         // that the last stage takes at once
-    size_t shared, last_shared;       // bytes of the walk's block, and of the last stage's
-    size_t bytes;                     // of the workspace
+    int heads, slice, segment;   // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
+    int key_part, value_part;    // that the last stage takes at once
+    size_t shared, last_shared;  // bytes of the walk's block, and of the last stage's
+    size_t bytes;                // of the workspace
     double cycles;
     int segments_of(int chunks) const { return (chunks + segment - 1) / segment; }
 };
@@ -74,47 +73,41 @@ size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan) {
     return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
 }
 
-// Bytes of a call's inputs, outputs and gradients, with so many keys and values.
-template <typename T>
-double bytes_passed(const Sizes& sizes, const RulePass& pass, int keys, int values) {
-    const double numbers = 2.0 * (keys + values) + (pass.decays ? keys : 0) + (pass.values ? values : 0) +
-                           (pass.corrects || pass.gated ? 1 : 0);
-    return 2 * numbers * sizes.batch * sizes.heads * sizes.time * sizeof(T);
-}
-
 // Bytes that the slices of a call may take.
 template <typename T>
 double room_for_slices(const Sizes& sizes, const Device& device, const RulePass& pass) {
-    const double passed = bytes_passed<T>(sizes, pass, sizes.key_dim, sizes.value_dim);
-    const double of_64 = bytes_passed<T>(sizes, pass, std::max(sizes.key_dim, 64), std::max(sizes.value_dim, 64));
-    // States that are kept, and the final ones or those between slices; of few heads, what segments carry, too.
     const double heads = static_cast<double>(sizes.batch) * sizes.heads, state = sizes.key_dim * sizes.value_dim;
+    // Bytes of inputs, outputs and gradients, with so many keys and values at least.
+    const auto passed = [&](int least) {
+        const double keys = std::max(sizes.key_dim, least), values = std::max(sizes.value_dim, least);
+        return 2 * heads * sizes.time * sizeof(T) *
+               ((pass.decays ? 3 : 2) * keys + (pass.values ? 3 : 2) * values + (pass.corrects || pass.gated));
+    };
+    // States that are kept, and the final ones or those between slices; of few heads, what segments carry, too.
     double carried = heads * (kept_states(sizes) + 1) * state;
     if (4 * heads <= device.processors)
         carried += std::min<double>(device.processors, heads * sizes.time / (4 * kSide)) *
                    (state + passed_floats(pass, sizes));
-    const double gradients = pass.backward ? 0 : passed / 2;  // that are not there yet
-    return std::max(kLeastPart * passed,
-                    std::min(kPart * of_64, kMostPart * passed) + gradients - sizeof(float) * carried);
+    const double gradients = pass.backward ? 0 : passed(1) / 2;  // that are not there yet
+    return std::max(kLeastPart * passed(1),
+                    std::min(kPart * passed(64), kMostPart * passed(1)) + gradients - sizeof(float) * carried);
 }
 
 // Slices for which there is room: fewer chunks, in whole intervals between states that are kept; where one interval is too much,
 // fewer heads.
 template <typename T>
 void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
-    const bool backward = plan.pass.backward;
-    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
-    const int whole = backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
+    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide, asked = device.asked.slice;
+    const int whole = plan.pass.backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
     const double room = room_for_slices<T>(sizes, device, plan.pass) / of_chunk;  // chunks of all heads
     const int fit = std::min(room / heads, static_cast<double>(kMostChunks));
-    const int most =
-        device.asked.slice > 0 ? round_up(device.asked.slice, whole) : std::max(whole, fit / whole * whole);
+    const int most = asked > 0 ? round_up(asked, whole) : std::max(whole, fit / whole * whole);
     const int slices = (chunks + most - 1) / most;
     plan.slice = std::min(chunks, round_up((chunks + slices - 1) / slices, whole));
     const int fewest = std::min(heads, device.processors / 2);  // or the device would not be full
-    plan.heads = device.asked.slice > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
+    plan.heads = asked > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
     const int parts = (heads + plan.heads - 1) / plan.heads;
     plan.heads = (heads + parts - 1) / parts;
 }
@@ -132,7 +125,7 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
         const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
         const double waves = blocks / wave * together(at_once) +
                              (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
-        return kLaunch + waves * (kWalkStart + chunks * (of.chain + of.of_key * plan.keys));
+        return kLaunch + waves * (kWalkStart + chunks * (of.chain + of.of_key * plan.keys_of_warp));
     };
     const auto blocks_of = [&](int columns) {
         return static_cast<int64_t>(plan.heads) * ((columns + 16 * plan.strips - 1) / (16 * plan.strips));
@@ -154,8 +147,9 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
            chunks * (costs.last + costs.last_of_part * keys * values + costs.of_values * std::ceil(values));
 }
 
-// The plan that should take the fewest cycles. `Layout` is that of the last stage's block.
-template <typename T, template <typename, bool, bool, bool, bool> class Layout>
+// The plan that should take the fewest cycles. `Last` is the last stage, which has bytes<T>(pass, keys, values) of shared memory to a
+// block that takes so many at once.
+template <typename T, typename Last>
 WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
     plan.pass = pass;
@@ -163,17 +157,15 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     const bool keeps = kept_states(sizes) > 0;
     if (heads == 0 || (keeps && sizes.interval % kSide != 0)) return best;
 
-    plan.keys = 16;
-    while (plan.keys < kMostKeys<T> && plan.keys < sizes.key_dim) plan.keys *= 2;
-    plan.parts = (sizes.key_dim + plan.keys - 1) / plan.keys;
+    plan.keys_of_warp = 16;
+    while (plan.keys_of_warp < kMostKeys<T> && plan.keys_of_warp < sizes.key_dim) plan.keys_of_warp *= 2;
+    plan.parts = (sizes.key_dim + plan.keys_of_warp - 1) / plan.keys_of_warp;
     if (plan.parts > kMostWarps) return best;
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
         if (pass.values) plan.key_part = plan.value_part = std::max(plan.key_part, plan.value_part);
-        const size_t bytes = with_rule(pass, [&](auto corrects, auto gated, auto decays, auto values) {
-            return Layout<T, corrects, gated, decays, values>(Carver(nullptr), plan.key_part, plan.value_part).bytes;
-        });
+        const size_t bytes = Last::template bytes<T>(pass, plan.key_part, plan.value_part);
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
     if (plan.last_shared == 0) return best;
@@ -194,7 +186,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
         for (plan.stages = kMostStages; plan.stages >= 1; plan.stages /= 2) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
             plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan.stages,
-                                        plan.keys * plan.parts, plan.strips, plan.parts)
+                                        plan.keys_of_warp * plan.parts, plan.strips, plan.parts)
                               .bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
             if (device.asked.segments > 0)
@@ -208,6 +200,12 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
 
 // ---- Launches ----------------------------------------------------------------------------------------------------
 
+// State `index` of contiguous ones; null stays null.
+inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
+    float* const all = static_cast<float*>(const_cast<void*>(states));
+    return all == nullptr ? nullptr : all + index * sizes.key_dim * sizes.value_dim;
+}
+
 // The arguments of all walks of a slice.
 template <typename T, typename F, typename Params>
 Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
@@ -218,10 +216,7 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
     if (plan.pass.decays && plan.pass.corrects)
         w.erase = slice.template sequence_of<T>(slice.erased, slice.key_rows, p.sizes);
     w.values = plan.pass.values ? slice.template sequence_of<T>(slice.values, slice.columns, p.sizes) : p.v;
-    w.keys_of_warp = plan.keys;
-    w.parts = plan.parts;
-    w.strips = plan.strips;
-    w.stages = plan.stages;
+    static_cast<WalkShape&>(w) = plan;
     w.asked_threads = AskedPlan().threads;
     w.record = 1;
     w.pass = plan.pass;
@@ -264,36 +259,18 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
     return launch_walks<T>(w, stream);
 }
 
-// f(slice, bytes of it) for the slices of a call: those of the same heads in time's order or, backwards, the reverse.
-template <typename F, typename Work>
-cudaError_t for_each_slice(const WalkPlan& plan, const Sizes& sizes, void* workspace, Work f) {
-    const bool backward = plan.pass.backward;
-    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
-    const int slices = (chunks + plan.slice - 1) / plan.slice;
-    for (int head = 0; head < heads; head += plan.heads)
-        for (int i = 0; i < slices; ++i) {
-            const int begin = (backward ? slices - 1 - i : i) * plan.slice;
-            size_t bytes = 0;
-            const Slice<F> slice =
-                lay_out<F>(sizes, head, std::min(plan.heads, heads - head), begin, std::min(plan.slice, chunks - begin),
-                           plan.pass, static_cast<unsigned char*>(workspace), bytes);
-            const cudaError_t error = f(slice, bytes);
-            if (error != cudaSuccess) return error;
-        }
-    return cudaSuccess;
-}
-
-// A pass whose last stage has blocks of `Layout`: what is asked about it.
 template <typename Params>
-RulePass pass_of(const Params& p, bool corrects, bool backward) {
+RulePass pass_of(const Params& p, bool corrects) {
     const bool values = p.log_value_decay.data != nullptr;
     return {corrects, p.log_gate.data != nullptr, values || p.erase.data != nullptr || p.log_key_decay.data != nullptr,
-            values, backward};
+            values, std::is_same<Params, RuleBackward>::value};
 }
-template <template <typename, bool, bool, bool, bool> class Layout>
+
+// What is asked about a pass whose last stage is `Last`.
+template <typename Last>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const WalkPlan plan = find_walk<decltype(zero), Layout>(sizes, Device{limit}, pass);
+        const WalkPlan plan = find_walk<decltype(zero), Last>(sizes, Device{limit}, pass);
         if (plan.slice == 0) return ChunkedPlan{};
         const int columns = plan.strips * 16, blocks = (sizes.value_dim + columns - 1) / columns;
         return ChunkedPlan{columns,
@@ -305,25 +282,38 @@ ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass,
                            plan.cycles};
     });
 }
-template <template <typename, bool, bool, bool, bool> class Layout, typename Params>
-size_t walked_workspace(const Params& p, const RulePass& pass) {
-    return with_type(p.v.dtype, size_t{0},
-                     [&](auto zero) { return find_walk<decltype(zero), Layout>(p.sizes, Device(), pass).bytes; });
-}
-// run(plan, zero of the inputs' type).
-template <template <typename, bool, bool, bool, bool> class Layout, typename Params, typename Run>
-cudaError_t run_walked(const Params& p, const RulePass& pass, Run run) {
-    if (p.sizes.batch == 0) return cudaSuccess;
-    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
-        const WalkPlan plan = find_walk<decltype(zero), Layout>(p.sizes, Device(), pass);
-        return plan.slice == 0 ? cudaErrorInvalidValue : run(plan, zero);
+template <typename Last, typename Params>
+size_t walked_workspace(const Params& p, bool corrects) {
+    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
+        return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p, corrects)).bytes;
     });
 }
 
-// State `index` of contiguous ones; null stays null.
-inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
-    float* const all = static_cast<float*>(const_cast<void*>(states));
-    return all == nullptr ? nullptr : all + index * sizes.key_dim * sizes.value_dim;
+// Runs it: the local stage, and Last::run(arguments, plan, walks, the workspace behind the slice, stream), for slices of the same
+// heads in time's order or, backwards, the reverse.
+template <typename Last, typename Params>
+cudaError_t run_walked(const Params& p, bool corrects, cudaStream_t stream) {
+    if (p.sizes.batch == 0) return cudaSuccess;
+    return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
+        using T = decltype(zero);
+        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p, corrects));
+        if (plan.slice == 0) return cudaErrorInvalidValue;
+        const int heads = p.sizes.batch * p.sizes.heads, chunks = (p.sizes.time + kSide - 1) / kSide;
+        const int slices = (chunks + plan.slice - 1) / plan.slice;
+        unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+        for (int i = 0; i < (heads + plan.heads - 1) / plan.heads * slices; ++i) {
+            const int head = i / slices * plan.heads,
+                      begin = (plan.pass.backward ? slices - 1 - i % slices : i % slices) * plan.slice;
+            size_t bytes = 0;
+            const auto slice = lay_out<Factor<T>>(p.sizes, head, std::min(plan.heads, heads - head), begin,
+                                                  std::min(plan.slice, chunks - begin), plan.pass, workspace, bytes);
+            cudaError_t error = launch_local<T>(Local(p), plan.pass, slice, stream);
+            if (error == cudaSuccess)
+                error = Last::template run<T>(p, plan, walks_of<T>(p, plan, slice), workspace + bytes, stream);
+            if (error != cudaSuccess) return error;
+        }
+        return cudaSuccess;
+    });
 }
 
 }  // namespace fairseq_fastweights

@@ -13,8 +13,13 @@ struct WalkStates {
     __device__ __forceinline__ int64_t index(int h, int w) const { return h * head + w * walk; }
 };
 
+// Keys of a warp; warps that share a strip; strips of a block; chunks that it has room for.
+struct WalkShape {
+    int keys_of_warp, parts, strips, stages;
+};
+
 template <typename F>
-struct Walks {
+struct Walks : WalkShape {
     Slice<F> slice;
     Sequence keys;               // backwards the queries, of a rule that does not correct
     Sequence values;             // backwards the gradients of outputs
@@ -27,10 +32,9 @@ struct Walks {
     float* kept;               // where the forward pass keeps states; null: nowhere
     float* passed;             // of a probe: what walks make of the identity, or their gates or decays multiplied
     int length, count;         // chunks of a walk; walks of the slice
-    int keys_of_warp, parts, strips, stages;  // as in WalkPlan
-    int asked_threads;                        // of a block; 0: as many as it should have
-    int probe;                                // 1: only what walks make of zeros, and `passed`
-    int record;                               // 1: leaves the chunks' states and updates
+    int asked_threads;         // of a block; 0: as many as it should have
+    int probe;                 // 1: only what walks make of zeros, and `passed`
+    int record;                // 1: leaves the chunks' states and updates
 
     __host__ __device__ __forceinline__ int blocks_of(int columns) const {
         return (columns + kTileRows * strips - 1) / (kTileRows * strips);
