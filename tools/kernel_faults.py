@@ -282,7 +282,7 @@ CUDA = (
     Fault("cuda/chunked/system.cuh", "one ? 0.0f : as_right_factor", "as_right_factor"),
     Fault("cuda/chunked/slices.h", "(down / kBlockSide + 1) / 2", "(down / kBlockSide) / 2"),
     Fault("cuda/chunked/slices.h", "column % 2 * 4 + column % 8 / 2;", "column % 8;"),
-    Fault("cuda/chunked/decayed_local.cu", "shared.erase.rows.data - shared.q.rows.data : 0", "0 : 0"),
+    Fault("cuda/chunked/decayed_local.cu", "copy(shared.late[1], given.erase)", "copy(shared.late[1], given.k)"),
     Fault(
         "cuda/chunked/gates.cuh",
         "            numbers[kBeta + step] = own.beta;",
@@ -668,22 +668,19 @@ CUDA = (
     ),
     # Decays of keys
     Fault("cuda/chunked/slices.h", "(first_head * head + begin * chunk)", "(first_head * head)"),
-    Fault("cuda/chunked/decayed_local.cu", "totals(block - apart + 1, 0)", "totals(block - apart, 0)"),
-    Fault("cuda/chunked/decayed_local.cu", "int after = block + 1;", "int after = block;"),
-    Fault("cuda/chunked/decayed_local.cu", "from.get(t) * (product *= gates[t])", "from.get(t)"),
-    Fault(
-        "cuda/chunked/decayed_local.cu",
-        "store(slice.written, shared.k.scaled);",
-        "store(slice.written, shared.k.rows);",
-    ),
-    Fault(
-        "cuda/chunked/decayed_local.cu",
-        "store(slice.queries, shared.q.scaled);",
-        "store(slice.queries, shared.q.rows);",
-    ),
-    Fault("cuda/chunked/decayed_local.cu", "= expf(log);", "= 1.0f;"),
+    without("cuda/chunked/decayed_local.cu", "            left.scale(&totals(block - apart, key));\n"),
+    Fault("cuda/chunked/decayed_local.cu", "between(shared.totals, lane, block, kBlocks)", "1.0f"),
+    Fault("cuda/chunked/decayed_local.cu", "between(shared.totals, lane, block, 0)", "1.0f"),
+    without("cuda/chunked/decayed_local.cu", "        scale_to_end(scale, gates, 1.0f);\n"),
+    Fault("cuda/chunked/decayed_local.cu", "Corrects && Backward ? slice.queries : nullptr", "nullptr"),
+    Fault("cuda/chunked/decayed_local.cu", "is_late<level>(block, t) || i == 0", "i == 0"),
+    Fault("cuda/chunked/decayed_local.cu", "Level < 0 ? t == s + i :", "Level < 0 ? false :"),
+    Fault("cuda/chunked/decayed_local.cu", "if (Level == kLevelsOfBlock - 1) pairs", "if (false) pairs"),
+    Fault("cuda/chunked/decayed_local.cu", "place % kSteps - apart * back", "place % kSteps"),
+    Fault("cuda/chunked/decayed_local.cu", "log += shared.logs(of, lane);", ";"),
+    Fault("cuda/chunked/decayed_local.cu", "= shared.totals(block, lane);", "= 1.0f;"),
     Fault("cuda/chunked/strips.cuh", "if constexpr (kRounded<F>) multiply_kept", "if constexpr (false) multiply_kept"),
-    Fault("cuda/chunked/decayed_local.cu", "decays[slice.key_rows] = sum;", "decays[slice.key_rows] = 0.0f;"),
+    Fault("cuda/chunked/decayed_local.cu", "decays[slice.key_rows] = log;", "decays[slice.key_rows] = 0.0f;"),
     without(
         "cuda/chunked/walk.cu",
         "                if constexpr (Decays) state.scale(decays.data);\n",
@@ -712,7 +709,11 @@ CUDA = (
         "cuda/chunked/decayed_local.cu", "launch_decayed_local<T>(given.swapped(),", "launch_decayed_local<T>(given,"
     ),
     without("cuda/chunked/slices.h", "        std::swap(s.rest, s.d_rest);\n"),
-    without("cuda/chunked/decays.cuh", "            if (s > 0) sum *= gates[s];\n"),
+    without("cuda/chunked/outputs.cu", "                        if (s > 0) sum *= gates[s];\n"),
+    without("cuda/chunked/outputs.cu", "                out.scale(&shared.totals(block, 0));\n"),
+    Fault("cuda/chunked/outputs.cu", "narrow<T>(v[s] * scale[s])", "narrow<T>(v[s])"),
+    Fault("cuda/chunked/outputs.cu", "x = x * shared.decays(row + t, j)", "x = x"),
+    Fault("cuda/chunked/outputs.cu", "if (block * kSteps == row) scores", "if (block == 0) scores"),
     Fault(
         "cuda/chunked/blocks.cuh",
         "reads.scale(&totals(from, column));",
@@ -721,9 +722,8 @@ CUDA = (
     Fault("cuda/chunked/decayed_gradients.cu", "get(max(t, s), min(t, s))", "get(t, min(t, s))"),
     without("cuda/chunked/decayed_gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
     Fault("cuda/chunked/decayed_gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
-    Fault(
-        "cuda/chunked/decays.cuh", "to_level.set(First + i, lates[i] * product);", "to_level.set(First + i, lates[i]);"
-    ),
+    Fault("cuda/chunked/levels.cuh", "scale[t] = product *= gates[t];", "scale[t] = product;"),
+    Fault("cuda/chunked/levels.cuh", "i < middle ? i > block : i < block", "i < middle && i > block"),
     Fault("cuda/chunked/blocks.cuh", "        return sum;\n", "        return 0.0f;\n"),
     Fault("cuda/chunked/decays_gradient.cuh", "if (Adds && pairs.same) d_early[i] += d_late[i];", ""),
     # Sequences divided in time

@@ -15,6 +15,7 @@
 // s < t is parted at one of these middles, that of level l if l is the highest bit in which s and t differ, and P_ts = <x_t, x_s>
 // with x_t = q_t * F_tm in second halves and x_s = k_s * F_ms in first ones: rows of one matrix for each level. No factor exceeds 1,
 // and nothing is divided or subtracted, as in the recurrent kernels. Levels 0 to 3 part steps of a block of 16, 4 and 5 blocks.
+// Forward, blocks are parted at the start of each instead: what is written passes them as a state does, which rounds it once.
 //
 // What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what float16 loses of
 // the smallest, is no more than what storing the inputs did.
