@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     const bool all_keys = slice.key_rows <= kKeys, all_values = slice.columns <= value_part;
     const auto values_from = [&](int value) { return min(value_part, slice.columns - value); };
     const auto key_head = [&](const Sequence& x, int key) {
-        return Head<T>(x, at.batch, at.head, key, p.sizes.key_dim);
+        return Head<T>(x, kDecays ? opaque(at.batch) : at.batch, at.head, key, p.sizes.key_dim);
     };
     const auto value_head = [&](const Sequence& x, int value) {
         return Head<T>(x, at.batch, at.head, value, p.sizes.value_dim);
@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             arrive();
             const int blocks = values_from(value) / 16;
             multiply_rows<kPasses, false, !kTurned>(dq, shared.d_out, row, shared.state, blocks);
-            if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
+            if constexpr (Corrects && !kDecays)
+                multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
             multiply_rows<kPasses, Corrects, !kTurned>(dk, shared.update, row, shared.d_state, blocks);
             if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
             if constexpr (kDecays)
@@ -264,6 +265,16 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t)
                     of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
+                for (int value = 0; value < slice.columns; value += value_part) {
+                    if (!all_values) {
+                        __syncthreads();
+                        copy_values(value);
+                        copy_state(shared.state, slice.states, key, value);
+                        arrive();
+                    }
+                    multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state,
+                                                       values_from(value) / 16);
+                }
                 read.each([](int, int, float& x) { x = -x; });
                 of.template add<kPasses>(read, shared.pairs);
                 Strip<kKeys / 8> d_erase = of.strip_of(of.d_late);

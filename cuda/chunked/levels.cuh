@@ -90,8 +90,9 @@ __device__ __forceinline__ float product_of(const float (&gates)[kSteps]) {
 template <typename M>
 __device__ __forceinline__ float between(const M& totals, int column, int block, int middle) {
     float product = 1.0f;
-    for (int i = middle; i < block; ++i) product *= totals(i, column);
-    for (int i = block + 1; i < middle; ++i) product *= totals(i, column);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+        if (i < block ? i >= middle : i > block && i < middle) product *= totals(i, column);
     return product;
 }
 
