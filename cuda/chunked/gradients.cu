@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int value_part) {
     using F = Factor<T>;
     using Parts = GradientParts<T, Corrects, Gated, Of, Width>;
-    constexpr bool kDecays = Parts::kDecays, kOfBoth = Of == Side::kKeys || Of == Side::kValues;
-    constexpr bool kTurned = Of == Side::kValues;
+    constexpr bool kDecays = Parts::kDecays, kOfBoth = Of >= Side::kKeys, kTurned = Of == Side::kValues;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = Parts::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Parts shared(Carver(memory), value_part);
@@ -171,23 +170,18 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if (s <= row + j) to(row + j, s) = to(s, row + j) = x;
         });
     };
+    if constexpr (Corrects) d_system.each([](int, int, float& x) { x = -x; });
+    __syncthreads();  // nobody reads v any more
     if constexpr (kDecays) {
-        __syncthreads();  // nobody reads v any more
         if constexpr (kOfBoth)
             load_mirrored(shared.d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
                           slice.lower_of(slice.d_rest, at.local, at.n));
         else
             mirror(d_scores, shared.d_scores);
-        if constexpr (Corrects) {
-            d_system.each([](int, int, float& x) { x = -x; });
-            mirror(d_system, shared.pairs);
-        }
+        if constexpr (Corrects) mirror(d_system, shared.pairs);
     } else {
         steps.template keep_pairs<true>(d_scores, row);
-        if constexpr (Corrects) {
-            d_system.each([](int, int, float& x) { x = -x; });
-            steps.template keep_pairs<false>(d_system, row);
-        }
+        if constexpr (Corrects) steps.template keep_pairs<false>(d_system, row);
         if constexpr (Gated) {  // what each pair's gates let through
             Strip<kSide / 8> inside = scores;
             inside.each_with(d_scores, [](float& x, float y) { x *= y; });
@@ -201,7 +195,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             }
             shared.sums.add_inside(inside, row);
         }
-        __syncthreads();  // nobody reads v any more
         d_scores.write(shared.d_scores.from(row, 0));
         if constexpr (Corrects) {
             Strip<kSide / 8> strong = d_system;
