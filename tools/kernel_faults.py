@@ -393,7 +393,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "sums.put_passing(passed);", "sums.put_passing(0.0f);"),
     Fault("cuda/chunked/gradients.cu", "sums.written()[row + j] = sum;", "sums.read()[row + j] += sum;"),
     without("cuda/chunked/gradients.cu", "if (!all_values) copy_values(value);"),
-    without("cuda/chunked/gradients.cu", "if (value == 0 && !all_keys) copy_keys(key);"),
+    without("cuda/chunked/gradients.cu", "if (value == 0 && !all_keys && (key > 0 || !kDecays)) copy_keys(key);"),
     # The same where nothing corrects
     Fault("cuda/chunked/walk.cu", "Corrects ? Backward : w.pass.backward;", "Backward;"),
     Fault(
@@ -425,7 +425,7 @@ CUDA = (
         "x *= steps.to_end(row + j);",
     ),
     Fault("cuda/chunked/gradients.cu", "(part, shared.pairs, row,", "(part, shared.pairs, 0,"),
-    Fault("cuda/chunked/gradients.cu", "if (!all_keys || !all_values) {", "if (!all_values) {"),
+    Fault("cuda/chunked/gradients.cu", "if (kDecays || !all_keys || !all_values) {", "if (kDecays || !all_values) {"),
     Fault("cuda/chunked/gradients.cu", "if (!all_values && key == 0)", "if (false)"),
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
     # Rows in shared memory: copies
@@ -450,8 +450,8 @@ CUDA = (
         ",\n                    slice.key_rows, values, values",
     ),
     Fault("cuda/chunked/outputs.cu", "values, values, slice.key_rows - key);", "values, values, slice.key_rows);"),
-    Fault("cuda/chunked/gradients.cu", "values, slice.key_rows - key);", "values, slice.key_rows);"),
-    Fault("cuda/chunked/gradients.cu", "at.n) + value * slice.key_rows + key,", "at.n) + key,"),
+    Fault("cuda/chunked/gradients.cu", "keys = slice.key_rows - key;", "keys = slice.key_rows;"),
+    Fault("cuda/chunked/gradients.cu", "from + value * slice.key_rows + key,", "from + key,"),
     Fault("cuda/chunked/gradients.cu", "at.n) + value * kSide, kSide, values,", "at.n), kSide, values,"),
     Fault("cuda/chunked/gates.cuh", "Gated ? kGateNumbers : kSide)", "kSide)"),
     Fault("cuda/chunked/gates.cuh", "i < step_numbers(Gated); i +=", "i < kWalkNumbers; i +="),
@@ -551,8 +551,8 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked/gradients.cu",
-        "                    __syncthreads();\n                    if (!all_keys) copy_steps",
-        "                    if (!all_keys) copy_steps",
+        "                    __syncthreads();\n                    if (kDecays || !all_keys) copy_steps",
+        "                    if (kDecays || !all_keys) copy_steps",
     ),
     Fault(
         "cuda/chunked/gradients.cu", "sums.put_passing(passed);\n        __syncthreads();", "sums.put_passing(passed);"
@@ -659,7 +659,10 @@ CUDA = (
         "cuda/chunked/gradients.cu",
         "if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, value), start, time);",
     ),
-    without("cuda/chunked/gradients.cu", "if (!all_keys) copy_steps(shared.k, key_head(p.k, key), start, time);"),
+    without(
+        "cuda/chunked/gradients.cu",
+        "if (kDecays || !all_keys) copy_steps(shared.k, key_head(written, key), start, time);",
+    ),
     without("cuda/chunked/gradients.cu", "        steps.template keep_pairs<true>(scores, row);\n"),
     Fault(
         "cuda/chunked/gradients.cu",
@@ -690,18 +693,33 @@ CUDA = (
     Fault("cuda/chunked/walk_products.cuh", "Reverse ? kBlocks - 1 - i : i;", "i;"),
     without("cuda/chunked/walk_products.cuh", "            left.scale(by + 8 * e);\n"),
     without("cuda/chunked/walk.cu", "                state.scale(by);\n"),
+    Fault("cuda/chunked/levels_gradient.cuh", "to > block ? to_later : 0.0f;", "0.0f;"),
+    Fault("cuda/chunked/levels_gradient.cuh", "to == (block ^ 1) ? to_half : 0.0f", "0.0f"),
+    Fault("cuda/chunked/levels_gradient.cuh", " && block % (kBlocks - 1) == 0)", ")"),
+    Fault("cuda/chunked/levels_gradient.cuh", "to_earlier += add_half", "to_earlier = add_half"),
+    Fault("cuda/chunked/levels_gradient.cuh", "whole *= between(shared.totals, column, block, 0) *", "whole *="),
+    Fault("cuda/chunked/levels_gradient.cuh", "Level == kLevelsOfBlock ? shared.rows : shared.others", "shared.rows"),
+    Fault("cuda/chunked/levels_gradient.cuh", "__syncthreads();\n#pragma unroll 1", "#pragma unroll 1"),
+    Fault("cuda/chunked/levels_gradient.cuh", "}\n        __syncthreads();\n        float sum", "}\n        float sum"),
+    Fault("cuda/chunked/levels_gradient.cuh", "__syncwarp();\n            add(block);", "add(block);"),
     Fault(
-        "cuda/chunked/blocks.cuh", "sum * totals(from, key) + masses(kToState + from, key);", "sum * totals(from, key);"
+        "cuda/chunked/levels_gradient.cuh",
+        "strip.write(by.from(row, 0));\n        __syncwarp();",
+        "strip.write(by.from(row, 0));",
     ),
-    Fault("cuda/chunked/blocks.cuh", "to[place] = Adds ? to[place] + sum : sum;", "to[place] = sum;"),
-    without("cuda/chunked/blocks.cuh", "            between *= totals(to, key);\n"),
-    Fault("cuda/chunked/decayed_gradients.cu", "by_erase.scale(&factors.totals(before, column));", ";"),
-    Fault(
-        "cuda/chunked/decayed_gradients.cu",
-        "d_beta[t >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);",
-        "",
+    Fault("cuda/chunked/gradients.cu", "product_of(of.gates);\n            __syncthreads();", "product_of(of.gates);"),
+    without("cuda/chunked/gradients.cu", "            of.add_diagonal(shared.d_scores);\n"),
+    without("cuda/chunked/gradients.cu", "            passed = 0.0f;\n"),
+    Fault("cuda/chunked/gradients.cu", "= to(s, row + j) = x;", "= x;"),
+    Fault("cuda/chunked/gradients.cu", "steps.beta(row + t) * shared.erase.get", "shared.erase.get"),
+    without("cuda/chunked/gradients.cu", "d_erase.dot(d_beta, shared.erase.from(row, 0));"),
+    without("cuda/chunked/gradients.cu", "by_beta(d_erase);"),
+    Fault("cuda/chunked/gradients.cu", "if (p.erase.data == nullptr) {", "if (false) {"),
+    Fault("cuda/chunked/gradients.cu", "key_head(written, key)", "key_head(p.k, key)"),
+    without(
+        "cuda/chunked/gradients.cu",
+        "                        copy_state(shared.state, slice.states, key, value);\n                        arrive();\n",
     ),
-    Fault("cuda/chunked/decayed_gradients.cu", "key_head(written, key)", "key_head(p.k, key)"),
     # And of values
     without("cuda/chunked/walk.cu", "                    state.each([&](int, int j, float& x) { x *= by[j]; });\n"),
     Fault("cuda/chunked/walk.cu", "w.pass.values ? slice.value_decays_of", "false ? slice.value_decays_of"),
@@ -726,6 +744,14 @@ CUDA = (
     Fault("cuda/chunked/levels.cuh", "i < middle ? i > block : i < block", "i < middle && i > block"),
     Fault("cuda/chunked/blocks.cuh", "        return sum;\n", "        return 0.0f;\n"),
     Fault("cuda/chunked/decays_gradient.cuh", "if (Adds && pairs.same) d_early[i] += d_late[i];", ""),
+    without("cuda/chunked/decays.cuh", "            if (s > 0) sum *= gates[s];\n"),
+    without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
+    Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
+    Fault("cuda/chunked/levels_gradient.cuh", "(sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f)", "0.0f"),
+    Fault("cuda/chunked/levels_gradient.cuh", "to(t, s) = to(s, t) = ", "to(t, s) ="),
+    Fault(
+        "cuda/chunked/decays.cuh", "to_level.set(First + i, lates[i] * product);", "to_level.set(First + i, lates[i]);"
+    ),
     # Sequences divided in time
     Fault(
         "cuda/carried_states.cuh",

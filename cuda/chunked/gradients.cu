@@ -66,8 +66,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int value_part) {
     using F = Factor<T>;
     using Parts = GradientParts<T, Corrects, Gated, Of, Width>;
-    constexpr bool kDecays = Parts::kDecays, kOfBoth = Of == Side::kKeys || Of == Side::kValues;
-    constexpr bool kTurned = Of == Side::kValues;
+    constexpr bool kDecays = Parts::kDecays, kOfBoth = Of >= Side::kKeys, kTurned = Of == Side::kValues;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = Parts::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Parts shared(Carver(memory), value_part);
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     const bool all_keys = slice.key_rows <= kKeys, all_values = slice.columns <= value_part;
     const auto values_from = [&](int value) { return min(value_part, slice.columns - value); };
     const auto key_head = [&](const Sequence& x, int key) {
-        return Head<T>(x, at.batch, at.head, key, p.sizes.key_dim);
+        return Head<T>(x, kDecays ? opaque(at.batch) : at.batch, at.head, key, p.sizes.key_dim);
     };
     const auto value_head = [&](const Sequence& x, int value) {
         return Head<T>(x, at.batch, at.head, value, p.sizes.value_dim);
@@ -171,23 +170,18 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if (s <= row + j) to(row + j, s) = to(s, row + j) = x;
         });
     };
+    if constexpr (Corrects) d_system.each([](int, int, float& x) { x = -x; });
+    __syncthreads();  // nobody reads v any more
     if constexpr (kDecays) {
-        __syncthreads();  // nobody reads v any more
         if constexpr (kOfBoth)
             load_mirrored(shared.d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
                           slice.lower_of(slice.d_rest, at.local, at.n));
         else
             mirror(d_scores, shared.d_scores);
-        if constexpr (Corrects) {
-            d_system.each([](int, int, float& x) { x = -x; });
-            mirror(d_system, shared.pairs);
-        }
+        if constexpr (Corrects) mirror(d_system, shared.pairs);
     } else {
         steps.template keep_pairs<true>(d_scores, row);
-        if constexpr (Corrects) {
-            d_system.each([](int, int, float& x) { x = -x; });
-            steps.template keep_pairs<false>(d_system, row);
-        }
+        if constexpr (Corrects) steps.template keep_pairs<false>(d_system, row);
         if constexpr (Gated) {  // what each pair's gates let through
             Strip<kSide / 8> inside = scores;
             inside.each_with(d_scores, [](float& x, float y) { x *= y; });
@@ -201,7 +195,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             }
             shared.sums.add_inside(inside, row);
         }
-        __syncthreads();  // nobody reads v any more
         d_scores.write(shared.d_scores.from(row, 0));
         if constexpr (Corrects) {
             Strip<kSide / 8> strong = d_system;
@@ -232,7 +225,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             arrive();
             const int blocks = values_from(value) / 16;
             multiply_rows<kPasses, false, !kTurned>(dq, shared.d_out, row, shared.state, blocks);
-            if constexpr (Corrects) multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
+            if constexpr (Corrects && !kDecays)
+                multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
             multiply_rows<kPasses, Corrects, !kTurned>(dk, shared.update, row, shared.d_state, blocks);
             if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
             if constexpr (kDecays)
@@ -264,6 +258,16 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
 #pragma unroll
                 for (int t = 0; t < kSteps; ++t)
                     of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
+                for (int value = 0; value < slice.columns; value += value_part) {
+                    if (!all_values) {
+                        __syncthreads();
+                        copy_values(value);
+                        copy_state(shared.state, slice.states, key, value);
+                        arrive();
+                    }
+                    multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state,
+                                                       values_from(value) / 16);
+                }
                 read.each([](int, int, float& x) { x = -x; });
                 of.template add<kPasses>(read, shared.pairs);
                 Strip<kKeys / 8> d_erase = of.strip_of(of.d_late);

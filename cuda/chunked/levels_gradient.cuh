@@ -35,6 +35,9 @@ __device__ __forceinline__ void load_mirrored(const Rows<float, kSide>& to, cons
     }
 }
 
+// Products take tf32, to which tensor cores cut off: numbers times this are rounded so, nearly to nearest, NaNs as well.
+constexpr float kHalfOfTf32 = 1.0f + 1.0f / 2048;
+
 // Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
 template <typename Wanted>
 __device__ __forceinline__ Strip<2> pairs_with(const Rows<float, kSide>& pairs, int row, int block, Wanted wanted) {
@@ -114,16 +117,19 @@ struct BlockGradients {
     template <int Level, int Passes>
     __device__ __forceinline__ void add_level(const Rows<float, kSide>& weights) {
         const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
-            if (there) x(row + t, column) = Passes == 1 ? __uint_as_float(to_tf32(of_step)) : of_step;
+            if (there) x(row + t, column) = Passes == 1 ? of_step * kHalfOfTf32 : of_step;
         }
         Strip<Keys / 8> sums;
         sums.clear();
         const auto add = [&](int other) {
-            const Strip<2> pairs = pairs_with(weights, row, other, [](int t, int s) { return parts(Level, t, s); });
+            const Strip<2> pairs = pairs_with(
+                weights, row, other, [](int t, int s) { return Level >= kLevelsOfBlock || parts(Level, t, s); });
             multiply_kept<Passes, true>(sums, pairs, x.from(other * kSteps, 0));
         };
         if constexpr (Level < kLevelsOfBlock) {
