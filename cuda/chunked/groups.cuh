@@ -10,6 +10,7 @@ namespace fairseq_fastweights {
 
 constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
 
+// The same of instructions that sm_90a has.
 #if defined(FASTWEIGHTS_EMULATION)
 #define FASTWEIGHTS_OF_GROUPS(emulated, ...) emulated
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -40,7 +40,11 @@ struct Strip {
     // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
     template <typename F>
     __device__ __forceinline__ void each(F f) {
-        each_pair([&](int place, int j, float& x, float& y) { f(place, j, x), f(place + 1, j, y); });
+        const int group = warp_lane() / 4, member = warp_lane() % 4;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
     }
 
     // f(float& value, other value) with the elements of another strip.

@@ -57,7 +57,7 @@ __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
 //   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
 
-// What the emulator does in place of an instruction; or it, which devices before compute capability 8.0 lack.
+// An instruction, which devices before compute capability 8.0 lack, or what the emulator does in its place.
 #if defined(FASTWEIGHTS_EMULATION)
 #define FASTWEIGHTS_INSTRUCTION(emulated, ...) emulated
 #elif __CUDA_ARCH__ >= 800

@@ -16,9 +16,9 @@ struct PieceCopies {
     // So many at a time: in float32 registers would not do for more.
     static constexpr int kTogether = Warps > 0 || (sizeof(T) == 2 && kMost < 4) ? kMost : sizeof(T) == 2 ? 4 : 1;
 
-    Head<T> all;      // from the first column on
-    const T* column;  // the first row's
-    int stride, first, row, place, warp, warps;
+    Head<T> all;                                 // from the first column on
+    const T* column;                             // this lane's, of the first row
+    int stride, first, row, place, warp, warps;  // a stride of 32 bits: registers are few
     bool there, in_pieces;
 
     // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`, whose rows have `columns`.
