@@ -21,21 +21,6 @@ struct Matrix {
     __device__ __forceinline__ Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
 };
 
-// `Count` numbers from shared memory, 16 bytes at a time where there are as many.
-template <int Count>
-__device__ __forceinline__ void load_row(float (&to)[Count], const float* from) {
-    constexpr int kTogether = Count % 4 == 0 ? 4 : 1;
-    struct alignas(kTogether * sizeof(float)) Piece {
-        float numbers[kTogether];
-    };
-#pragma unroll
-    for (int i = 0; i < Count; i += kTogether) {
-        const Piece piece = *reinterpret_cast<const Piece*>(from + i);
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) to[i + j] = piece.numbers[j];
-    }
-}
-
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
 struct Carver {
     unsigned char* base;

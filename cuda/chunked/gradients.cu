@@ -238,11 +238,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         }
         if constexpr (kDecays) {
             BlockGradients<kKeys> of(shared.levels, row);
-            load_logs<T>(of.gates, p.log_key_decay, at.batch, at.head, key + of.column, p.sizes.key_dim, start + row,
-                         time);
-            exponentiate(of.gates);
-            if (of.there) shared.levels.totals(of.block, of.column) = product_of(of.gates);
-            __syncthreads();
+            of.template load_decays<T>(p.log_key_decay, at.batch, at.head, key, p.sizes.key_dim, start + row, time);
             const auto store = [&](auto zero, const Sequence& to, Strip<kKeys / 8> strip) {
                 using To = decltype(zero);
                 if (to.data != nullptr)

@@ -69,12 +69,23 @@ struct BlockGradients {
     const LevelRows<Keys>& shared;
     const int block, row, column;
     const bool there;
-    float gates[kSteps], late[kSteps], early[kSteps], d_late[kSteps], d_early[kSteps], d_log[kSteps];
+    float gates[kSteps], late[kSteps] = {}, early[kSteps], d_late[kSteps], d_early[kSteps] = {}, d_log[kSteps] = {};
     float scale[kSteps], found[kSteps];
-    float to_earlier, to_later, to_half;  // sums for the blocks before and behind this one, and the other of its half
+    float to_earlier = 0.0f, to_later,
+          to_half = 0.0f;  // sums for the blocks before and behind this one, and the other of its half
 
     __device__ __forceinline__ BlockGradients(const LevelRows<Keys>& shared, int row)
         : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {}
+
+    // The decays of dimensions from `first` on, from step `start` on. Ends with a barrier.
+    template <typename T>
+    __device__ __forceinline__ void load_decays(const Sequence& logs, int batch, int head, int first, int dim,
+                                                int start, int time) {
+        load_logs<T>(gates, logs, batch, head, first + column, dim, start, time);
+        exponentiate(gates);
+        if (there) shared.totals(block, column) = product_of(gates);
+        __syncthreads();
+    }
 
     __device__ __forceinline__ void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
         __syncwarp();
@@ -154,12 +165,9 @@ struct BlockGradients {
 
     // The gradients of `early` and of logs as far as writes make them, before all others.
     __device__ __forceinline__ void begin(Strip<Keys / 8>& writes) {
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) d_early[t] = d_log[t] = 0.0f;
         find_columns(writes, shared.rows);
         scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
         to_later = add_half<false>();
-        to_earlier = to_half = 0.0f;
     }
     // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
     template <int Passes>

@@ -6,8 +6,8 @@
 //
 // With decays by dimension Q * F_.0 and the pairs, in the notation of levels.cuh, are from the local stage. Where nothing
 // corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
-// what is read and written passes them from block to block, and within a block step by step, a value dimension to a lane.
-#include "levels.cuh"
+// outputs are found by levels, as levels_gradient.cuh has it for gradients of queries.
+#include "levels_gradient.cuh"
 #include "rows.cuh"
 #include "stages.cuh"
 
@@ -23,15 +23,14 @@ struct OutputParts {
     Rows<Factor<T>, 16 * Width> state;  // transposed
     WrittenRows<T, Corrects> update;
     ChunkSteps<Gated> steps;
-    // P of pairs of one block; by value dimension Z of blocks, Z from blocks' starts, and what a block's steps read of its writes.
-    Rows<float, kSteps> weights;
-    Rows<float, kSide> totals, decays, own;
+    Rows<float, kSide> pairs;  // P
+    LevelRows<kWarp> levels;
     size_t bytes;
 
     __host__ __device__ OutputParts(Carver carver, int value_part)
         : q(carver, kSide), k(carver, Decays ? 0 : kSide), state(carver, value_part),
-          update(carver, rows_of_writes<Corrects>(value_part)), weights(carver, Values ? kSide : 0),
-          totals(carver, Values ? kBlocks : 0), decays(carver, Values ? kSide : 0), own(carver, Values ? kSide : 0) {
+          update(carver, rows_of_writes<Corrects>(value_part)), pairs(carver, Values ? kSide : 0) {
+        if (Values) levels = LevelRows<kWarp>(carver);
         if (Gated) steps = ChunkSteps<Gated>(carver);
         bytes = carver.used;
     }
@@ -79,10 +78,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
             add(big);
             if constexpr (sizeof(F) == 2) add(rest);  // what rounding left out
         });
-        if constexpr (Values)
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-                if (block * kSteps == row) scores.template part<2>(2 * block).write(shared.weights.from(row, 0));
+        if constexpr (Values) scores.write(shared.pairs.from(row, 0));
     } else {
         for (int key = 0; key < slice.key_rows; key += kKeys) {
             if (key > 0) {
@@ -119,41 +115,20 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
             });
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
-        if constexpr (Values) {  // V becomes what a block leaves of it at its end
-            for (int j = warp_lane(); j < values; j += kWarp) {
-                float gates[kSteps], v[kSteps], scale[kSteps], product = 1.0f;
-                load_logs<T>(gates, p.log_value_decay, at.batch, at.head, value + j, p.sizes.value_dim, start + row,
-                             time);
-                exponentiate(gates);
-                load_column(v, shared.update.from(row, 0), j);
-                scale_to_end(scale, gates, 1.0f);
+        if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
 #pragma unroll
-                for (int s = 0; s < kSteps; ++s) shared.update(row + s, j) = narrow<T>(v[s] * scale[s]);
-#pragma unroll
-                for (int t = 0; t < kSteps; ++t) {
-                    float sum = 0.0f, four[4];  // over s <= t of P_ts (v_s * Z_ts)
-#pragma unroll
-                    for (int s = 0; s <= t; ++s) {
-                        if (s % 4 == 0) load_row(four, &shared.weights(row + t, s));
-                        if (s > 0) sum *= gates[s];
-                        sum += four[s % 4] * v[s];
-                    }
-                    shared.own(row + t, j) = sum;
-                    shared.decays(row + t, j) = product *= gates[t];
-                }
-                shared.totals(row / kSteps, j) = product;
+            for (int first = 0; first < kWidest; first += kWarp) {
+                if (first >= values) break;
+                BlockGradients<kWarp> of(shared.levels, row);
+                Strip<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
+                __syncthreads();  // nobody reads decays of others any more
+                of.template load_decays<T>(p.log_value_decay, at.batch, at.head, value + first, p.sizes.value_dim,
+                                           start + row, time);
+                load_column(of.early, shared.update.from(row, first), of.column);
+                of.template add<kPasses>(part, shared.pairs);
+                of.add_diagonal(shared.pairs);
+                part = of.strip_of(of.d_late);
             }
-            __syncthreads();
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) {
-                if (block * kSteps >= row) break;
-                out.scale(&shared.totals(block, 0));
-                each_columns(out, values / 16, [&](auto& part, int first) {
-                    multiply_pairs<kPasses, true>(part, scores.template part<2>(2 * block),
-                                                  shared.update.from(block * kSteps, first));
-                });
-            }
-            out.each([&](int j, int t, float& x) { x = x * shared.decays(row + t, j) + shared.own(row + t, j); });
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);

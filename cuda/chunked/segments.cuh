@@ -48,13 +48,10 @@ static __global__ void __launch_bounds__(256)
             float sums[kCarriedColumns] = {};
 #pragma unroll 4
             for (int k = 4 * lane; !last && k < rows; k += 4 * kCarryLanes) {
-                float by[4] = {};
-                if (fours) {
-                    load_row(by, of_row + k);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) by[i] = k + i < rows ? of_row[k + i] : 0.0f;
-                }
+                const auto of = [&](int i) { return k + i < rows ? of_row[k + i] : 0.0f; };
+                const float4 four =
+                    fours ? *reinterpret_cast<const float4*>(of_row + k) : make_float4(of(0), of(1), of(2), of(3));
+                const float by[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float4 x = *reinterpret_cast<const float4*>(state + (k + i) * kCarriedColumns);
