@@ -201,7 +201,6 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
         shared.steps.store(slice.steps_of(at.local, at.n));
         __syncthreads();  // nobody reads rows any more
         store(&products(row, row), products.stride, kSteps, pairs[1]);
-        if constexpr (Backward) store_pairs(slice.products, pairs[1]);
         __syncwarp();
         invert_diagonal_block(products, beta, row);
         __syncthreads();

@@ -50,9 +50,6 @@ struct LowerBlocks {
     using Element = F;
     F* data;
     int stride;  // of a block's rows
-    __host__ __device__ __forceinline__ static bool has(int row, int column) {
-        return column / kBlockSide <= row / kBlockSide;
-    }
     __host__ __device__ __forceinline__ F& operator()(int row, int column) const {
         const unsigned down = row, across = column,  // whose quotients are shifts
             block = (down / kBlockSide) * (down / kBlockSide + 1) / 2 + across / kBlockSide;
@@ -68,7 +65,7 @@ __host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
 
 // A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
-// With decays of keys, in the notation of levels.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
+// With decays of keys, in the notation of levels.cuh, also what rounding leaves out of P if it is rounded, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
 // F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
 // of each block.
 template <typename F>
@@ -78,7 +75,7 @@ struct Slice {
     int decay_rows;                        // of a chunk
     int step_numbers;                      // of a chunk
     float *inverse, *steps, *decays;
-    F *scores, *rest, *states, *updates, *d_states, *d_right, *products, *queries, *written, *erased;
+    F *scores, *rest, *states, *updates, *d_states, *d_right, *queries, *written, *erased;
     // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
     // what P is.
     float* value_decays;
@@ -156,7 +153,6 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
         take(slice.queries, kSide * slice.key_rows);
         take(slice.written, kSide * slice.key_rows);
         if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
-        if (pass.corrects && pass.backward) take(slice.products, kLower);
     }
     if (pass.values) {
         take(slice.value_decays, 2 * slice.columns);

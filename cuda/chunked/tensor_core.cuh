@@ -50,8 +50,6 @@ __device__ __forceinline__ void put_pair(T* to, float x, float y) {
 
 constexpr int kTileRows = 16;  // of a product of a warp
 
-// threadIdx.x for what would otherwise be computed from it once, and kept in registers from one use to the next.
-__device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
