@@ -77,7 +77,7 @@ __host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
 
 // A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
-// With decays of keys, in the notation of decays.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
+// With decays of keys, in the notation of levels.cuh, also what rounding leaves out of P if it is rounded, G, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
 // F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
 // of each block.
 template <typename F>
