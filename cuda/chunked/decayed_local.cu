@@ -87,26 +87,19 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
     const Place at(slice, given.sizes);
     const int start = at.start, time = given.sizes.time, row = own_row(), block = row / kSteps, lane = warp_lane();
     const auto own = [&](const Keys& rows) { return rows.from(row, 0); };
-    const auto copy_keys = [&](int key) {
-        const auto copy = [&](const Keys& to, const Sequence& from) {
-            copy_steps(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
-        };
-        copy(shared.k, given.k);
-        copy(shared.late[0], given.q);
-        if constexpr (Corrects) copy(shared.late[1], given.erase);
-        copies_commit();
-    };
     const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
-    copy_keys(0);
-    if constexpr (Corrects) shared.steps.find(own_step, false);
     PairsOfBlock pairs[kReaders];
 #pragma unroll
     for (int i = 0; i < kReaders; ++i) pairs[i].clear();
     for (int key = 0; key < slice.key_rows; key += kLaneKeys) {
-        if (key > 0) {
-            __syncthreads();
-            copy_keys(key);
-        }
+        const auto copy = [&](const Keys& to, const Sequence& from) {
+            copy_steps(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
+        };
+        if (key > 0) __syncthreads();
+        copy(shared.k, given.k);
+        copy(shared.late[0], given.q);
+        if constexpr (Corrects) copy(shared.late[1], given.erase);
+        copies_commit();
         float gates[kSteps], scale[kSteps], log = 0.0f;
         load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row, time);
 #pragma unroll
@@ -198,8 +191,8 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
     if constexpr (Corrects) {
         const Matrix<float>& products = shared.products;
         const float* const beta = shared.steps.numbers + kBeta;
+        shared.steps.find(own_step, false);  // a barrier: nobody reads rows any more
         shared.steps.store(slice.steps_of(at.local, at.n));
-        __syncthreads();  // nobody reads rows any more
         store(&products(row, row), products.stride, kSteps, pairs[1]);
         __syncwarp();
         invert_diagonal_block(products, beta, row);
