@@ -95,45 +95,29 @@ __device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, 
                                               See see = See()) {
     using A = typename Left::Element;
     using B = typename Right::Element;
-    constexpr bool kSees = !std::is_same<See, Unseen>::value;
-    const int lane = warp_lane(), group = lane / 4, member = lane % 4;
-    if constexpr (sizeof(A) == 2 && std::is_same<A, B>::value) {
-        // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
-        const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-        const Left first = Turned ? left.from(third + low, row + second) : left.from(row + second + low, third);
-        const Right of_lane = RowsInner ? right.from(second + low, third) : right.from(third + low, second);
+    // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
+    const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+    const auto add = [&](int e) {
+        const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
+        GivenStrip<A, 2> part;
+        if constexpr (sizeof(A) == 2)
+            load_matrices<Turned>(part.bits[0], Turned ? &own(third + low, second) : &own(second + low, third));
+        else
+            part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
+        Strip<2> seen = part.widened();
+        seen.each_pair([&](int place, int j, float x, float y) { see(j, 16 * e + place, x, y); });
+        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4>(
+            sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
+    };
+    if constexpr (kInHalves<GivenStrip<A, 2>, B>) {
 #pragma unroll
         for (int e = 0; e < kSide / 16; ++e) {
             if (e >= blocks) break;
-            unsigned a[4];
-            load_matrices<Turned>(a, Turned ? &first(16 * e, 0) : &first(0, 16 * e));
-            if constexpr (kSees) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Pair<A> pair = Pair<A>::of_bits(a[i]);
-                    see(group + i % 2 * 8, 16 * e + 2 * member + i / 2 * 8, widen<float>(pair.x), widen<float>(pair.y));
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
-                unsigned b[4];
-                load_matrices<RowsInner>(b, RowsInner ? &of_lane(16 * e, 16 * n) : &of_lane(16 * n, 16 * e));
-                mma_stored<A>(sums.value[2 * n], a, {b[0], b[1]});
-                mma_stored<A>(sums.value[2 * n + 1], a, {b[2], b[3]});
-            }
+            add(e);
         }
     } else {
 #pragma unroll 1
-        for (int inner = 0; inner < 16 * blocks; inner += 16) {
-            Strip<2> part;
-            part.each_pair([&](int place, int j, float& x, float& y) {
-                x = Turned ? left.get(inner + place, row + j) : left.get(row + j, inner + place);
-                y = Turned ? left.get(inner + place + 1, row + j) : left.get(row + j, inner + place + 1);
-                if constexpr (kSees) see(j, inner + place, x, y);
-            });
-            multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4>(
-                sums, part, RowsInner ? right.from(inner, 0) : right.from(0, inner));
-        }
+        for (int e = 0; e < blocks; ++e) add(e);
     }
 }
 
