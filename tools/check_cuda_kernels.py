@@ -24,7 +24,6 @@ from native_toolchain import Nvcc, Unavailable, generate_code_flags
 
 ARCHITECTURES = (80, 90)
 SMALL_SPILLS = {
-    "decayed_gradients<__nv_bfloat16, true, ": 32,
     "gradients<float, ": 224,
     "outputs<float, ": 96,
     "walk<__": 56,

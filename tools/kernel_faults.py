@@ -360,8 +360,8 @@ CUDA = (
     # Slices, segments of them, and the stages after the walk
     Fault(
         "cuda/chunked/stages.cuh",
-        "const int begin = (backward ? slices - 1 - i : i) * plan.slice;",
-        "const int begin = i * plan.slice;",
+        "plan.pass.backward ? slices - 1 - i % slices : i % slices",
+        "i % slices",
     ),
     Fault("cuda/chunked/stages.cuh", "        w.first = w.others = all;\n", ""),
     Fault("cuda/chunked/rows.cuh", "batch((slice.first_head + local) / sizes.heads)", "batch(local / sizes.heads)"),
@@ -648,7 +648,6 @@ CUDA = (
     Fault("cuda/chunked/decayed_local.cu", "place % kSteps - apart * back", "place % kSteps"),
     Fault("cuda/chunked/decayed_local.cu", "log += shared.logs(of, lane);", ";"),
     Fault("cuda/chunked/decayed_local.cu", "= shared.totals(block, lane);", "= 1.0f;"),
-    Fault("cuda/chunked/strips.cuh", "if constexpr (kRounded<F>) multiply_kept", "if constexpr (false) multiply_kept"),
     Fault("cuda/chunked/decayed_local.cu", "decays[slice.key_rows] = log;", "decays[slice.key_rows] = 0.0f;"),
     without(
         "cuda/chunked/walk.cu",
@@ -673,7 +672,13 @@ CUDA = (
         "strip.write(by.from(row, 0));\n        __syncwarp();",
         "strip.write(by.from(row, 0));",
     ),
-    Fault("cuda/chunked/gradients.cu", "product_of(of.gates);\n            __syncthreads();", "product_of(of.gates);"),
+    Fault("cuda/chunked/levels_gradient.cuh", "product_of(gates);\n        __syncthreads();", "product_of(gates);"),
+    without("cuda/chunked/outputs.cu", "                __syncthreads();  // nobody reads decays of others any more\n"),
+    without("cuda/chunked/outputs.cu", "                of.add_diagonal(shared.pairs);\n"),
+    without("cuda/chunked/outputs.cu", "        if constexpr (Values) scores.write(shared.pairs.from(row, 0));\n"),
+    Fault(
+        "cuda/chunked/outputs.cu", "shared.update.from(row, first), of.column", "shared.update.from(row, 0), of.column"
+    ),
     without("cuda/chunked/gradients.cu", "            of.add_diagonal(shared.d_scores);\n"),
     without("cuda/chunked/gradients.cu", "            passed = 0.0f;\n"),
     Fault("cuda/chunked/gradients.cu", "= to(s, row + j) = x;", "= x;"),
@@ -693,31 +698,12 @@ CUDA = (
         "cuda/chunked/decayed_local.cu", "launch_decayed_local<T>(given.swapped(),", "launch_decayed_local<T>(given,"
     ),
     without("cuda/chunked/slices.h", "        std::swap(s.rest, s.d_rest);\n"),
-    without("cuda/chunked/outputs.cu", "                        if (s > 0) sum *= gates[s];\n"),
-    without("cuda/chunked/outputs.cu", "                out.scale(&shared.totals(block, 0));\n"),
-    Fault("cuda/chunked/outputs.cu", "narrow<T>(v[s] * scale[s])", "narrow<T>(v[s])"),
-    Fault("cuda/chunked/outputs.cu", "x = x * shared.decays(row + t, j)", "x = x"),
-    Fault("cuda/chunked/outputs.cu", "if (block * kSteps == row) scores", "if (block == 0) scores"),
-    Fault(
-        "cuda/chunked/blocks.cuh",
-        "reads.scale(&totals(from, column));",
-        "if (from > 0) reads.scale(&totals(from, column));",
-    ),
-    Fault("cuda/chunked/decayed_gradients.cu", "get(max(t, s), min(t, s))", "get(t, min(t, s))"),
-    without("cuda/chunked/decayed_gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
-    Fault("cuda/chunked/decayed_gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
     Fault("cuda/chunked/levels.cuh", "scale[t] = product *= gates[t];", "scale[t] = product;"),
     Fault("cuda/chunked/levels.cuh", "i < middle ? i > block : i < block", "i < middle && i > block"),
-    Fault("cuda/chunked/blocks.cuh", "        return sum;\n", "        return 0.0f;\n"),
-    Fault("cuda/chunked/decays_gradient.cuh", "if (Adds && pairs.same) d_early[i] += d_late[i];", ""),
-    without("cuda/chunked/decays.cuh", "            if (s > 0) sum *= gates[s];\n"),
     without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
     Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
     Fault("cuda/chunked/levels_gradient.cuh", "(sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f)", "0.0f"),
     Fault("cuda/chunked/levels_gradient.cuh", "to(t, s) = to(s, t) = ", "to(t, s) ="),
-    Fault(
-        "cuda/chunked/decays.cuh", "to_level.set(First + i, lates[i] * product);", "to_level.set(First + i, lates[i]);"
-    ),
     # Sequences divided in time
     Fault(
         "cuda/carried_states.cuh",

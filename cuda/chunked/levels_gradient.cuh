@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_mirrored(const Rows<float, kSide>& to, cons
 }
 
 // Products take tf32, to which tensor cores cut off: numbers times this are rounded so, nearly to nearest, NaNs as well.
-constexpr float kHalfOfTf32 = 1.0f + 1.0f / 2048;
+constexpr float kToNearest = 1.0f + 1.0f / 2048;
 
 // Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
 template <typename Wanted>
@@ -91,7 +91,7 @@ struct BlockGradients {
         __syncwarp();
         strip.write(by.from(row, 0));
         __syncwarp();
-        load_column(found, by.from(row, 0), column);
+        if (there) load_column(found, by.from(row, 0), column);
     }
     // A strip of columns.
     __device__ __forceinline__ Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
@@ -134,7 +134,7 @@ struct BlockGradients {
 #pragma unroll
         for (int t = 0; t < kSteps; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
-            if (there) x(row + t, column) = Passes == 1 ? of_step * kHalfOfTf32 : of_step;
+            if (there) x(row + t, column) = Passes == 1 ? of_step * kToNearest : of_step;
         }
         Strip<Keys / 8> sums;
         sums.clear();
