@@ -10,7 +10,7 @@ namespace fairseq_fastweights {
 template <typename A>
 struct PassedDecays {
     const A* passed;
-    __device__ __forceinline__ A operator()(int64_t index, const Sizes& sizes, int row, int column) const {
+    DEVICE A operator()(int64_t index, const Sizes& sizes, int row, int column) const {
         const A* const by = passed + index * (sizes.key_dim + sizes.value_dim);
         return by[row] * by[sizes.key_dim + column];
     }
@@ -19,7 +19,7 @@ struct PassedDecays {
 // M of scalar gates, multiplied. `passed`: (segment, head); null for 1.
 struct PassedGates {
     const float* passed;
-    __device__ __forceinline__ float operator()(int64_t index, const Sizes&, int, int) const {
+    DEVICE float operator()(int64_t index, const Sizes&, int, int) const {
         return passed == nullptr ? 1.0f : passed[index];
     }
 };

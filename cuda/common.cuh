@@ -8,6 +8,10 @@
 
 #include "kernels.h"
 
+// A function that kernels call, and a loop of which the compiler makes its passes one after another.
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+
 namespace fairseq_fastweights {
 
 constexpr int kWarp = 32;
@@ -39,65 +43,63 @@ struct Stored<double> {
     using Compute = double;
 };
 
-__host__ __device__ __forceinline__ int bytes_of(int32_t dtype) {
-    return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2;
-}
+__host__ DEVICE int bytes_of(int32_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 
 template <typename A>
-__device__ __forceinline__ A widen(float x) {
+DEVICE A widen(float x) {
     return static_cast<A>(x);
 }
 template <typename A>
-__device__ __forceinline__ A widen(double x) {
+DEVICE A widen(double x) {
     return static_cast<A>(x);
 }
 template <typename A>
-__device__ __forceinline__ A widen(__half x) {
+DEVICE A widen(__half x) {
     return static_cast<A>(__half2float(x));
 }
 template <typename A>
-__device__ __forceinline__ A widen(__nv_bfloat16 x) {
+DEVICE A widen(__nv_bfloat16 x) {
     return static_cast<A>(__bfloat162float(x));
 }
 
 template <typename T, typename A>
-__device__ __forceinline__ T narrow(A x);
+DEVICE T narrow(A x);
 template <>
-__device__ __forceinline__ float narrow<float, float>(float x) {
+DEVICE float narrow<float, float>(float x) {
     return x;
 }
 template <>
-__device__ __forceinline__ double narrow<double, double>(double x) {
+DEVICE double narrow<double, double>(double x) {
     return x;
 }
 template <>
-__device__ __forceinline__ float narrow<float, double>(double x) {
+DEVICE float narrow<float, double>(double x) {
     return static_cast<float>(x);
 }
 template <>
-__device__ __forceinline__ double narrow<double, float>(float x) {
+DEVICE double narrow<double, float>(float x) {
     return static_cast<double>(x);
 }
 template <>
-__device__ __forceinline__ __half narrow<__half, float>(float x) {
+DEVICE __half narrow<__half, float>(float x) {
     return __float2half_rn(x);
 }
 template <>
-__device__ __forceinline__ __half narrow<__half, double>(double x) {
+DEVICE __half narrow<__half, double>(double x) {
     return __float2half_rn(static_cast<float>(x));
 }
 template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
+DEVICE __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
     return __float2bfloat16_rn(x);
 }
 template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, double>(double x) {
+DEVICE __nv_bfloat16 narrow<__nv_bfloat16, double>(double x) {
     return __float2bfloat16_rn(static_cast<float>(x));
 }
 
 // One element by a dtype known at run time, for what is read or written once (gates, generic paths).
 template <typename A>
-__device__ __forceinline__ A load_element(const void* data, int32_t dtype, int64_t index) {
+DEVICE A load_element(const void* data, int32_t dtype, int64_t index) {
     switch (dtype) {
         case kFloat32: return widen<A>(static_cast<const float*>(data)[index]);
         case kFloat16: return widen<A>(static_cast<const __half*>(data)[index]);
@@ -107,7 +109,7 @@ __device__ __forceinline__ A load_element(const void* data, int32_t dtype, int64
 }
 
 template <typename A>
-__device__ __forceinline__ void store_element(void* data, int32_t dtype, int64_t index, A value) {
+DEVICE void store_element(void* data, int32_t dtype, int64_t index, A value) {
     switch (dtype) {
         case kFloat32: static_cast<float*>(data)[index] = narrow<float>(value); break;
         case kFloat16: static_cast<__half*>(data)[index] = narrow<__half>(value); break;
@@ -128,7 +130,7 @@ R with_type(int32_t dtype, R otherwise, F f) {
 }
 
 // States that the forward pass keeps for a (batch, head).
-__host__ __device__ __forceinline__ int kept_states(const Sizes& sizes) {
+__host__ DEVICE int kept_states(const Sizes& sizes) {
     return sizes.interval == 0 ? 0 : (sizes.time - 1) / sizes.interval;
 }
 
@@ -181,7 +183,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 // x, of which the compiler does not know that it is the same each time: what is computed from it in a loop it would
 // otherwise compute once and keep, all of it in registers.
 template <typename I>
-__device__ __forceinline__ I opaque(I x) {
+DEVICE I opaque(I x) {
 #ifdef __CUDA_ARCH__
     if constexpr (sizeof(I) == 8)
         asm volatile("" : "+l"(x));
@@ -197,7 +199,7 @@ __device__ __forceinline__ I opaque(I x) {
 // `copies_wait` by the thread that copied, and after a barrier that follows it by others. Before compute capability 8.0
 // it is an ordinary copy, done at once.
 template <int Bytes>
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+DEVICE void copy_async(void* shared, const void* global) {
     static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "the sizes that cp.async takes");
 #if defined(FASTWEIGHTS_EMULATION)
     emulation::copy_async(shared, global, Bytes, Bytes);
@@ -218,7 +220,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 }
 
 // Copies 16 bytes likewise if they are `there`; else they become zeros.
-__device__ __forceinline__ void copy_or_clear(void* shared, const void* global, bool there) {
+DEVICE void copy_or_clear(void* shared, const void* global, bool there) {
 #if defined(FASTWEIGHTS_EMULATION)
     emulation::copy_async(shared, global, 16, there ? 16 : 0);
 #elif __CUDA_ARCH__ >= 800
@@ -231,7 +233,7 @@ __device__ __forceinline__ void copy_or_clear(void* shared, const void* global, 
 }
 
 // Closes the group of copies that this thread issued since the last call.
-__device__ __forceinline__ void copies_commit() {
+DEVICE void copies_commit() {
 #if defined(FASTWEIGHTS_EMULATION)
     emulation::copies_commit();
 #elif __CUDA_ARCH__ >= 800
@@ -241,7 +243,7 @@ __device__ __forceinline__ void copies_commit() {
 
 // Waits until at most `Pending` of this thread's latest groups are still under way.
 template <int Pending>
-__device__ __forceinline__ void copies_wait() {
+DEVICE void copies_wait() {
 #if defined(FASTWEIGHTS_EMULATION)
     emulation::copies_wait(Pending);
 #elif __CUDA_ARCH__ >= 800

@@ -19,7 +19,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRun = 32;  // steps
 
-__host__ __device__ __forceinline__ int64_t runs(int64_t steps) { return (steps + kRun - 1) / kRun; }
+__host__ DEVICE int64_t runs(int64_t steps) { return (steps + kRun - 1) / kRun; }
 
 // The work of a thread.
 template <typename A>

@@ -5,15 +5,15 @@
 
 namespace fairseq_fastweights {
 
-__device__ __forceinline__ float log_one_plus(float x) { return log1pf(x); }
-__device__ __forceinline__ double log_one_plus(double x) { return log1p(x); }
+DEVICE float log_one_plus(float x) { return log1pf(x); }
+DEVICE double log_one_plus(double x) { return log1p(x); }
 
 // An activation of u and its derivative. sigma(u) and 1 - sigma(u) have all their digits.
 template <typename A>
 struct Activated {
     A value, slope;
 
-    __device__ __forceinline__ Activated(int activation, A u) {
+    DEVICE Activated(int activation, A u) {
         const A e = exponential(u < A(0) ? u : -u), inverse = A(1) / (A(1) + e);
         const A sigma = (u < A(0) ? e : A(1)) * inverse, rest = (u < A(0) ? A(1) : e) * inverse;
         switch (activation) {

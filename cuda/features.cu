@@ -22,16 +22,16 @@ constexpr int kFeatureThreads = 256;
 
 // max(x, 0) and min(x, 0); NaN stays NaN.
 template <typename A>
-__device__ __forceinline__ A positive(A x) {
+DEVICE A positive(A x) {
     return x < A(0) ? A(0) : x;
 }
 template <typename A>
-__device__ __forceinline__ A negative(A x) {
+DEVICE A negative(A x) {
     return x > A(0) ? A(0) : x;
 }
 
-__device__ __forceinline__ bool underflowed(float x) { return fabsf(x) < 1.17549435e-38f; }
-__device__ __forceinline__ bool underflowed(double x) { return fabs(x) < 2.2250738585072014e-308; }
+DEVICE bool underflowed(float x) { return fabsf(x) < 1.17549435e-38f; }
+DEVICE bool underflowed(double x) { return fabs(x) < 2.2250738585072014e-308; }
 
 // The vector of one row: what a lane needs to know of it.
 template <typename A, bool Random>
@@ -41,7 +41,7 @@ struct Row {
     A base = A(0), epsilon = A(0);           // of random features: s - m and exp(log_epsilon - m)
 
     // Prepares what all lanes of a vector need to know of random features.
-    __device__ __forceinline__ void prepare(int lane, int lanes) {
+    DEVICE void prepare(int lane, int lanes) {
         if (!Random) return;
         A squares = A(0), largest = A(0);
         for (int i = lane; i < call.source_dim; i += lanes) {
@@ -65,14 +65,14 @@ struct Row {
         base = is_epsilon ? base - log_epsilon : -largest;
     }
     // NaN stays NaN.
-    static __device__ __forceinline__ A larger(A x, A y) { return y <= x ? x : y; }
-    __device__ __forceinline__ A exponential_of(int i) const {
+    static DEVICE A larger(A x, A y) { return y <= x ? x : y; }
+    DEVICE A exponential_of(int i) const {
         return exponential(base + (i < call.dim ? input(i) : -input(i - call.dim)));
     }
-    __device__ __forceinline__ A input(int i) const { return load_element<A>(call.x.data, call.x.dtype, x + i); }
-    __device__ __forceinline__ A gradient(int i) const { return load_element<A>(call.dy.data, call.dy.dtype, dy + i); }
-    __device__ __forceinline__ A z(int i) const { return positive(i < call.dim ? input(i) : -input(i - call.dim)); }
-    __device__ __forceinline__ A phi(int i) const {
+    DEVICE A input(int i) const { return load_element<A>(call.x.data, call.x.dtype, x + i); }
+    DEVICE A gradient(int i) const { return load_element<A>(call.dy.data, call.dy.dtype, dy + i); }
+    DEVICE A z(int i) const { return positive(i < call.dim ? input(i) : -input(i - call.dim)); }
+    DEVICE A phi(int i) const {
         if (call.map == kDpfp) {
             const int size = 2 * call.dim, block = i / size, at = i - block * size, other = at - block - 1;
             return z(at) * z(other < 0 ? other + size : other);

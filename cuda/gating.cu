@@ -36,16 +36,16 @@ struct Division {
     }
 };
 
-__device__ __forceinline__ int64_t place(const Gating& call, const Sequence& x, int64_t step) {
+DEVICE int64_t place(const Gating& call, const Sequence& x, int64_t step) {
     return step / call.inner * x.batch + step % call.inner * x.time;
 }
 
 template <typename A>
-__device__ __forceinline__ A load(const Sequence& x, int64_t index) {
+DEVICE A load(const Sequence& x, int64_t index) {
     return load_element<A>(x.data, x.dtype, index);
 }
 template <typename A>
-__device__ __forceinline__ void store(const Sequence& x, int64_t index, A value) {
+DEVICE void store(const Sequence& x, int64_t index, A value) {
     store_element(x.data, x.dtype, index, value);
 }
 
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) gate_channels(const Gating call) {
 }
 
 template <typename A>
-__device__ __forceinline__ A sum_over(A x, int lanes) {
+DEVICE A sum_over(A x, int lanes) {
     for (int other = lanes / 2; other > 0; other /= 2) x += __shfl_xor_sync(kAllLanes, x, other);
     return x;
 }

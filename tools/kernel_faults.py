@@ -249,8 +249,8 @@ CUDA = (
     Fault("cuda/recurrent/backward.cuh", "if (plan.first_split > 0) sum += load", "if (false) sum += load"),
     Fault(
         "cuda/recurrent/backward.cuh",
-        "x.f[r];\n                        }\n                    if (apart)",
-        "A(1);\n                        }\n                    if (apart)",
+        "x.f[r];\n                    }\n                    if (apart)",
+        "A(1);\n                    }\n                    if (apart)",
     ),
     Fault(
         "cuda/recurrent/backward.cuh",

@@ -14,11 +14,9 @@ struct Matrix {
     using Element = T;
     T* data;
     int stride;
-    __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * stride + column]; }
-    __device__ __forceinline__ float get(int row, int column) const {
-        return widen<float>(data[row * stride + column]);
-    }
-    __device__ __forceinline__ Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
+    DEVICE T& operator()(int row, int column) const { return data[row * stride + column]; }
+    DEVICE float get(int row, int column) const { return widen<float>(data[row * stride + column]); }
+    DEVICE Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
 };
 
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
@@ -52,11 +50,11 @@ struct Carver {
 struct Walk {
     int row, column, width, rows_on, columns_on;
 
-    __device__ __forceinline__ explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
+    DEVICE explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
         : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
           columns_on(threads - rows_on * width) {}
 
-    __device__ __forceinline__ void next() {
+    DEVICE void next() {
         row += rows_on;
         column += columns_on;
         if (column >= width) {
@@ -75,12 +73,12 @@ struct Head {
     int64_t stride;  // of time
     int dim;
 
-    __device__ __forceinline__ Head(const Sequence& x, int batch, int head, int column, int dim)
+    DEVICE Head(const Sequence& x, int batch, int head, int column, int dim)
         : data(static_cast<T*>(x.data) + batch * x.batch + head * x.head + column), stride(x.time), dim(dim - column) {}
-    __device__ __forceinline__ Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
+    DEVICE Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
 
     // True if `columns` of its rows are whole pieces of 16 bytes, but for those beyond its end.
-    __device__ __forceinline__ bool in_pieces(int columns) const {
+    DEVICE bool in_pieces(int columns) const {
         constexpr int kPiece = 16 / sizeof(T);
         return (reinterpret_cast<uintptr_t>(data) | stride * sizeof(T)) % 16 == 0 &&
                (dim % kPiece == 0 || dim >= columns);
@@ -89,8 +87,7 @@ struct Head {
 
 // Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
 template <typename To, typename T>
-__device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from, int rows, Walk at, int start,
-                                              int time) {
+DEVICE void copy_elements(const To& to, const Head<T>& from, int rows, Walk at, int start, int time) {
 #pragma unroll 1
     for (; at.row < rows; at.next()) {
         const int row = at.row, column = at.column;
@@ -100,14 +97,14 @@ __device__ __forceinline__ void copy_elements(const To& to, const Head<T>& from,
 }
 
 // The value of a (batch, time, heads) tensor at step t; 0 past its end, 1 where there is no tensor.
-__device__ __forceinline__ float load_step(const Sequence& x, int batch, int head, int t, int time) {
+DEVICE float load_step(const Sequence& x, int batch, int head, int t, int time) {
     if (t >= time) return 0.0f;
     if (x.data == nullptr) return 1.0f;
     return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
 }
 
 // Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only.
-__device__ __forceinline__ void store_step(const Sequence& x, int batch, int head, int t, float value) {
+DEVICE void store_step(const Sequence& x, int batch, int head, int t, float value) {
     store_element(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head, value);
 }
 

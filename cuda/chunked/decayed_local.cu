@@ -36,15 +36,14 @@ using PairsOfBlock = Strip<kSide / 8>;
 
 // += <late_t, early_s> of the pairs of one block that `Level` parts, or with -1 those of a step with itself.
 template <int Level, int Passes, typename M>
-__device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, const M& early) {
+DEVICE void add_level(PairsOfBlock& pairs, const M& late, const M& early) {
     const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
     Strip<2> part;
     part.clear();
 #pragma unroll 1
     for (int key = 0; key < kLaneKeys; key += 16)
         multiply_rows<Passes, false, false>(part, late.from(0, key), 0, early.from(0, key), 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    UNROLL for (int i = 0; i < 2; ++i) {
         if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
             pairs.value[0][i] += part.value[0][i];
             pairs.value[1][2 + i] += part.value[1][2 + i];
@@ -57,16 +56,15 @@ __device__ __forceinline__ void add_level(PairsOfBlock& pairs, const M& late, co
 // `written` has all, decayed to theirs' ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded
 // behind more blocks, the system would be another than the walk's, and what is then not erased adds up.
 template <int Passes, typename M>
-__device__ __forceinline__ void add_earlier(PairsOfBlock& pairs, const M& reading, const M& written,
-                                            const Rows<float, kLaneKeys>& totals, int block) {
+DEVICE void add_earlier(PairsOfBlock& pairs, const M& reading, const M& written, const Rows<float, kLaneKeys>& totals,
+                        int block) {
 #pragma unroll 1
     for (int key = 0; key < kLaneKeys; key += 16) {
         Strip<2> left;
         left.each_pair([&](int place, int t, float& x, float& y) {
             x = reading.get(t, key + place), y = reading.get(t, key + place + 1);
         });
-#pragma unroll
-        for (int apart = 1; apart < kBlocks; ++apart) {
+        UNROLL for (int apart = 1; apart < kBlocks; ++apart) {
             if (apart > block) break;
             multiply_pairs<Passes, false>(pairs.template part<2>(2 * apart), left,
                                           written.from((block - apart) * kSteps, key));
@@ -89,8 +87,7 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
     const auto own = [&](const Keys& rows) { return rows.from(row, 0); };
     const ChunkSteps<false>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
     PairsOfBlock pairs[kReaders];
-#pragma unroll
-    for (int i = 0; i < kReaders; ++i) pairs[i].clear();
+    UNROLL for (int i = 0; i < kReaders; ++i) pairs[i].clear();
     for (int key = 0; key < slice.key_rows; key += kLaneKeys) {
         const auto copy = [&](const Keys& to, const Sequence& from) {
             copy_steps(to, Head<T>(from, at.batch, at.head, key, given.sizes.key_dim), start, time);
@@ -102,8 +99,7 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
         copies_commit();
         float gates[kSteps], scale[kSteps], log = 0.0f;
         load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, start + row, time);
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) log += gates[t];
+        UNROLL for (int t = 0; t < kSteps; ++t) log += gates[t];
         exponentiate(gates);
         shared.totals(block, lane) = expf(log);
         shared.logs(block, lane) = log;
@@ -124,17 +120,15 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
             to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
         };
         const auto write = [&](const Keys& to, const Keys& x, F* all) {
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t) put(to, x, t);
+            UNROLL for (int t = 0; t < kSteps; ++t) put(to, x, t);
             __syncwarp();
             constexpr int kPiece = 16 / sizeof(T), kAcross = kLaneKeys / kPiece;
             const int across = lane % kAcross * kPiece;
             if (all != nullptr && key + across < slice.key_rows)
-#pragma unroll
-                for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross)
-                    *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
-                                              (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key +
-                                              across) = *reinterpret_cast<const uint4*>(&to(t, across));
+                UNROLL for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross) *
+                    reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
+                                             (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key +
+                                             across) = *reinterpret_cast<const uint4*>(&to(t, across));
             __syncwarp();
         };
         if constexpr (!Corrects) {
@@ -152,15 +146,11 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
             constexpr int level = decltype(of)::value;
             scale_to_middle<level>(scale, gates, shared.totals, lane, block);
             // Rows of erase keys are multiplied by those of keys among the queries'.
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t)
-#pragma unroll
-                for (int i = 0; i < kReaders; ++i)
-                    if (is_late<level>(block, t) || i == 0)
-                        put(shared.levels[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
+            UNROLL for (int t = 0; t < kSteps; ++t)
+                UNROLL for (int i = 0; i < kReaders; ++i) if (is_late<level>(block, t) || i == 0)
+                    put(shared.levels[i], is_late<level>(block, t) ? shared.late[i] : shared.k, t);
             __syncwarp();
-#pragma unroll
-            for (int i = 0; i < kReaders; ++i)
+            UNROLL for (int i = 0; i < kReaders; ++i)
                 add_level<level, kPasses>(pairs[i], own(shared.levels[i]), own(shared.levels[0]));
             __syncwarp();
         });
@@ -170,8 +160,7 @@ __global__ void __launch_bounds__(kStripThreads, (DecayedLocal<T, Corrects>::kAt
         write(shared.late[0], shared.late[0], Corrects && Backward ? slice.queries : nullptr);
         if constexpr (Corrects) write(shared.late[1], shared.late[1], slice.erased);
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kReaders; ++i)
+        UNROLL for (int i = 0; i < kReaders; ++i)
             add_earlier<kPasses>(pairs[i], own(shared.late[i]), shared.k, shared.totals, block);
     }
     if (slice.scores == nullptr) return;

@@ -22,19 +22,18 @@ struct ChunkSteps {
 
     ChunkSteps() = default;
     __host__ __device__ explicit ChunkSteps(Carver& carver) : numbers(carver.take<float>(step_numbers(Gated))) {}
-    __device__ __forceinline__ float beta(int t) const { return numbers[kBeta + t]; }
-    __device__ __forceinline__ float from_start(int t) const { return Gated ? numbers[kFromStart + t] : 1.0f; }
-    __device__ __forceinline__ float to_end(int t) const { return Gated ? numbers[kToChunkEnd + t] : 1.0f; }
-    __device__ __forceinline__ float whole() const { return Gated ? numbers[kWholeGate] : 1.0f; }
-    __device__ __forceinline__ float strength(int s) const { return Gated ? numbers[kStrength + s] : 1.0f; }
-    __device__ __forceinline__ const float* strengths() const { return numbers + kStrength; }
+    DEVICE float beta(int t) const { return numbers[kBeta + t]; }
+    DEVICE float from_start(int t) const { return Gated ? numbers[kFromStart + t] : 1.0f; }
+    DEVICE float to_end(int t) const { return Gated ? numbers[kToChunkEnd + t] : 1.0f; }
+    DEVICE float whole() const { return Gated ? numbers[kWholeGate] : 1.0f; }
+    DEVICE float strength(int s) const { return Gated ? numbers[kStrength + s] : 1.0f; }
+    DEVICE const float* strengths() const { return numbers + kStrength; }
 
     // A step's beta and log gate. They are loaded before copies are begun, behind which they would have to wait.
     struct Step {
         float beta, log_gate;
 
-        __device__ __forceinline__ Step(const Sequence& strengths, const Sequence& gates, int batch, int head,
-                                        int start, int time) {
+        DEVICE Step(const Sequence& strengths, const Sequence& gates, int batch, int head, int start, int time) {
             const int step = start + static_cast<int>(threadIdx.x) % kSide;
             beta = load_step(strengths, batch, head, step, time);
             log_gate = Gated ? load_step(gates, batch, head, step, time) : 0.0f;
@@ -42,13 +41,12 @@ struct ChunkSteps {
     };
 
     // Finds them of the steps that each kSide threads have, of which there may be several times as many. Ends with a barrier.
-    __device__ __forceinline__ void find(const Step& own, bool complement) const {
+    DEVICE void find(const Step& own, bool complement) const {
         const int thread = threadIdx.x, step = thread % kSide, part = thread / kSide, parts = blockDim.x / kSide;
         // Logs of the gates to and with this step, and behind it: of ever more steps around it.
         float before = own.log_gate, after = 0.0f;
         if constexpr (Gated) {
-#pragma unroll
-            for (int level = 0; level < kGateLevels; ++level) {
+            UNROLL for (int level = 0; level < kGateLevels; ++level) {
                 const int half = 1 << level;
                 const bool late = step & half;
                 if ((level & (parts - 1)) == part)
@@ -83,12 +81,12 @@ struct ChunkSteps {
     }
 
     // To the workspace, after `find`.
-    __device__ __forceinline__ void store(float* to) const {
+    DEVICE void store(float* to) const {
         for (int i = 4 * threadIdx.x; i < step_numbers(Gated); i += 4 * blockDim.x)
             *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(numbers + i);
     }
     // Starts to copy what the last stage reads from there.
-    __device__ __forceinline__ void copy(const float* from) const {
+    DEVICE void copy(const float* from) const {
         for (int i = 4 * threadIdx.x; i < (Gated ? kGateNumbers : kSide); i += 4 * blockDim.x)
             copy_async<16>(numbers + i, from + i);
     }
@@ -96,7 +94,7 @@ struct ChunkSteps {
     // Takes a strip whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s < t or, with
     // `Diagonal`, with s <= t, times D_ts; 0 for others.
     template <bool Diagonal>
-    __device__ __forceinline__ void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
+    DEVICE void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
         if constexpr (!Gated)
             return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
         const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
@@ -111,8 +109,7 @@ struct ChunkSteps {
             x = gates.x;
             y = s + 1 == t ? 1.0f : gates.y;
         });
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
+        UNROLL for (int block = 0; block < kBlocks; ++block) {
             Strip<2>& part = pairs.template part<2>(2 * block);
             if (block > last) {
                 part.clear();
@@ -140,24 +137,22 @@ struct GateSums {
 
     GateSums() = default;
     __host__ __device__ explicit GateSums(Carver& carver) : sums(carver.take<float>((kBlocks + 3) * kSide + kBlocks)) {}
-    __device__ __forceinline__ float* inside(int warp) const { return sums + warp * kSide; }
-    __device__ __forceinline__ float* read() const { return sums + kBlocks * kSide; }
-    __device__ __forceinline__ float* written() const { return read() + kSide; }
-    __device__ __forceinline__ float* strength() const { return written() + kSide; }
-    __device__ __forceinline__ float* passing() const { return strength() + kSide; }  // by warp: <S_0, dS>
+    DEVICE float* inside(int warp) const { return sums + warp * kSide; }
+    DEVICE float* read() const { return sums + kBlocks * kSide; }
+    DEVICE float* written() const { return read() + kSide; }
+    DEVICE float* strength() const { return written() + kSide; }
+    DEVICE float* passing() const { return strength() + kSide; }  // by warp: <S_0, dS>
 
     // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on. Of a row the
     // sums over s < u are found from place to place, and then those of all rows with t >= u added.
-    __device__ __forceinline__ void add_inside(const Strip<kSide / 8>& pairs, int row) const {
+    DEVICE void add_inside(const Strip<kSide / 8>& pairs, int row) const {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
         float before[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int n = 0; n < kSide / 8; ++n) {
+        UNROLL for (int n = 0; n < kSide / 8; ++n) {
             float sums[2] = {};
             const int u = 8 * n + 2 * member;
             if (8 * n < row + kTileRows) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                UNROLL for (int half = 0; half < 2; ++half) {
                     const float x = pairs.value[n][2 * half], pair = x + pairs.value[n][2 * half + 1];
                     const float other = __shfl_xor_sync(kAllLanes, pair, 1), two = pair + other;
                     const float others = __shfl_xor_sync(kAllLanes, two, 2);
@@ -167,25 +162,23 @@ struct GateSums {
                     if (u <= t) sums[0] += sum;
                     if (u < t) sums[1] += sum + x;
                 }
-#pragma unroll
-                for (int distance = 4; distance < kWarp; distance *= 2)
-                    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+                UNROLL for (int distance = 4; distance < kWarp; distance *= 2) for (float& sum : sums) sum +=
+                    __shfl_xor_sync(kAllLanes, sum, distance);
             }
             if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(sums[0], sums[1]);
         }
     }
 
     // This warp's part of <S_0, dS>, from this thread's.
-    __device__ __forceinline__ void put_passing(float sum) const {
+    DEVICE void put_passing(float sum) const {
         for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
         if (warp_lane() == 0) passing()[threadIdx.x / kWarp] = sum;
     }
 
     // After a barrier: the gradient of the log gate of step u, but for what its write loses.
-    __device__ __forceinline__ float of(int u, float whole) const {
+    DEVICE float of(int u, float whole) const {
         float sum = 0.0f, passed = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+        UNROLL for (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
 #pragma unroll 8
         for (int step = 0; step < kSide; ++step) sum += (step >= u ? read() : written())[step];
         return sum + passed * whole;

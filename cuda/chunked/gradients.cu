@@ -251,9 +251,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             of.add_diagonal(shared.d_scores);
             store(T(), p.dq, of.strip_of(of.d_late));
             if constexpr (Corrects) {
-#pragma unroll
-                for (int t = 0; t < kSteps; ++t)
-                    of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
+                UNROLL for (int t = 0; t < kSteps; ++t) of.late[t] =
+                    steps.beta(row + t) * shared.erase.get(row + t, of.column);
                 for (int value = 0; value < slice.columns; value += value_part) {
                     if (!all_values) {
                         __syncthreads();
@@ -271,8 +270,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 by_beta(d_erase);
                 store(T(), p.d_erase, d_erase);
                 if (p.erase.data == nullptr) {
-#pragma unroll
-                    for (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
+                    UNROLL for (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
                 }
             }
             of.add_passing(passed);
@@ -291,9 +289,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });
             OfSteps of_writes = {};
             dk.dot(of_writes, own_k);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                written_sums[half] += of_writes[half] * steps.strength(row + group + 8 * half);
+            UNROLL for (int half = 0; half < 2; ++half) written_sums[half] +=
+                of_writes[half] * steps.strength(row + group + 8 * half);
         }
         if constexpr (Gated && !Corrects) {
             multiply_kept<kPasses, true>(dq, d_scores, shared.k);
@@ -307,8 +304,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if constexpr (Gated) {
                 OfSteps of_reads = {};
                 read.dot(of_reads, own_k);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
+                UNROLL for (int half = 0; half < 2; ++half) {
                     d_beta[half] += of_reads[half];
                     read_sums[half] += of_reads[half] * steps.beta(row + group + 8 * half);
                 }

@@ -19,14 +19,14 @@ constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
 #define FASTWEIGHTS_OF_GROUPS(emulated, ...)
 #endif
 
-__device__ __forceinline__ bool has_groups() {
+DEVICE bool has_groups() {
     bool has = false;
     FASTWEIGHTS_OF_GROUPS(has = emulation::has_wgmma(), has = true);
     return has;
 }
 
 // Before a barrier: what this thread wrote to shared memory, also by copies that it has waited for, is there for wgmma.
-__device__ __forceinline__ void show_to_groups() {
+DEVICE void show_to_groups() {
     FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
 }
 
@@ -47,16 +47,16 @@ struct Pieces {
         : distance(kInRows ? columns + kPiece : (rows + 1) * kPiece) {
         data = carver.take<T>(kInRows ? rows * distance : columns / kPiece * distance);
     }
-    __device__ __forceinline__ T& operator()(int row, int column) const {
+    DEVICE T& operator()(int row, int column) const {
         if constexpr (kInRows) return data[row * distance + column];
         return data[column / kPiece * distance + row * kPiece + column % kPiece];
     }
     // From a row on, and a column that begins a piece.
-    __device__ __forceinline__ Pieces from(int row, int column) const { return {&(*this)(row, column), distance}; }
+    DEVICE Pieces from(int row, int column) const { return {&(*this)(row, column), distance}; }
 
     // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
     template <bool RowsInner>
-    __device__ __forceinline__ uint64_t descriptor(int inner, int column) const {
+    DEVICE uint64_t descriptor(int inner, int column) const {
         const uint64_t eight_rows = 8, eight_columns = distance / kPiece;  // in units of 16 bytes, as all here
         const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
                                (RowsInner ? eight_columns : eight_rows) << 32;
@@ -66,7 +66,7 @@ struct Pieces {
 
 // d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
 template <typename T, bool RowsInner, int N>
-__device__ __forceinline__ void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
+DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
     constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
 #define FASTWEIGHTS_WGMMA(type)                                                                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \

@@ -31,7 +31,7 @@ static_assert(1 << kLevelsOfBlock == kSteps && 1 << kLevels == kSide, "halved do
 
 // f(an integral_constant) for each level from `First` on, below `Last`.
 template <int First, int Last, typename F>
-__device__ __forceinline__ void each_level(F f) {
+DEVICE void each_level(F f) {
     if constexpr (First < Last) {
         f(std::integral_constant<int, First>());
         each_level<First + 1, Last>(f);
@@ -39,11 +39,11 @@ __device__ __forceinline__ void each_level(F f) {
 }
 
 // The level that parts a pair of steps, or -1 of a step with itself, is asked for by its number: true if it is `level`.
-__device__ __forceinline__ constexpr bool parts(int level, int t, int s) { return (t ^ s) >> level == 1; }
+DEVICE constexpr bool parts(int level, int t, int s) { return (t ^ s) >> level == 1; }
 
 // True if step t of a block is in a second half of a level.
 template <int Level>
-__device__ __forceinline__ constexpr bool is_late(int block, int t) {
+DEVICE constexpr bool is_late(int block, int t) {
     return Level < kLevelsOfBlock ? t >> Level & 1 : block >> (Level - kLevelsOfBlock) & 1;
 }
 
@@ -51,21 +51,17 @@ __device__ __forceinline__ constexpr bool is_late(int block, int t) {
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
-__device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension,
-                                          int dim, int start, int time) {
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
+DEVICE void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension, int dim, int start,
+                      int time) {
+    UNROLL for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
     if (logs.data == nullptr || dimension >= dim) return;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
     const int64_t stride = opaque(logs.time);
     const auto load = [&](const auto* from) {
         if (start + kSteps <= time) {
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t, from += stride) to[t] = widen<float>(*from);
+            UNROLL for (int t = 0; t < kSteps; ++t, from += stride) to[t] = widen<float>(*from);
         } else {
-#pragma unroll
-            for (int t = 0; t < kSteps; ++t, from += stride)
-                if (start + t < time) to[t] = widen<float>(*from);
+            UNROLL for (int t = 0; t < kSteps; ++t, from += stride) if (start + t < time) to[t] = widen<float>(*from);
         }
     };
     // Logs of decays may be float32 beside inputs of 16 bits.
@@ -75,36 +71,28 @@ __device__ __forceinline__ void load_logs(float (&to)[kSteps], const Sequence& l
         load(static_cast<const T*>(logs.data) + first);
 }
 
-__device__ __forceinline__ void exponentiate(float (&logs)[kSteps]) {
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]);
-}
+DEVICE void exponentiate(float (&logs)[kSteps]) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
 
-__device__ __forceinline__ float product_of(const float (&gates)[kSteps]) {
+DEVICE float product_of(const float (&gates)[kSteps]) {
     float product = 1.0f;
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) product *= gates[t];
+    UNROLL for (int t = 0; t < kSteps; ++t) product *= gates[t];
     return product;
 }
 
 // The decays of the blocks between a block and `middle`, the number of the first block behind a middle; `totals` has those of blocks.
 template <typename M>
-__device__ __forceinline__ float between(const M& totals, int column, int block, int middle) {
+DEVICE float between(const M& totals, int column, int block, int middle) {
     float product = 1.0f;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-        if (i < middle ? i > block : i < block) product *= totals(i, column);
+    UNROLL for (int i = 0; i < kBlocks; ++i) if (i < middle ? i > block : i < block) product *= totals(i, column);
     return product;
 }
 
 // scale(t) = what is left of the block's start, decayed by `by`, at step t; of step s at the block's end, decayed by `by` then.
-__device__ __forceinline__ void scale_from_start(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) scale[t] = by *= gates[t];
+DEVICE void scale_from_start(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
+    UNROLL for (int t = 0; t < kSteps; ++t) scale[t] = by *= gates[t];
 }
-__device__ __forceinline__ void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
-#pragma unroll
-    for (int s = kSteps - 1; s >= 0; --s) {
+DEVICE void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
+    UNROLL for (int s = kSteps - 1; s >= 0; --s) {
         scale[s] = by;
         by *= gates[s];
     }
@@ -112,21 +100,18 @@ __device__ __forceinline__ void scale_to_end(float (&scale)[kSteps], const float
 
 // scale(t) = F_tm in second halves of a level, F_mt in first ones.
 template <int Level, typename M>
-__device__ __forceinline__ void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps], const M& totals,
-                                                int column, int block) {
+DEVICE void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps], const M& totals, int column,
+                            int block) {
     if constexpr (Level < kLevelsOfBlock) {
         constexpr int kHalf = 1 << Level;
-#pragma unroll
-        for (int first = 0; first < kSteps; first += 2 * kHalf) {
+        UNROLL for (int first = 0; first < kSteps; first += 2 * kHalf) {
             float product = 1.0f;
-#pragma unroll
-            for (int s = first + kHalf - 1; s >= first; --s) {
+            UNROLL for (int s = first + kHalf - 1; s >= first; --s) {
                 scale[s] = product;
                 product *= gates[s];
             }
             product = 1.0f;
-#pragma unroll
-            for (int t = first + kHalf; t < first + 2 * kHalf; ++t) scale[t] = product *= gates[t];
+            UNROLL for (int t = first + kHalf; t < first + 2 * kHalf; ++t) scale[t] = product *= gates[t];
         }
     } else {
         constexpr int kShift = Level - kLevelsOfBlock;
@@ -140,17 +125,15 @@ __device__ __forceinline__ void scale_to_middle(float (&scale)[kSteps], const fl
 
 // A level's x of one dimension of a block, whose rows `to` begins with.
 template <int Level, typename M>
-__device__ __forceinline__ void write_level(const M& to, const float (&late)[kSteps], const float (&early)[kSteps],
-                                            const float (&scale)[kSteps], int column, int block) {
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t)
-        to(t, column) = narrow<typename M::Element>((is_late<Level>(block, t) ? late[t] : early[t]) * scale[t]);
+DEVICE void write_level(const M& to, const float (&late)[kSteps], const float (&early)[kSteps],
+                        const float (&scale)[kSteps], int column, int block) {
+    UNROLL for (int t = 0; t < kSteps; ++t) to(t, column) =
+        narrow<typename M::Element>((is_late<Level>(block, t) ? late[t] : early[t]) * scale[t]);
 }
 
 template <typename M>
-__device__ __forceinline__ void load_column(float (&to)[kSteps], const M& from, int column) {
-#pragma unroll
-    for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+DEVICE void load_column(float (&to)[kSteps], const M& from, int column) {
+    UNROLL for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
 }
 
 }  // namespace fairseq_fastweights

@@ -27,8 +27,7 @@ namespace fairseq_fastweights {
 
 // Rows of all pairs of a chunk's steps, mirrored, as the local stage left them: `rest` is what rounding left out.
 template <typename F>
-__device__ __forceinline__ void load_mirrored(const Rows<float, kSide>& to, const LowerBlocks<F>& big,
-                                              const LowerBlocks<F>& rest) {
+DEVICE void load_mirrored(const Rows<float, kSide>& to, const LowerBlocks<F>& big, const LowerBlocks<F>& rest) {
     for (int i = threadIdx.x; i < kSide * kSide; i += kStripThreads) {
         const int t = i / kSide, s = i % kSide;
         if (s <= t) to(t, s) = to(s, t) = widen<float>(big(t, s)) + (sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f);
@@ -40,7 +39,7 @@ constexpr float kToNearest = 1.0f + 1.0f / 2048;
 
 // Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
 template <typename Wanted>
-__device__ __forceinline__ Strip<2> pairs_with(const Rows<float, kSide>& pairs, int row, int block, Wanted wanted) {
+DEVICE Strip<2> pairs_with(const Rows<float, kSide>& pairs, int row, int block, Wanted wanted) {
     Strip<2> part;
     part.each_pair([&](int place, int j, float& x, float& y) {
         const int t = row + j, s = block * kSteps + place;
@@ -74,31 +73,28 @@ struct BlockGradients {
     float to_earlier = 0.0f, to_later,
           to_half = 0.0f;  // sums for the blocks before and behind this one, and the other of its half
 
-    __device__ __forceinline__ BlockGradients(const LevelRows<Keys>& shared, int row)
+    DEVICE BlockGradients(const LevelRows<Keys>& shared, int row)
         : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {}
 
     // The decays of dimensions from `first` on, from step `start` on. Ends with a barrier.
     template <typename T>
-    __device__ __forceinline__ void load_decays(const Sequence& logs, int batch, int head, int first, int dim,
-                                                int start, int time) {
+    DEVICE void load_decays(const Sequence& logs, int batch, int head, int first, int dim, int start, int time) {
         load_logs<T>(gates, logs, batch, head, first + column, dim, start, time);
         exponentiate(gates);
         if (there) shared.totals(block, column) = product_of(gates);
         __syncthreads();
     }
 
-    __device__ __forceinline__ void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
+    DEVICE void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
         __syncwarp();
         strip.write(by.from(row, 0));
         __syncwarp();
         if (there) load_column(found, by.from(row, 0), column);
     }
     // A strip of columns.
-    __device__ __forceinline__ Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
+    DEVICE Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
         __syncwarp();
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t)
-            if (there) shared.rows(row + t, column) = columns[t];
+        UNROLL for (int t = 0; t < kSteps; ++t) if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
         Strip<Keys / 8> strip;
         strip.each_pair([&](int place, int j, float& x, float& y) {
@@ -112,10 +108,9 @@ struct BlockGradients {
     // Adds `scale` times what was found to the gradients of `count` steps from `first` on, a second half (`Late`) or a first one:
     // their sum is for the steps of the same half in other blocks.
     template <bool Late>
-    __device__ __forceinline__ float add_half(int first = 0, int count = kSteps) {
+    DEVICE float add_half(int first = 0, int count = kSteps) {
         float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
+        UNROLL for (int i = 0; i < count; ++i) {
             const int t = first + (Late ? count - 1 - i : i);
             const float x = scale[t] * found[t], before = sum;
             sum += (Late ? late : early)[t] * x;
@@ -126,13 +121,11 @@ struct BlockGradients {
     }
 
     template <int Level, int Passes>
-    __device__ __forceinline__ void add_level(const Rows<float, kSide>& weights) {
+    DEVICE void add_level(const Rows<float, kSide>& weights) {
         const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
+        UNROLL for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
+        UNROLL for (int t = 0; t < kSteps; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
             if (there) x(row + t, column) = Passes == 1 ? of_step * kToNearest : of_step;
         }
@@ -147,8 +140,7 @@ struct BlockGradients {
             __syncwarp();
             add(block);
             find_columns(sums, shared.rows);
-#pragma unroll
-            for (int first = 0; first < kSteps; first += 2 << Level) {
+            UNROLL for (int first = 0; first < kSteps; first += 2 << Level) {
                 add_half<false>(first, 1 << Level);
                 add_half<true>(first + (1 << Level), 1 << Level);
             }
@@ -164,32 +156,30 @@ struct BlockGradients {
     }
 
     // The gradients of `early` and of logs as far as writes make them, before all others.
-    __device__ __forceinline__ void begin(Strip<Keys / 8>& writes) {
+    DEVICE void begin(Strip<Keys / 8>& writes) {
         find_columns(writes, shared.rows);
         scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
         to_later = add_half<false>();
     }
     // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
     template <int Passes>
-    __device__ __forceinline__ void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
+    DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
+        UNROLL for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
         find_columns(reads, shared.rows);
         scale_from_start(scale, gates, between(shared.totals, column, block, 0));
         to_earlier += add_half<true>();
         each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value, Passes>(weights); });
     }
     // Those of pairs of a step with itself.
-    __device__ __forceinline__ void add_diagonal(const Rows<float, kSide>& weights) {
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) {
+    DEVICE void add_diagonal(const Rows<float, kSide>& weights) {
+        UNROLL for (int t = 0; t < kSteps; ++t) {
             const float weight = weights(row + t, row + t);
             d_late[t] += weight * early[t];
             d_early[t] += weight * late[t];
         }
     }
     // What passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
-    __device__ __forceinline__ void add_passing(float whole) {
+    DEVICE void add_passing(float whole) {
         whole *= between(shared.totals, column, block, 0) * product_of(gates) *
                  between(shared.totals, column, block, kBlocks);
         for (int to = 0; there && to < kBlocks; ++to) {
@@ -199,8 +189,7 @@ struct BlockGradients {
         __syncthreads();
         float sum = 0.0f;
         for (int from = 0; from < kBlocks; ++from) sum += shared.passing(block * kBlocks + from, column);
-#pragma unroll
-        for (int t = 0; t < kSteps; ++t) d_log[t] += sum;
+        UNROLL for (int t = 0; t < kSteps; ++t) d_log[t] += sum;
     }
 };
 

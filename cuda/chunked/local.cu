@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Gated, Backward,
             steps.template keep_pairs<true>(scores, row);
             scores.each([](int, int, float& x) { x = as_right_factor<T>(x); });
             const LowerBlocks<Factor<T>> to = slice.lower_of(slice.scores, at.local, at.n);
-#pragma unroll
-            for (int first = 0; first < kSide; first += kTileRows)
-                if (first <= row) scores.template part<2>(first / 8).store(&to(row, first), to.stride, kTileRows);
+            UNROLL for (int first = 0; first < kSide; first += kTileRows) if (first <= row)
+                scores.template part<2>(first / 8)
+                    .store(&to(row, first), to.stride, kTileRows);
         }
         __syncthreads();
         store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), shared.products, beta, row / kTileRows);

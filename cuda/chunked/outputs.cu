@@ -116,8 +116,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
         if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
-#pragma unroll
-            for (int first = 0; first < kWidest; first += kWarp) {
+            UNROLL for (int first = 0; first < kWidest; first += kWarp) {
                 if (first >= values) break;
                 BlockGradients<kWarp> of(shared.levels, row);
                 Strip<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);

@@ -14,15 +14,13 @@ struct Place {
     int local, n, batch, head, start;
 
     template <typename F>
-    __device__ __forceinline__ Place(const Slice<F>& slice, const Sizes& sizes)
+    DEVICE Place(const Slice<F>& slice, const Sizes& sizes)
         : local(blockIdx.x), n(slice.begin + blockIdx.y), batch((slice.first_head + local) / sizes.heads),
           head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
 };
 
 // The first of this warp's steps: lanes have the same number, as the compiler sees so.
-__device__ __forceinline__ int own_row() {
-    return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0) * kTileRows;
-}
+DEVICE int own_row() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0) * kTileRows; }
 
 // f(an integral_constant) with the widest part of the keys that a block takes at once, in units of 16: 1, 2 or 4.
 template <typename F>
@@ -42,37 +40,36 @@ struct Rows {
     Rows() = default;
     __host__ __device__ explicit Rows(T* data) : data(data) {}
     __host__ __device__ Rows(Carver& carver, int rows) : data(carver.take<T>(rows * stride)) {}
-    __device__ __forceinline__ T& operator()(int row, int column) const { return data[row * stride + column]; }
-    __device__ __forceinline__ float get(int row, int column) const { return widen<float>((*this)(row, column)); }
-    __device__ __forceinline__ Rows from(int row, int column) const { return Rows(&(*this)(row, column)); }
+    DEVICE T& operator()(int row, int column) const { return data[row * stride + column]; }
+    DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
+    DEVICE Rows from(int row, int column) const { return Rows(&(*this)(row, column)); }
 };
 
 // Starts to copy up to `rows` rows, kSide at most, `stride` numbers apart, of which so many are there, and so many of their columns;
 // zeros for others.
 template <int Threads = kStripThreads, typename T, int Columns, typename Stride>
-__device__ __forceinline__ void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride, int rows,
-                                            int rows_there, int columns_there) {
+DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride, int rows, int rows_there,
+                        int columns_there) {
     constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = Threads / kAcross;
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
     const int there = column < columns_there ? rows_there - first : 0;
     const T* piece = from + first * stride + column;
     T* const place = &to(first, column);
-#pragma unroll
-    for (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
-        if ((rows == kSide && kDown <= kSide) || first + row < rows)
-            copy_or_clear(place + row * to.stride, piece, row < there);
+    UNROLL for (int row = 0; row < kSide;
+                row += kDown, piece += kDown * stride) if ((rows == kSide && kDown <= kSide) || first + row < rows)
+        copy_or_clear(place + row * to.stride, piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
 template <int Threads = kStripThreads, typename T, int Columns>
-__device__ __forceinline__ void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
+DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
     if (!from.in_pieces(Columns)) return copy_elements(to, from, kSide, Walk(Columns), start, time);
     copy_pieces<Threads>(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
 // This thread's part of the sum of x * y over `rows` rows.
 template <typename T, int Columns>
-__device__ __forceinline__ float dot_of(const Rows<T, Columns>& x, const Rows<T, Columns>& y, int rows) {
+DEVICE float dot_of(const Rows<T, Columns>& x, const Rows<T, Columns>& y, int rows) {
     const int row = own_row();
     if (row >= rows) return 0.0f;
     Strip<Columns / 8> own;
@@ -84,15 +81,14 @@ __device__ __forceinline__ float dot_of(const Rows<T, Columns>& x, const Rows<T,
 
 // Takes what a product's left factor is, and does nothing with it.
 struct Unseen {
-    __device__ __forceinline__ void operator()(int, int, float, float) const {}
+    DEVICE void operator()(int, int, float, float) const {}
 };
 
 // sums += left right, where 16 rows of the left factor, from `row` on, are in shared memory as well, over 16 `blocks` inner
 // places. With `RowsInner` rows of `right` are the inner places, without they are the columns; of a `Turned` left factor places
 // are (inner, row). see(column of the strip, inner place, x, y) for this lane's pairs of the left factor.
 template <int Passes, bool Turned, bool RowsInner, int N, typename Left, typename Right, typename See = Unseen>
-__device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks,
-                                              See see = See()) {
+DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks, See see = See()) {
     using A = typename Left::Element;
     using B = typename Right::Element;
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
@@ -110,8 +106,7 @@ __device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, 
             sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
     };
     if constexpr (kInHalves<GivenStrip<A, 2>, B>) {
-#pragma unroll
-        for (int e = 0; e < kSide / 16; ++e) {
+        UNROLL for (int e = 0; e < kSide / 16; ++e) {
             if (e >= blocks) break;
             add(e);
         }
@@ -125,9 +120,8 @@ __device__ __forceinline__ void multiply_rows(Strip<N>& sums, const Left& left, 
 using OfSteps = float[2];
 // The sums of the parts, handed to one lane for each step: done(column, sum).
 template <typename F>
-__device__ __forceinline__ void sum_steps(const OfSteps& parts, F done) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+DEVICE void sum_steps(const OfSteps& parts, F done) {
+    UNROLL for (int half = 0; half < 2; ++half) {
         float sum = parts[half] + __shfl_xor_sync(kAllLanes, parts[half], 1);
         sum += __shfl_xor_sync(kAllLanes, sum, 2);
         if (warp_lane() % 4 == 0) done(warp_lane() / 4 + 8 * half, sum);
@@ -136,11 +130,9 @@ __device__ __forceinline__ void sum_steps(const OfSteps& parts, F done) {
 
 // f(strip, first column) for all 16 `across` columns of a part of the values: at once if it is as wide as can be, else 16 at a time.
 template <int N, typename F>
-__device__ __forceinline__ void each_columns(Strip<N>& all, int across, F f) {
+DEVICE void each_columns(Strip<N>& all, int across, F f) {
     if (across == N / 2) return f(all, 0);
-#pragma unroll
-    for (int n = 0; n < N / 2 - 1; ++n)
-        if (n < across) f(all.template part<2>(2 * n), 16 * n);
+    UNROLL for (int n = 0; n < N / 2 - 1; ++n) if (n < across) f(all.template part<2>(2 * n), 16 * n);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
@@ -155,8 +147,8 @@ __host__ __device__ constexpr int rows_of_writes(int values) {
 
 // Starts to copy `values` of them from `value` on.
 template <bool Corrects, int Threads = kStripThreads, typename U, typename F>
-__device__ __forceinline__ void copy_writes(const Rows<U, kSide>& to, const Slice<F>& slice, const Place& at,
-                                            const Sequence& v, const Sizes& sizes, int value, int values) {
+DEVICE void copy_writes(const Rows<U, kSide>& to, const Slice<F>& slice, const Place& at, const Sequence& v,
+                        const Sizes& sizes, int value, int values) {
     if constexpr (Corrects)
         copy_pieces<Threads>(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, values,
                              kSide);

@@ -52,8 +52,7 @@ static __global__ void __launch_bounds__(256)
                 const float4 four =
                     fours ? *reinterpret_cast<const float4*>(of_row + k) : make_float4(of(0), of(1), of(2), of(3));
                 const float by[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                UNROLL for (int i = 0; i < 4; ++i) {
                     const float4 x = *reinterpret_cast<const float4*>(state + (k + i) * kCarriedColumns);
                     sums[0] += by[i] * x.x;
                     sums[1] += by[i] * x.y;
@@ -61,10 +60,9 @@ static __global__ void __launch_bounds__(256)
                     sums[3] += by[i] * x.w;
                 }
             }
-#pragma unroll
-            for (int c = 0; c < kCarriedColumns; ++c)
-                for (int distance = 1; distance < kCarryLanes; distance *= 2)
-                    sums[c] += __shfl_xor_sync(kAllLanes, sums[c], distance);
+            UNROLL for (int c = 0; c < kCarriedColumns; ++c) for (int distance = 1; distance < kCarryLanes;
+                                                                  distance *= 2) sums[c] +=
+                __shfl_xor_sync(kAllLanes, sums[c], distance);
             if (!there) continue;
             const float sum = lane == 0 ? sums[0] : lane == 1 ? sums[1] : lane == 2 ? sums[2] : sums[3];
             next[row * kCarriedColumns + lane] = last ? 0.0f : before + sum;

@@ -50,7 +50,7 @@ struct LowerBlocks {
     using Element = F;
     F* data;
     int stride;  // of a block's rows
-    __host__ __device__ __forceinline__ F& operator()(int row, int column) const {
+    __host__ DEVICE F& operator()(int row, int column) const {
         const unsigned down = row, across = column,  // whose quotients are shifts
             block = (down / kBlockSide) * (down / kBlockSide + 1) / 2 + across / kBlockSide;
         return data[(block * kBlockSide + down % kBlockSide) * stride + across % kBlockSide];
@@ -59,9 +59,7 @@ struct LowerBlocks {
 
 // The place of a column of T among its block's: of each 8 those of even numbers come first, so that ldmatrix gives a lane those that
 // it multiplies by.
-__host__ __device__ __forceinline__ constexpr int place_in_inverse(int column) {
-    return column / 8 * 8 + column % 2 * 4 + column % 8 / 2;
-}
+__host__ DEVICE constexpr int place_in_inverse(int column) { return column / 8 * 8 + column % 2 * 4 + column % 8 / 2; }
 
 // A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
@@ -82,25 +80,17 @@ struct Slice {
     F *values, *d_outs, *d_scores, *d_rest;
 
     // A chunk's number among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
-    __host__ __device__ __forceinline__ int64_t index(int head, int n) const { return head * chunks + (n - begin); }
-    __device__ __forceinline__ F* state_of(F* all, int head, int n) const {
-        return all + index(head, n) * (columns * key_rows);
-    }
+    __host__ DEVICE int64_t index(int head, int n) const { return head * chunks + (n - begin); }
+    DEVICE F* state_of(F* all, int head, int n) const { return all + index(head, n) * (columns * key_rows); }
     // The blocks of a chunk's square.
     template <typename Number>
-    __device__ __forceinline__ LowerBlocks<Number> lower_of(Number* all, int head, int n) const {
+    DEVICE LowerBlocks<Number> lower_of(Number* all, int head, int n) const {
         return {all + index(head, n) * kLower, kBlockSide};
     }
-    __device__ __forceinline__ F* rows_of(F* all, int head, int n) const {
-        return all + index(head, n) * (columns * kSide);
-    }
-    __device__ __forceinline__ float* decays_of(int head, int n) const {
-        return decays + index(head, n) * (decay_rows * key_rows);
-    }
-    __device__ __forceinline__ float* value_decays_of(int head, int n) const {
-        return value_decays + index(head, n) * (2 * columns);
-    }
-    __device__ __forceinline__ float* steps_of(int head, int n) const { return steps + index(head, n) * step_numbers; }
+    DEVICE F* rows_of(F* all, int head, int n) const { return all + index(head, n) * (columns * kSide); }
+    DEVICE float* decays_of(int head, int n) const { return decays + index(head, n) * (decay_rows * key_rows); }
+    DEVICE float* value_decays_of(int head, int n) const { return value_decays + index(head, n) * (2 * columns); }
+    DEVICE float* steps_of(int head, int n) const { return steps + index(head, n) * step_numbers; }
     // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
     template <typename T>
     Sequence sequence_of(F* all, int width, const Sizes& sizes) const {

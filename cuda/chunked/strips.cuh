@@ -16,48 +16,40 @@ struct Strip {
     static constexpr int kGroups = N;
     float value[N][4];
 
-    __device__ __forceinline__ void clear() {
+    DEVICE void clear() {
         each([](int, int, float& x) { x = 0.0f; });
     }
 
     // The 8 M places from 8 `first` on.
     template <int M>
-    __device__ __forceinline__ Strip<M>& part(int first) {
+    DEVICE Strip<M>& part(int first) {
         return reinterpret_cast<Strip<M>&>(value[first]);
     }
 
     // f(first inner place, column, float& x, float& y) for pairs of neighbouring places.
     template <typename F>
-    __device__ __forceinline__ void each_pair(F f) {
+    DEVICE void each_pair(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
+        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int half = 0; half < 2; ++half)
+            f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
     }
 
     // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
     template <typename F>
-    __device__ __forceinline__ void each(F f) {
+    DEVICE void each(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
+        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int i = 0; i < 4; ++i)
+            f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
     }
 
     // f(float& value, other value) with the elements of another strip.
     template <typename F>
-    __device__ __forceinline__ void each_with(const Strip& other, F f) {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
+    DEVICE void each_with(const Strip& other, F f) {
+        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
     }
 
     // Each place's elements times a number of its own, in shared memory.
-    __device__ __forceinline__ void scale(const float* by_place) {
+    DEVICE void scale(const float* by_place) {
         each_pair([&](int place, int, float& x, float& y) {
             const float2 by = *reinterpret_cast<const float2*>(by_place + place);
             x *= by.x;
@@ -65,13 +57,13 @@ struct Strip {
         });
     }
 
-    __device__ __forceinline__ void scale(float by) {
+    DEVICE void scale(float by) {
         each([&](int, int, float& x) { x *= by; });
     }
 
     // The rest that rounding to T leaves out.
     template <typename T>
-    __device__ __forceinline__ Strip rest() const {
+    DEVICE Strip rest() const {
         Strip<N> left = *this;
         left.each_pair([](int, int, float& x, float& y) {
             const Pair<T> pair = narrow_pair<T>(x, y);
@@ -82,26 +74,24 @@ struct Strip {
     }
 
     // From rows of places, in shared memory: columns `column` and on.
-    __device__ __forceinline__ void load(const Matrix<float>& from, int column) {
+    DEVICE void load(const Matrix<float>& from, int column) {
         each([&](int place, int j, float& x) { x = from(place, column + j); });
     }
-    __device__ __forceinline__ const Strip& widened() const { return *this; }
+    DEVICE const Strip& widened() const { return *this; }
 
     // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
     // multiple of 4. Two lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that
     // memory takes at once.
     template <typename F, typename Stride>
-    __device__ __forceinline__ void store(F* to, Stride stride, int places, int rows = kTileRows) {
+    DEVICE void store(F* to, Stride stride, int places, int rows = kTileRows) {
         if constexpr (sizeof(F) == 2) {
             static_assert(N % 2 == 0, "two groups of places are exchanged");
             const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
             const int first = 8 * odd + member / 2 * 4;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLL for (int half = 0; half < 2; ++half) {
                 F* const row = to + (group + 8 * half) * stride + first;
                 const int left = group + 8 * half < rows ? places - first : 0;
-#pragma unroll
-                for (int n = 0; n < N; n += 2) {
+                UNROLL for (int n = 0; n < N; n += 2) {
                     const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
                     const unsigned one = narrow_pair<F>(x[0], x[1]).bits(), two = narrow_pair<F>(y[0], y[1]).bits();
                     const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
@@ -118,7 +108,7 @@ struct Strip {
 
     // To rows of a sequence, `to` beginning at the strip's first place: column j is step `start` + j.
     template <typename T>
-    __device__ __forceinline__ void store_rows(const Head<T>& to, int places, int start, int time) {
+    DEVICE void store_rows(const Head<T>& to, int places, int start, int time) {
         T* const first = to.data + start * to.stride;
         if ((reinterpret_cast<uintptr_t>(first) | to.stride * sizeof(T)) % 8 == 0 && min(places, to.dim) % 4 == 0)
             return store(first, to.stride, min(places, to.dim), time - start);
@@ -129,7 +119,7 @@ struct Strip {
 
     // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
     template <typename By>
-    __device__ __forceinline__ void dot(float (&sums)[2], const By& by) {
+    DEVICE void dot(float (&sums)[2], const By& by) {
         each_pair([&](int place, int j, float x, float y) {
             const auto pair = *reinterpret_cast<const Pair<typename By::Element>*>(&by(j, place));
             sums[j / 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
@@ -138,7 +128,7 @@ struct Strip {
 
     // To rows of places in shared memory, a row for each column.
     template <typename To>
-    __device__ __forceinline__ void write(const To& to) {
+    DEVICE void write(const To& to) {
         each_pair([&](int place, int j, float x, float y) { put_pair(&to(j, place), x, y); });
     }
 };
@@ -150,19 +140,18 @@ struct StoredStrip {
     static constexpr int kGroups = N;
     unsigned bits[N / 2][4];
 
-    __device__ __forceinline__ void load(const Matrix<T>& from, int column) {
+    DEVICE void load(const Matrix<T>& from, int column) {
         const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-#pragma unroll
-        for (int e = 0; e < N / 2; ++e) load_matrices<true>(bits[e], &from(16 * e + third + low, column + second));
+        UNROLL for (int e = 0; e < N / 2; ++e)
+            load_matrices<true>(bits[e], &from(16 * e + third + low, column + second));
     }
     template <int M>
-    __device__ __forceinline__ StoredStrip<T, M>& part(int first) {
+    DEVICE StoredStrip<T, M>& part(int first) {
         return reinterpret_cast<StoredStrip<T, M>&>(bits[first / 2]);
     }
-    __device__ __forceinline__ Strip<N> widened() const {
+    DEVICE Strip<N> widened() const {
         Strip<N> strip;
-#pragma unroll
-        for (int i = 0; i < 2 * N; ++i) {
+        UNROLL for (int i = 0; i < 2 * N; ++i) {
             const Pair<T> pair = Pair<T>::of_bits(bits[i / 4][i % 4]);
             strip.value[i / 2][i % 2 * 2] = widen<float>(pair.x);
             strip.value[i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
@@ -175,9 +164,8 @@ using GivenStrip = std::conditional_t<sizeof(T) == 2, StoredStrip<T, N>, Strip<N
 
 // 16 places of a strip, from 16 e on, as a left factor, and what rounding leaves out of them.
 template <typename T, int N>
-__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N>& from, int e) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+DEVICE void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N>& from, int e) {
+    UNROLL for (int i = 0; i < 4; ++i) {
         const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
         const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
         a[i] = pair.bits();
@@ -185,9 +173,8 @@ __device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&rest)
     }
 }
 template <typename T, int N>
-__device__ __forceinline__ void narrow_places(unsigned (&a)[4], unsigned (&)[4], const StoredStrip<T, N>& from, int e) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = from.bits[e][i];
+DEVICE void narrow_places(unsigned (&a)[4], unsigned (&)[4], const StoredStrip<T, N>& from, int e) {
+    UNROLL for (int i = 0; i < 4; ++i) a[i] = from.bits[e][i];
 }
 
 // True of products of 16 bits: all beside bfloat16, for which left factors are rounded, and those of what is stored so.
@@ -202,23 +189,20 @@ enum class Part { kAll, kLower };
 // is exact in it or, with `Rounds`, is rounded to it.
 template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, bool Split = false, int N,
           typename Left, typename Right>
-__device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) {
+DEVICE void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) {
     using T = typename Right::Element;
     const int lane = warp_lane();
     if constexpr (kInHalves<Left, T>) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-#pragma unroll
-        for (int e = 0; e < Left::kGroups / 2; ++e) {
+        UNROLL for (int e = 0; e < Left::kGroups / 2; ++e) {
             unsigned a[4], rest[4];
             narrow_places<T>(a, rest, left, e);
-#pragma unroll
-            for (int n = 0; n < N / 2; ++n) {
+            UNROLL for (int n = 0; n < N / 2; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 unsigned b[4];
                 load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
                                                       : &right(16 * n + third + low, 16 * e + second));
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
+                UNROLL for (int i = 0; i < 2; ++i) {
                     mma_stored<T>(sums.value[2 * n + i], a, {b[2 * i], b[2 * i + 1]});
                     if constexpr (Split) mma_stored<T>(sums.value[2 * n + i], rest, {b[2 * i], b[2 * i + 1]});
                 }
@@ -227,12 +211,10 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, 
     } else {
         const auto& strip = left.widened();
         const int group = lane / 4, member = lane % 4;
-#pragma unroll
-        for (int e = 0; e < Left::kGroups; ++e) {
+        UNROLL for (int e = 0; e < Left::kGroups; ++e) {
             const KeptFactor<Passes> factor(strip.value[e]);
             const int inner = 8 * e + 2 * member;
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
+            UNROLL for (int n = 0; n < N; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 const int column = 8 * n + group;
                 Pair<T> pair;
@@ -249,30 +231,24 @@ __device__ __forceinline__ void multiply_kept(Strip<N>& sums, const Left& left, 
 
 // sums += pairs right, as `multiply_kept` of pairs that are split.
 template <int Passes, bool RowsInner, int N, int M, typename Right>
-__device__ __forceinline__ void multiply_pairs(Strip<N>& sums, const Strip<M>& pairs, const Right& right) {
+DEVICE void multiply_pairs(Strip<N>& sums, const Strip<M>& pairs, const Right& right) {
     multiply_kept<Passes, RowsInner, Part::kAll, sizeof(typename Right::Element) == 4, true>(sums, pairs, right);
 }
 
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
 // fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
 template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename T>
-__device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T>& right) {
+DEVICE void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T>& right) {
     constexpr int M = Left::kGroups;
     if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
             unsigned a[2][M / 2][4];
-#pragma unroll
-            for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
+            UNROLL for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
             // The registers that they read are written.
             FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
-#pragma unroll
-            for (int e = 0; e < M / 2; ++e)
-#pragma unroll
-                for (int part = 0; part <= Split; ++part)
-#pragma unroll
-                    for (int n = 0; n < N; n += kGroupColumns / 8)
-                        multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
-                                                        right.template descriptor<RowsInner>(16 * e, 8 * n));
+            UNROLL for (int e = 0; e < M / 2; ++e) UNROLL for (int part = 0; part <= Split; ++part)
+                UNROLL for (int n = 0; n < N; n += kGroupColumns / 8) multiply_in_group<T, RowsInner>(
+                    sums.value, n, a[part][e], right.template descriptor<RowsInner>(16 * e, 8 * n));
             FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(),
                                   asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
             return;
@@ -281,7 +257,7 @@ __device__ __forceinline__ void start(bool grouped, Strip<N>& sums, const Left& 
     multiply_kept<Passes, RowsInner, Part::kAll, false, Split>(sums, left, right);
 }
 template <int N>
-__device__ __forceinline__ void finish(bool grouped, Strip<N>& sums) {
+DEVICE void finish(bool grouped, Strip<N>& sums) {
     if (!grouped) return;
     FASTWEIGHTS_OF_GROUPS(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory");
                           sums.each([](int, int, float& x) {

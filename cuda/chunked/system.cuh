@@ -22,45 +22,38 @@ namespace fairseq_fastweights {
 
 // The block on the diagonal of `products`, of G, that begins at `first` becomes the inverse of that of I + B G, by a warp, a
 // column to two lanes.
-__device__ __forceinline__ void invert_diagonal_block(const Matrix<float>& products, const float* beta, int first) {
+DEVICE void invert_diagonal_block(const Matrix<float>& products, const float* beta, int first) {
     const int column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
     const Matrix<float> block = products.from(first, first);
     float x[kTileRows] = {};
-#pragma unroll
-    for (int j = 0; j < kTileRows; ++j) {
+    UNROLL for (int j = 0; j < kTileRows; ++j) {
         // A known number goes at once into all sums that wait for it, which do not wait for one another.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
-#pragma unroll
-        for (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
+        UNROLL for (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
+    UNROLL for (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
 }
 
 // A factor from the right as the walk multiplies by it: in one pass it is rounded here, once.
 template <typename T>
-__device__ __forceinline__ float as_right_factor(float x) {
+DEVICE float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
 // T - I to the workspace, by four warps, of which this is number `warp`: 16 columns each, a strip whose places are the rows. After
 // `invert_diagonal_block` of all blocks, and a barrier.
 template <typename T>
-__device__ __forceinline__ void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products,
-                                              const float* beta, int warp) {
+DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products, const float* beta, int warp) {
     const int first = warp * kTileRows, group = warp_lane() / 4, below = 2 * (warp_lane() % 4);
     Strip<kSide / 8> inverse;
     inverse.clear();
-#pragma unroll
-    for (int row = 0; row < kSide; row += kTileRows) {
+    UNROLL for (int row = 0; row < kSide; row += kTileRows) {
         if (row < first) continue;
         Strip<2> sums;
         sums.clear();
-#pragma unroll
-        for (int inner = 0; inner < row; inner += kTileRows)
-            if (inner >= first)
-                multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
+        UNROLL for (int inner = 0; inner < row; inner += kTileRows) if (inner >= first)
+            multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
         sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
         multiply_kept<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
     }

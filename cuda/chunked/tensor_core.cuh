@@ -13,13 +13,13 @@ struct alignas(2 * sizeof(T)) Pair {
     T x, y;
 
     // For elements of 16 bits: a register, the first element its lower half.
-    __device__ __forceinline__ unsigned bits() const {
+    DEVICE unsigned bits() const {
         unsigned bits;
         static_assert(sizeof(bits) == sizeof(Pair), "two to a register");
         memcpy(&bits, this, sizeof(bits));
         return bits;
     }
-    __device__ __forceinline__ static Pair of_bits(unsigned bits) {
+    DEVICE static Pair of_bits(unsigned bits) {
         Pair pair;
         memcpy(&pair, &bits, sizeof(pair));
         return pair;
@@ -27,7 +27,7 @@ struct alignas(2 * sizeof(T)) Pair {
 };
 
 template <typename T>
-__device__ __forceinline__ Pair<T> narrow_pair(float x, float y) {
+DEVICE Pair<T> narrow_pair(float x, float y) {
     if constexpr (Stored<T>::kDType == kBFloat16) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);  // one instruction
         return {pair.x, pair.y};
@@ -41,7 +41,7 @@ __device__ __forceinline__ Pair<T> narrow_pair(float x, float y) {
 
 // Writes neighbours at once: of a Pair the compiler writes each element of 16 bits by itself.
 template <typename T>
-__device__ __forceinline__ void put_pair(T* to, float x, float y) {
+DEVICE void put_pair(T* to, float x, float y) {
     if constexpr (sizeof(T) == 2)
         *reinterpret_cast<unsigned*>(to) = narrow_pair<T>(x, y).bits();
     else
@@ -50,7 +50,7 @@ __device__ __forceinline__ void put_pair(T* to, float x, float y) {
 
 constexpr int kTileRows = 16;  // of a product of a warp
 
-__device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
+DEVICE int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
 // With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
 //   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
@@ -71,7 +71,7 @@ __device__ __forceinline__ int warp_lane() { return threadIdx.x & (kWarp - 1); }
                  : FASTWEIGHTS_FOUR("r", a), "r"(b[0]), "r"(b[1]))
 
 // float32 to tf32, to nearest.
-__device__ __forceinline__ unsigned to_tf32(float x) {
+DEVICE unsigned to_tf32(float x) {
     unsigned bits = 0;
     FASTWEIGHTS_INSTRUCTION(bits = emulation::to_tf32(x), asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x)));
     return bits;
@@ -80,14 +80,14 @@ __device__ __forceinline__ unsigned to_tf32(float x) {
 // d += a b, a 16 x 8 and b 8 x 8. A lane holds
 //   a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4)
 //   b: (member, group), (member + 4, group)
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+DEVICE void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     FASTWEIGHTS_INSTRUCTION(emulation::mma_m16n8k8_tf32(d, a, b, d), FASTWEIGHTS_MMA("m16n8k8", "tf32"));
 }
 
 // d += a b, a 16 x 16 and b 16 x 8, two elements to a register: of a the 8 x 8 quarters upper left, lower left, upper
 // right, lower right, of b the upper and the lower half, each spread as an accumulator's quarter (b's transposed).
 template <typename T>
-__device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+DEVICE void mma_stored(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     static_assert(sizeof(T) == 2, "float16 or bfloat16");
     constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
     FASTWEIGHTS_INSTRUCTION(emulation::mma_m16n8k16(d, a, b, d, kBrain),
@@ -95,7 +95,7 @@ __device__ __forceinline__ void mma_stored(float (&d)[4], const unsigned (&a)[4]
                             else FASTWEIGHTS_MMA("m16n8k16", "f16"));
 }
 
-__device__ __forceinline__ unsigned shared_address(const void* place) {
+DEVICE unsigned shared_address(const void* place) {
     FASTWEIGHTS_INSTRUCTION(return emulation::shared_address(place),
                                    return static_cast<unsigned>(__cvta_generic_to_shared(place)));
     return 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ unsigned shared_address(const void* place) {
 
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <bool Transposed>
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
+DEVICE void load_matrices(unsigned (&to)[4], const void* row) {
 #define FASTWEIGHTS_LOAD(transposed)                                                             \
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" transposed ".shared.b16 {%0,%1,%2,%3}, [%4];\n" \
                  : FASTWEIGHTS_FOUR("=r", to)                                                    \
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row
 }
 
 // The transpose of an 8 x 8 matrix of 16-bit elements, a pair of neighbours of row `group` in each lane.
-__device__ __forceinline__ unsigned transpose_matrix(unsigned pair) {
+DEVICE unsigned transpose_matrix(unsigned pair) {
     FASTWEIGHTS_INSTRUCTION(pair = emulation::movmatrix(pair),
                             asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;\n" : "+r"(pair)));
     return pair;
@@ -152,7 +152,7 @@ struct Operand {
     // In 3 passes `big` is to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` is cut off
     // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
     // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
-    __device__ __forceinline__ explicit Operand(float x) {
+    DEVICE explicit Operand(float x) {
         const unsigned bits = __float_as_uint(x), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
         big = Passes == 1 ? (How == Rounding::kNearest ? to_tf32(x) : bits + half) : (bits + half) & 0xffffe000u;
         if constexpr (Passes == 3) small = __float_as_uint(x - __uint_as_float(big));
@@ -165,9 +165,8 @@ template <int Passes, Rounding How = Rounding::kNearest>
 struct KeptFactor {
     unsigned big[4], small[4];
 
-    __device__ __forceinline__ explicit KeptFactor(const float (&x)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    DEVICE explicit KeptFactor(const float (&x)[4]) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             const Operand<Passes, How> part(x[i / 2 + i % 2 * 2]);
             big[i] = part.big;
             small[i] = part.small;
@@ -176,15 +175,14 @@ struct KeptFactor {
 
     // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
     template <Rounding OfRight = Rounding::kNearest>
-    __device__ __forceinline__ void multiply(float (&sums)[4], float first, float second) const {
+    DEVICE void multiply(float (&sums)[4], float first, float second) const {
         const Operand<Passes, OfRight> x(first), y(second);
         if constexpr (Passes == 1) return mma_tf32(sums, big, {x.big, y.big});
         float parts[4] = {};
         mma_tf32(parts, small, {x.big, y.big});
         mma_tf32(parts, big, {x.small, y.small});
         mma_tf32(parts, big, {x.big, y.big});
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
+        UNROLL for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
     }
 };
 

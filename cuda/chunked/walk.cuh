@@ -10,7 +10,7 @@ namespace fairseq_fastweights {
 struct WalkStates {
     float* data;
     int64_t head, walk;
-    __device__ __forceinline__ int64_t index(int h, int w) const { return h * head + w * walk; }
+    DEVICE int64_t index(int h, int w) const { return h * head + w * walk; }
 };
 
 // Keys of a warp; warps that share a strip; strips of a block; chunks that it has room for.
@@ -36,7 +36,7 @@ struct Walks : WalkShape {
     int probe;                 // 1: only what walks make of zeros, and `passed`
     int record;                // 1: leaves the chunks' states and updates
 
-    __host__ __device__ __forceinline__ int blocks_of(int columns) const {
+    __host__ DEVICE int blocks_of(int columns) const {
         return (columns + kTileRows * strips - 1) / (kTileRows * strips);
     }
 };

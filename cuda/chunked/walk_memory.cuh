@@ -23,8 +23,7 @@ struct PieceCopies {
 
     // For columns `first` and on, by the warp of number `warp`, to matrices such as `to`, whose rows have `columns`.
     template <typename To>
-    __device__ __forceinline__ PieceCopies(const To& to, const Head<T>& from, int first, int columns, int warp,
-                                           int warps)
+    DEVICE PieceCopies(const To& to, const Head<T>& from, int first, int columns, int warp, int warps)
         : all(from.data + first, from.stride, from.dim - first), stride(static_cast<int>(from.stride)), first(first),
           row(warp * kDown + warp_lane() / kAcross), warp(warp), warps(Warps > 0 ? Warps : warps) {
         const int own = first + warp_lane() % kAcross * kPiece;
@@ -36,7 +35,7 @@ struct PieceCopies {
 
     // Rows `start` and on; zeros from row `end` on.
     template <typename To>
-    __device__ __forceinline__ void copy(const To& to, int start, int end) const {
+    DEVICE void copy(const To& to, int start, int end) const {
         if (in_pieces)
             copy_pieces<false>(to, start, end);
         else
@@ -46,15 +45,15 @@ struct PieceCopies {
 
     // The same of what is in pieces, with `All` of rows and columns that are all there.
     template <bool All, typename To>
-    __device__ __forceinline__ void copy_pieces(const To& to, int start, int end) const {
+    DEVICE void copy_pieces(const To& to, int start, int end) const {
         const int rows_there = there ? end - start - row : 0, rows_on = warps * kDown;
         const T* piece = column + static_cast<int64_t>(start + row) * stride;
         T* const first = to.data + place;
         for (int down = 0; down < Rows;) {
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i, down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
-                if (kWhole || row + down < Rows)
-                    copy_or_clear(first + (&to(down, 0) - to.data), piece, All || down < rows_there);
+            UNROLL for (int i = 0; i < kTogether;
+                        ++i, down += rows_on,
+                        piece += static_cast<int64_t>(rows_on) * stride) if (kWhole || row + down < Rows)
+                copy_or_clear(first + (&to(down, 0) - to.data), piece, All || down < rows_there);
             if (kTogether == kMost) return;
         }
     }
@@ -62,7 +61,7 @@ struct PieceCopies {
 
 // Starts to copy rows of the workspace that lie one after another.
 template <int Rows, int Columns, int Warps, typename F>
-__device__ __forceinline__ void copy_rows(const Matrix<F>& to, F* from, int warp, int warps) {
+DEVICE void copy_rows(const Matrix<F>& to, F* from, int warp, int warps) {
     PieceCopies<Columns, Rows, Warps, F>(to, Head<F>(from, Columns, Columns), 0, Columns, warp, warps)
         .template copy_pieces<true>(to, 0, Rows);
 }
@@ -70,20 +69,17 @@ __device__ __forceinline__ void copy_rows(const Matrix<F>& to, F* from, int warp
 // f(float& x, the sequence's number) with a strip's columns and those of a sequence or a state, `rows` beginning at the first of
 // them: place p is row `start` + p, and there are no rows from `end` on.
 template <int N, typename T, typename F>
-__device__ __forceinline__ void each_place(Strip<N>& x, const Head<T>& rows, int start, int end, F f) {
+DEVICE void each_place(Strip<N>& x, const Head<T>& rows, int start, int end, F f) {
     const int group = warp_lane() / 4, first = start + warp_lane() % 4 * 2;
     T* row = rows.data + first * rows.stride + group;
-#pragma unroll
-    for (int n = 0; n < N; ++n, row += 8 * rows.stride)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + 8 * n + i % 2 < end && group + i / 2 * 8 < rows.dim)
-                f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
+    UNROLL for (int n = 0; n < N; ++n, row += 8 * rows.stride)
+        UNROLL for (int i = 0; i < 4; ++i) if (first + 8 * n + i % 2 < end && group + i / 2 * 8 < rows.dim)
+            f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
 }
 
 // Writes a strip to a sequence's steps likewise.
 template <int N, typename T>
-__device__ __forceinline__ void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
+DEVICE void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
     const int group = warp_lane() / 4, twice = warp_lane() % 4 * 2;
     if constexpr (sizeof(T) == 2) {
         T* const first = to.data + (start + group) * to.stride + twice;

@@ -23,8 +23,8 @@ struct TimeSegments {
     void* states;  // (segment, head, key_dim, value_dim): C, then what the last launch starts from
     void* passed;  // (segment, head, key_dim + value_dim): F and Z
 
-    __device__ __forceinline__ int begin(int segment) const { return segment * length; }
-    __device__ __forceinline__ int steps(int segment, int time) const { return min(length, time - begin(segment)); }
+    DEVICE int begin(int segment) const { return segment * length; }
+    DEVICE int steps(int segment, int time) const { return min(length, time - begin(segment)); }
 };
 
 constexpr int kShortestSegment = 128;

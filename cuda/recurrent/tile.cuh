@@ -63,10 +63,10 @@ struct alignas(N * sizeof(A) < 16 ? N * sizeof(A) : 16) Pack {
     A x[N];
 };
 
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float one_minus_exponential(float x) { return -expm1f(x); }
-__device__ __forceinline__ double one_minus_exponential(double x) { return -expm1(x); }
+DEVICE float exponential(float x) { return expf(x); }
+DEVICE double exponential(double x) { return exp(x); }
+DEVICE float one_minus_exponential(float x) { return -expm1f(x); }
+DEVICE double one_minus_exponential(double x) { return -expm1(x); }
 
 // The place of a thread. Its row r is row(r) of the state, its columns column .. column + Columns - 1 of the block's.
 template <class Tile>
@@ -87,35 +87,28 @@ struct Place {
 };
 
 template <class Tile>
-__device__ __forceinline__ void read_keys(typename Tile::A (&x)[Tile::kRows], const typename Tile::A* row,
-                                          const Place<Tile>& place) {
+DEVICE void read_keys(typename Tile::A (&x)[Tile::kRows], const typename Tile::A* row, const Place<Tile>& place) {
     using Group = Pack<typename Tile::A, Tile::kGroup>;
-#pragma unroll
-    for (int r = 0; r < Tile::kRows; r += Tile::kGroup) {
+    UNROLL for (int r = 0; r < Tile::kRows; r += Tile::kGroup) {
         const Group group = *reinterpret_cast<const Group*>(row + place.row(r));
-#pragma unroll
-        for (int i = 0; i < Tile::kGroup; ++i) x[r + i] = group.x[i];
+        UNROLL for (int i = 0; i < Tile::kGroup; ++i) x[r + i] = group.x[i];
     }
 }
 
 template <class Tile>
-__device__ __forceinline__ void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Tile::A* row,
-                                            const Place<Tile>& place) {
+DEVICE void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Tile::A* row, const Place<Tile>& place) {
     using Group = Pack<typename Tile::A, Tile::kColumns>;
     const Group group = *reinterpret_cast<const Group*>(row + place.column);
-#pragma unroll
-    for (int c = 0; c < Tile::kColumns; ++c) x[c] = group.x[c];
+    UNROLL for (int c = 0; c < Tile::kColumns; ++c) x[c] = group.x[c];
 }
 
 // ---- Sums over lanes ---------------------------------------------------------------------------------------------
 
 // Sums x over the Lanes lanes that differ by Stride, 2 Stride, ... Every lane gets all sums.
 template <int Lanes, int Stride, int N, typename A>
-__device__ __forceinline__ void sum_lanes(A (&x)[N]) {
-#pragma unroll
-    for (int offset = Stride; offset < Lanes * Stride; offset *= 2) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(kAllLanes, x[i], offset);
+DEVICE void sum_lanes(A (&x)[N]) {
+    UNROLL for (int offset = Stride; offset < Lanes * Stride; offset *= 2) {
+        UNROLL for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(kAllLanes, x[i], offset);
     }
 }
 
@@ -126,7 +119,7 @@ template <int Lanes, int N>
 constexpr int kKept = Lanes < N ? N / Lanes : 1;
 
 template <int Lanes, int Stride, int N, int Live = N, typename A>
-__device__ __forceinline__ int deal_sums(A (&x)[N], int lane) {
+DEVICE int deal_sums(A (&x)[N], int lane) {
     if constexpr (Lanes == 1) {
         return 0;
     } else if constexpr (Live == 1) {
@@ -135,8 +128,7 @@ __device__ __forceinline__ int deal_sums(A (&x)[N], int lane) {
     } else {
         constexpr int half = Live / 2;
         const bool upper = lane & 1;
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
+        UNROLL for (int i = 0; i < half; ++i) {
             const A sent = upper ? x[i] : x[half + i];
             const A mine = upper ? x[half + i] : x[i];
             x[i] = mine + __shfl_xor_sync(kAllLanes, sent, Stride);
@@ -147,23 +139,19 @@ __device__ __forceinline__ int deal_sums(A (&x)[N], int lane) {
 
 // Sums over rows, one for each column, to row[column]: for results with a value dimension.
 template <class Tile>
-__device__ __forceinline__ void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile::A* row,
-                                                const Place<Tile>& place) {
+DEVICE void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile::A* row, const Place<Tile>& place) {
     const int first = deal_sums<Tile::kKeyLanes, 1, Tile::kColumns>(x, place.key_lane);
     if (Tile::kKeyLanes <= Tile::kColumns || place.key_lane < Tile::kColumns) {
-#pragma unroll
-        for (int i = 0; i < kKept<Tile::kKeyLanes, Tile::kColumns>; ++i) row[place.column + first + i] = x[i];
+        UNROLL for (int i = 0; i < kKept<Tile::kKeyLanes, Tile::kColumns>; ++i) row[place.column + first + i] = x[i];
     }
 }
 
 // Sums over the warp's columns, one for each row, added to or put into row[key]: for results with a key dimension.
 template <class Tile, bool Add = false>
-__device__ __forceinline__ void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* row,
-                                             const Place<Tile>& place) {
+DEVICE void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* row, const Place<Tile>& place) {
     const int first = deal_sums<Tile::kValueLanes, Tile::kKeyLanes, Tile::kRows>(x, place.value_lane);
     if (Tile::kValueLanes <= Tile::kRows || place.value_lane < Tile::kRows) {
-#pragma unroll
-        for (int i = 0; i < kKept<Tile::kValueLanes, Tile::kRows>; ++i) {
+        UNROLL for (int i = 0; i < kKept<Tile::kValueLanes, Tile::kRows>; ++i) {
             typename Tile::A& to = row[place.row(first + i)];
             to = Add ? to + x[i] : x[i];
         }
@@ -184,39 +172,32 @@ struct StateSlice {
     }
     __device__ void load(A (&state)[Tile::kRows][Tile::kColumns], const A* at, const Place<Tile>& place) const {
         const bool packed = at != nullptr && whole(at);
-#pragma unroll
-        for (int r = 0; r < Tile::kRows; ++r) {
+        UNROLL for (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);
             const A* from = at + static_cast<int64_t>(row) * value_dim + place.column;
             const bool inside = at != nullptr && row < key_dim;
             if (packed) {
                 Group group{};
                 if (inside && place.column < columns) group = *reinterpret_cast<const Group*>(from);
-#pragma unroll
-                for (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
+                UNROLL for (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
             } else {
-#pragma unroll
-                for (int c = 0; c < Tile::kColumns; ++c)
-                    state[r][c] = inside && place.column + c < columns ? from[c] : A(0);
+                UNROLL for (int c = 0; c < Tile::kColumns; ++c) state[r][c] =
+                    inside && place.column + c < columns ? from[c] : A(0);
             }
         }
     }
     __device__ void store(const A (&state)[Tile::kRows][Tile::kColumns], A* at, const Place<Tile>& place) const {
         const bool packed = whole(at);
-#pragma unroll
-        for (int r = 0; r < Tile::kRows; ++r) {
+        UNROLL for (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);
             A* to = at + static_cast<int64_t>(row) * value_dim + place.column;
             if (row >= key_dim) continue;
             if (packed) {
                 Group group;
-#pragma unroll
-                for (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
+                UNROLL for (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
                 if (place.column < columns) *reinterpret_cast<Group*>(to) = group;
             } else {
-#pragma unroll
-                for (int c = 0; c < Tile::kColumns; ++c)
-                    if (place.column + c < columns) to[c] = state[r][c];
+                UNROLL for (int c = 0; c < Tile::kColumns; ++c) if (place.column + c < columns) to[c] = state[r][c];
             }
         }
     }
@@ -232,7 +213,7 @@ __host__ __device__ constexpr bool has_key_dim(int input) {
 }
 
 template <typename Params>
-__host__ __device__ __forceinline__ const Sequence& forward_input(const Params& p, int i) {
+__host__ DEVICE const Sequence& forward_input(const Params& p, int i) {
     return i == kQ   ? p.q
            : i == kK ? p.k
            : i == kV ? p.v
@@ -258,14 +239,14 @@ struct Source {
     __device__ int raw_stride() const { return (padded * bytes_of(dtype) + 15) & ~15; }
 };
 
-__host__ __device__ __forceinline__ int shift_for(int count) {
+__host__ DEVICE int shift_for(int count) {
     int shift = 0;
     while ((1 << shift) < count) ++shift;
     return shift;
 }
 
-__device__ __forceinline__ Source make_source(const Sequence& sequence, int batch, int head, int first, int dim,
-                                              int padded, int raw, int rows, bool logarithm) {
+DEVICE Source make_source(const Sequence& sequence, int batch, int head, int first, int dim, int padded, int raw,
+                          int rows, bool logarithm) {
     const int size = bytes_of(sequence.dtype);
     Source source;
     source.from = static_cast<const unsigned char*>(sequence.data) +
@@ -284,7 +265,7 @@ __device__ __forceinline__ Source make_source(const Sequence& sequence, int batc
 }
 
 template <int Bytes>
-__device__ __forceinline__ void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
+DEVICE void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
     const int count = source.dim * bytes_of(source.dtype) / Bytes;
     const int shift = shift_for(count), raw_stride = source.raw_stride();
     for (int i = threadIdx.x; i < steps << shift; i += blockDim.x) {
@@ -295,7 +276,7 @@ __device__ __forceinline__ void copy_rows(const Source& source, unsigned char* m
     }
 }
 
-__device__ __forceinline__ void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
+DEVICE void copy_rows(const Source& source, unsigned char* memory, int time, int steps) {
     if (source.granule == 16) copy_rows<16>(source, memory, time, steps);
     if (source.granule == 8) copy_rows<8>(source, memory, time, steps);
     if (source.granule == 4) copy_rows<4>(source, memory, time, steps);
@@ -303,8 +284,7 @@ __device__ __forceinline__ void copy_rows(const Source& source, unsigned char* m
 
 // Starts the copies of all inputs of `mask`. The loop over inputs stays one: five copies of its body would only cost
 // instruction cache and compile time.
-__device__ __forceinline__ void copy_inputs(const Source* table, unsigned mask, unsigned char* memory, int time,
-                                            int steps) {
+DEVICE void copy_inputs(const Source* table, unsigned mask, unsigned char* memory, int time, int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
         if (mask >> i & 1) copy_rows(table[i], memory, time, steps);
@@ -312,7 +292,7 @@ __device__ __forceinline__ void copy_inputs(const Source* table, unsigned mask, 
 }
 
 template <typename T, typename A>
-__device__ __forceinline__ void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
+DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
     const int count = source.padded / 4, shift = shift_for(count), raw_stride = source.raw_stride();
     for (int i = threadIdx.x; i < steps << shift; i += blockDim.x) {
         const int step = i >> shift, first = 4 * (i & ((1 << shift) - 1));
@@ -322,13 +302,10 @@ __device__ __forceinline__ void convert_rows(const Source& source, unsigned char
             in = *reinterpret_cast<const Pack<T, 4>*>(memory + source.raw + step * raw_stride + first * sizeof(T));
         } else {
             const T* from = reinterpret_cast<const T*>(source.from + (time + step) * source.stride) + first;
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (first + j < source.dim) in.x[j] = from[j];
+            UNROLL for (int j = 0; j < 4; ++j) if (first + j < source.dim) in.x[j] = from[j];
         }
         Pack<A, 4> out;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        UNROLL for (int j = 0; j < 4; ++j) {
             A x = widen<A>(in.x[j]);
             if (source.logarithm) x = exponential(x);
             out.x[j] = first + j < source.dim ? x : A(0);
@@ -338,7 +315,7 @@ __device__ __forceinline__ void convert_rows(const Source& source, unsigned char
 }
 
 template <typename A>
-__device__ __forceinline__ void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
+DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
     if constexpr (sizeof(A) == 8) {
         if (source.dtype == kFloat64) convert_rows<double, A>(source, memory, time, steps);
         if (source.dtype == kFloat32) convert_rows<float, A>(source, memory, time, steps);
@@ -350,8 +327,7 @@ __device__ __forceinline__ void convert_rows(const Source& source, unsigned char
 }
 
 template <typename A>
-__device__ __forceinline__ void convert_inputs(const Source* table, unsigned mask, unsigned char* memory, int time,
-                                               int steps) {
+DEVICE void convert_inputs(const Source* table, unsigned mask, unsigned char* memory, int time, int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
         if (mask >> i & 1) convert_rows<A>(table[i], memory, time, steps);
@@ -377,8 +353,8 @@ struct Gate {
 // ---- Rows out ----------------------------------------------------------------------------------------------------
 
 template <typename T, typename A>
-__device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t first, int dim, const A* rows,
-                                              int padded, int parts, int part_stride, int time, int steps, bool add) {
+DEVICE void store_rows_as(const Sequence& sequence, int64_t first, int dim, const A* rows, int padded, int parts,
+                          int part_stride, int time, int steps, bool add) {
     T* const base = static_cast<T*>(sequence.data) + first;
     const bool packed =
         dim % 4 == 0 && sequence.time % 4 == 0 && reinterpret_cast<uintptr_t>(base) % sizeof(Pack<T, 4>) == 0;
@@ -389,24 +365,16 @@ __device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t 
         A sums[4] = {};
         for (int part = 0; part < parts; ++part) {
             const auto in = *reinterpret_cast<const Pack<A, 4>*>(rows + part * part_stride + step * padded + at);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums[j] += in.x[j];
+            UNROLL for (int j = 0; j < 4; ++j) sums[j] += in.x[j];
         }
         T* const to = base + (time + step) * sequence.time + at;
-        if (add) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (at + j < dim) sums[j] += widen<A>(to[j]);
-        }
+        if (add) { UNROLL for (int j = 0; j < 4; ++j) if (at + j < dim) sums[j] += widen<A>(to[j]); }
         Pack<T, 4> out;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) out.x[j] = narrow<T>(sums[j]);
+        UNROLL for (int j = 0; j < 4; ++j) out.x[j] = narrow<T>(sums[j]);
         if (packed) {
             *reinterpret_cast<Pack<T, 4>*>(to) = out;
         } else {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (at + j < dim) to[j] = out.x[j];
+            UNROLL for (int j = 0; j < 4; ++j) if (at + j < dim) to[j] = out.x[j];
         }
     }
 }
@@ -414,8 +382,8 @@ __device__ __forceinline__ void store_rows_as(const Sequence& sequence, int64_t 
 // Sums `parts` sets of rows, `part_stride` apart, and stores them as steps time .. time + steps - 1 of `sequence`, from
 // its element `first` on (which counts batch, head and column); with `add`, onto what is there.
 template <typename A>
-__device__ __forceinline__ void store_rows(const Sequence& sequence, int64_t first, int dim, const A* rows, int padded,
-                                           int parts, int part_stride, int time, int steps, bool add = false) {
+DEVICE void store_rows(const Sequence& sequence, int64_t first, int dim, const A* rows, int padded, int parts,
+                       int part_stride, int time, int steps, bool add = false) {
     if constexpr (sizeof(A) == 8) {
         if (sequence.dtype == kFloat64)
             store_rows_as<double>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
