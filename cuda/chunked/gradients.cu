@@ -447,9 +447,9 @@ struct Gradients {
         return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
             const auto find = [&](auto side, const RuleBackward& of, const Slice<F>& from) {
                 return with_width(plan.key_part, [&](auto width) {
-                    return launch(gradients<T, corrects, gated, decltype(side)::value, width>,
-                                  dim3(slice.heads, slice.chunks), dim3(kStripThreads), plan.last_shared, stream, of,
-                                  written, from, plan.value_part);
+                    constexpr int kWidth = side == Side::kUndecayed ? width : std::min<int>(width, 2);
+                    return launch(gradients<T, corrects, gated, side, kWidth>, dim3(slice.heads, slice.chunks),
+                                  dim3(kStripThreads), plan.last_shared, stream, of, written, from, plan.value_part);
                 });
             };
             if constexpr (values) {
