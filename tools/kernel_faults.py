@@ -689,7 +689,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "key_head(written, key)", "key_head(p.k, key)"),
     without(
         "cuda/chunked/gradients.cu",
-        "                        copy_state(shared.state, slice.states, key, value);\n                        arrive();\n",
+        "copy_state(shared.state, slice.states, key, value);\n                        arrive();\n",
     ),
     # And of values
     without("cuda/chunked/walk.cu", "                state.each([&](int, int j, float& x) { x *= by[j]; });\n"),

@@ -252,10 +252,11 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
 }
 
 template <typename Params>
-RulePass pass_of(const Params& p, bool corrects) {
+RulePass pass_of(const Params& p) {
     const bool values = p.log_value_decay.data != nullptr;
-    return {corrects, p.log_gate.data != nullptr, values || p.erase.data != nullptr || p.log_key_decay.data != nullptr,
-            values, std::is_same<Params, RuleBackward>::value};
+    return {p.corrects != 0, p.log_gate.data != nullptr,
+            values || p.erase.data != nullptr || p.log_key_decay.data != nullptr, values,
+            std::is_same<Params, RuleBackward>::value};
 }
 
 // What is asked about a pass whose last stage is `Last`.
@@ -272,20 +273,19 @@ ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass,
     });
 }
 template <typename Last, typename Params>
-size_t walked_workspace(const Params& p, bool corrects) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p, corrects)).bytes;
-    });
+size_t walked_workspace(const Params& p) {
+    return with_type(p.v.dtype, size_t{0},
+                     [&](auto zero) { return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p)).bytes; });
 }
 
 // Runs it: the local stage, and Last::run(arguments, plan, walks, the workspace behind the slice, stream), for slices of the same
 // heads in time's order or, backwards, the reverse.
 template <typename Last, typename Params>
-cudaError_t run_walked(const Params& p, bool corrects, cudaStream_t stream) {
+cudaError_t run_walked(const Params& p, cudaStream_t stream) {
     if (p.sizes.batch == 0) return cudaSuccess;
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p, corrects));
+        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p));
         if (plan.slice == 0) return cudaErrorInvalidValue;
         const int heads = p.sizes.batch * p.sizes.heads, chunks = divide_up(p.sizes.time, kSide);
         const int slices = divide_up(chunks, plan.slice);
