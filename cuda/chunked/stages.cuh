@@ -17,22 +17,18 @@ struct WalkCosts {
     double chain, of_key;                  // of a chunk of a walk, and for each key of a warp
     double last, last_of_part, of_values;  // of the last stage, for each part, and for each 64 values
 };
-constexpr WalkCosts kSumCosts[2] = {{0, 0, 600, 37, 1700, 2000, 0},
-                                    {0, 0, 600, 30, 4100, 5600, 0}};  // forwards, backwards
-constexpr WalkCosts kGatedCosts[2] = {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}};
-constexpr WalkCosts kDeltaCosts[2] = {{2400, 900, 2700, 18, 1600, 2000, 0}, {3700, 2300, 400, 85, 7200, 6400, 0}};
-constexpr WalkCosts kGatedDeltaCosts[2] = {{4000, 860, 2800, 17, 3100, 2100, 0}, {5900, 2300, 480, 93, 17000, 9200, 0}};
-// With decays of keys alone nothing was measured: half of what both take, where both are found.
-constexpr WalkCosts kDecayCosts[2] = {{1600, 7000, 320, 40, 1800, 2100, 0}, {2300, 9900, 320, 30, 20000, 12000, 0}};
-constexpr WalkCosts kTwoDecayCosts[2] = {{3200, 7000, 320, 40, 1100, 2050, 5700},
-                                         {4600, 9900, 320, 30, 22000, 23000, 19000}};
-constexpr WalkCosts kDeltaDecayCosts[2] = {{7200, 15000, 2000, 27, 1750, 2100, 0},
-                                           {6900, 20000, 4900, 70, 44000, 31000, 0}};
+constexpr WalkCosts kWalkCosts[7][2] = {
+    // forwards, backwards
+    {{0, 0, 600, 37, 1700, 2000, 0}, {0, 0, 600, 30, 4100, 5600, 0}},              // sum
+    {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}},         // gated
+    {{2400, 900, 2700, 18, 1600, 2000, 0}, {3700, 2300, 400, 85, 7200, 6400, 0}},  // delta
+    {{4000, 860, 2800, 17, 3100, 2100, 0}, {5900, 2300, 480, 93, 17000, 9200, 0}},  // with both
+    // Decays of keys alone, of which nothing was measured: half of what both take, where both are found.
+    {{1600, 7000, 320, 40, 1800, 2100, 0}, {2300, 9900, 320, 30, 20000, 12000, 0}},
+    {{7200, 15000, 2000, 27, 1750, 2100, 0}, {6900, 20000, 4900, 70, 44000, 31000, 0}},      // with a correction
+    {{3200, 7000, 320, 40, 1100, 2050, 5700}, {4600, 9900, 320, 30, 22000, 23000, 19000}}};  // and of values
 constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
-    if (pass.values) return kTwoDecayCosts[backward];
-    if (pass.decays) return pass.corrects ? kDeltaDecayCosts[backward] : kDecayCosts[backward];
-    if (pass.gated) return pass.corrects ? kGatedDeltaCosts[backward] : kGatedCosts[backward];
-    return pass.corrects ? kDeltaCosts[backward] : kSumCosts[backward];
+    return kWalkCosts[pass.values ? 6 : pass.decays ? 4 + pass.corrects : 2 * pass.corrects + pass.gated][backward];
 }
 constexpr double kWalkStart = 3900;    // of a walk, before its first chunk
 constexpr double kFreeWarps = 4.5;     // of a multiprocessor, that do not slow one another down
