@@ -97,7 +97,7 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
         const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
         GivenStrip<A, 2> part;
         if constexpr (sizeof(A) == 2)
-            load_matrices<Turned>(part.bits[0], Turned ? &own(third + low, second) : &own(second + low, third));
+            load_matrices<Turned>(part.value[0], Turned ? &own(third + low, second) : &own(second + low, third));
         else
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
         Strip<2> seen = part.widened();
