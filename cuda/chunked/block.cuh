@@ -100,31 +100,13 @@ struct Head {
     }
 };
 
-// A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
-// at.next()). Two divisions in all.
-struct Walk {
-    int row, column, width, rows_on, columns_on;
-
-    DEVICE explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
-        : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
-          columns_on(threads - rows_on * width) {}
-
-    DEVICE void next() {
-        row += rows_on;
-        column += columns_on;
-        if (column >= width) {
-            column -= width;
-            ++row;
-        }
-    }
-};
-
 // Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
-template <typename To, typename T>
-DEVICE void copy_elements(const To& to, const Head<T>& from, int rows, Walk at, int start, int time) {
+template <int Columns, typename To, typename T>
+DEVICE void copy_elements(const To& to, const Head<T>& from, unsigned rows, int start, int time,
+                          unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
 #pragma unroll 1
-    for (; at.row < rows; at.next()) {
-        const int row = at.row, column = at.column;
+    for (unsigned i = thread; i < rows * Columns; i += threads) {
+        const int row = i / Columns, column = i % Columns;
         to(row, column) =
             start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column] : narrow<T>(0.0f);
     }

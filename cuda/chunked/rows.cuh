@@ -63,7 +63,7 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
 template <int Threads = kStripThreads, typename T, int Columns>
 DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
-    if (!from.in_pieces(Columns)) return copy_elements(to, from, kSide, Walk(Columns), start, time);
+    if (!from.in_pieces(Columns)) return copy_elements<Columns>(to, from, kSide, start, time);
     copy_pieces<Threads>(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 

@@ -20,8 +20,8 @@ DEVICE void copy_columns(const To& to, const Head<T>& from, int first, int colum
     if (Warps > 0) warps = Warps;
     const int stride = static_cast<int>(from.stride);  // of 32 bits: registers are few
     if (!All && !(from.in_pieces(columns) && from.stride == stride))
-        return copy_elements(to.from(0, first), Head<T>(from.data + first, from.stride, from.dim - first), Rows,
-                             Walk(Columns, warp * kWarp + lane, warps * kWarp), start, end);
+        return copy_elements<Columns>(to.from(0, first), Head<T>(from.data + first, from.stride, from.dim - first),
+                                      Rows, start, end, warp * kWarp + lane, warps * kWarp);
     const int rows_there = own < from.dim ? end - start - row : 0, rows_on = warps * kDown;
     const T* piece = from.data + own + static_cast<int64_t>(start + row) * stride;
     T* const place = &to(row, own);
