@@ -45,22 +45,37 @@ struct Carver {
     }
 };
 
-// A thread's places in rows of `width`, as many threads apart as a block has: for (Walk at(width); at.row < rows;
-// at.next()). Two divisions in all.
-struct Walk {
-    int row, column, width, rows_on, columns_on;
+// A matrix in shared memory whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as wgmma takes them without
+// swizzling: a column of pieces of 16 bytes each follows the other, with a gap of one, so that pieces of a row lie in
+// different banks. ldmatrix and elements by themselves are read off it as well as off rows. Numbers of 32 bits lie in rows as in
+// a Matrix: off pieces they were read in ways that spilled registers.
+template <typename T>
+struct Pieces {
+    using Element = T;
+    static constexpr int kPiece = 16 / sizeof(T);
+    static constexpr bool kInRows = sizeof(T) == 4;
+    T* data;
+    int distance;  // from one column of pieces, or one row, to the next
 
-    DEVICE explicit Walk(int width, int thread = threadIdx.x, int threads = blockDim.x)
-        : row(thread / width), column(thread - row * width), width(width), rows_on(threads / width),
-          columns_on(threads - rows_on * width) {}
+    __host__ __device__ Pieces(T* data, int distance) : data(data), distance(distance) {}
+    __host__ __device__ Pieces(Carver& carver, int rows, int columns)
+        : distance(kInRows ? columns + kPiece : (rows + 1) * kPiece) {
+        data = carver.take<T>(kInRows ? rows * distance : columns / kPiece * distance);
+    }
+    DEVICE T& operator()(int row, int column) const {
+        if constexpr (kInRows) return data[row * distance + column];
+        return data[column / kPiece * distance + row * kPiece + column % kPiece];
+    }
+    // From a row on, and a column that begins a piece.
+    DEVICE Pieces from(int row, int column) const { return {&(*this)(row, column), distance}; }
 
-    DEVICE void next() {
-        row += rows_on;
-        column += columns_on;
-        if (column >= width) {
-            column -= width;
-            ++row;
-        }
+    // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
+    template <bool RowsInner>
+    DEVICE uint64_t descriptor(int inner, int column) const {
+        const uint64_t eight_rows = 8, eight_columns = distance / kPiece;  // in units of 16 bytes, as all here
+        const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
+                               (RowsInner ? eight_columns : eight_rows) << 32;
+        return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
     }
 };
 
@@ -86,11 +101,12 @@ struct Head {
 };
 
 // Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
-template <typename To, typename T>
-DEVICE void copy_elements(const To& to, const Head<T>& from, int rows, Walk at, int start, int time) {
+template <int Columns, typename To, typename T>
+DEVICE void copy_elements(const To& to, const Head<T>& from, unsigned rows, int start, int time,
+                          unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
 #pragma unroll 1
-    for (; at.row < rows; at.next()) {
-        const int row = at.row, column = at.column;
+    for (unsigned i = thread; i < rows * Columns; i += threads) {
+        const int row = i / Columns, column = i % Columns;
         to(row, column) =
             start + row < time && column < from.dim ? from.data[(start + row) * from.stride + column] : narrow<T>(0.0f);
     }

@@ -98,31 +98,22 @@ struct ChunkSteps {
         if constexpr (!Gated)
             return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
         const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
-        const auto gates_of = [&](int level, int s, int t) {  // of (s, t], and of (s + 1, t]
-            const float* const left = numbers + kOfLevels + level * kSide;
-            const float2 to_middle = *reinterpret_cast<const float2*>(left + s);
-            return make_float2(to_middle.x * left[t], to_middle.y * left[t]);
-        };
-        Strip<2> own;  // pairs of one block
-        own.each_pair([&](int s, int t, float& x, float& y) {
-            const float2 gates = gates_of(s / 8 == t / 8 ? near : 3, row + s, row + t);
-            x = gates.x;
-            y = s + 1 == t ? 1.0f : gates.y;
-        });
         UNROLL for (int block = 0; block < kBlocks; ++block) {
             Strip<2>& part = pairs.template part<2>(2 * block);
             if (block > last) {
                 part.clear();
-            } else if (block == last) {
-                part.each_with(own, [](float& x, float gates) { x *= gates; });
-                part.each([](int s, int t, float& x) { x = s + !Diagonal <= t ? x : 0.0f; });
-            } else {
-                part.each_pair([&](int s, int t, float& x, float& y) {
-                    const float2 gates = gates_of(4 + (block ^ last) / 2, block * kBlockSide + s, row + t);
-                    x *= gates.x;
-                    y *= gates.y;
-                });
+                continue;
             }
+            const bool own = block == last;
+            const float *const of_near = numbers + kOfLevels + (own ? near : 4 + (block ^ last) / 2) * kSide,
+                               *const of_far = own ? numbers + kOfLevels + 3 * kSide : of_near;
+            part.each_pair([&](int s, int t, float& x, float& y) {
+                const float* const left = s / 8 == t / 8 ? of_near : of_far;
+                const float2 to_middle = *reinterpret_cast<const float2*>(left + block * kBlockSide + s);
+                x *= to_middle.x * left[row + t];
+                y *= own && s + 1 == t ? 1.0f : to_middle.y * left[row + t];
+            });
+            if (own) part.each([](int s, int t, float& x) { x = s + !Diagonal <= t ? x : 0.0f; });
         }
     }
 };

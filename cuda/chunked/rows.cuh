@@ -63,7 +63,7 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
 template <int Threads = kStripThreads, typename T, int Columns>
 DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
-    if (!from.in_pieces(Columns)) return copy_elements(to, from, kSide, Walk(Columns), start, time);
+    if (!from.in_pieces(Columns)) return copy_elements<Columns>(to, from, kSide, start, time);
     copy_pieces<Threads>(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
@@ -97,7 +97,7 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
         const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
         GivenStrip<A, 2> part;
         if constexpr (sizeof(A) == 2)
-            load_matrices<Turned>(part.bits[0], Turned ? &own(third + low, second) : &own(second + low, third));
+            load_matrices<Turned>(part.value[0], Turned ? &own(third + low, second) : &own(second + low, third));
         else
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
         Strip<2> seen = part.widened();

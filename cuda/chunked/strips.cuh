@@ -6,15 +6,16 @@
 // tensors lie there.
 #pragma once
 
-#include "groups.cuh"
+#include "block.cuh"
 
 namespace fairseq_fastweights {
 
-template <int N>
+// Its numbers are in float32 or, of a sequence's of 16 bits, as they are stored: no left factor needs these in another way.
+template <int N, typename T = float>
 struct Strip {
-    using Element = float;
-    static constexpr int kGroups = N;
-    float value[N][4];
+    using Element = T;
+    static constexpr int kGroups = N, kTogether = 4 / sizeof(T);
+    std::conditional_t<kTogether == 1, float, unsigned> value[N / kTogether][4];
 
     DEVICE void clear() {
         each([](int, int, float& x) { x = 0.0f; });
@@ -22,8 +23,8 @@ struct Strip {
 
     // The 8 M places from 8 `first` on.
     template <int M>
-    DEVICE Strip<M>& part(int first) {
-        return reinterpret_cast<Strip<M>&>(value[first]);
+    DEVICE Strip<M, T>& part(int first) {
+        return reinterpret_cast<Strip<M, T>&>(value[first / kTogether]);
     }
 
     // f(first inner place, column, float& x, float& y) for pairs of neighbouring places.
@@ -61,12 +62,12 @@ struct Strip {
         each([&](int, int, float& x) { x *= by; });
     }
 
-    // The rest that rounding to T leaves out.
-    template <typename T>
+    // The rest that rounding to F leaves out.
+    template <typename F>
     DEVICE Strip rest() const {
-        Strip<N> left = *this;
+        Strip left = *this;
         left.each_pair([](int, int, float& x, float& y) {
-            const Pair<T> pair = narrow_pair<T>(x, y);
+            const Pair<F> pair = narrow_pair<F>(x, y);
             x -= widen<float>(pair.x);
             y -= widen<float>(pair.y);
         });
@@ -74,10 +75,28 @@ struct Strip {
     }
 
     // From rows of places, in shared memory: columns `column` and on.
-    DEVICE void load(const Matrix<float>& from, int column) {
-        each([&](int place, int j, float& x) { x = from(place, column + j); });
+    DEVICE void load(const Matrix<T>& from, int column) {
+        const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+        if constexpr (kTogether == 1)
+            each([&](int place, int j, float& x) { x = from(place, column + j); });
+        else
+            UNROLL for (int e = 0; e < N / 2; ++e)
+                load_matrices<true>(value[e], &from(16 * e + third + low, column + second));
     }
-    DEVICE const Strip& widened() const { return *this; }
+    DEVICE Strip<N> widened() const {
+        if constexpr (kTogether == 2) {
+            Strip<N> strip;
+            UNROLL for (int i = 0; i < 2 * N; ++i) {
+                Pair<T> pair;
+                memcpy(&pair, &value[i / 4][i % 4], sizeof(pair));
+                strip.value[i / 2][i % 2 * 2] = widen<float>(pair.x);
+                strip.value[i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
+            }
+            return strip;
+        } else {
+            return *this;
+        }
+    }
 
     // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
     // multiple of 4. Two lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that
@@ -107,13 +126,13 @@ struct Strip {
     }
 
     // To rows of a sequence, `to` beginning at the strip's first place: column j is step `start` + j.
-    template <typename T>
-    DEVICE void store_rows(const Head<T>& to, int places, int start, int time) {
-        T* const first = to.data + start * to.stride;
-        if ((reinterpret_cast<uintptr_t>(first) | to.stride * sizeof(T)) % 8 == 0 && min(places, to.dim) % 4 == 0)
+    template <typename F>
+    DEVICE void store_rows(const Head<F>& to, int places, int start, int time) {
+        F* const first = to.data + start * to.stride;
+        if ((reinterpret_cast<uintptr_t>(first) | to.stride * sizeof(F)) % 8 == 0 && min(places, to.dim) % 4 == 0)
             return store(first, to.stride, min(places, to.dim), time - start);
         each([&](int place, int j, float& x) {
-            if (place < min(places, to.dim) && start + j < time) first[j * to.stride + place] = narrow<T>(x);
+            if (place < min(places, to.dim) && start + j < time) first[j * to.stride + place] = narrow<F>(x);
         });
     }
 
@@ -133,48 +152,19 @@ struct Strip {
     }
 };
 
-// A strip of a sequence's numbers of 16 bits, as they are stored: no left factor needs them in another way.
 template <typename T, int N>
-struct StoredStrip {
-    using Element = T;
-    static constexpr int kGroups = N;
-    unsigned bits[N / 2][4];
-
-    DEVICE void load(const Matrix<T>& from, int column) {
-        const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-        UNROLL for (int e = 0; e < N / 2; ++e)
-            load_matrices<true>(bits[e], &from(16 * e + third + low, column + second));
-    }
-    template <int M>
-    DEVICE StoredStrip<T, M>& part(int first) {
-        return reinterpret_cast<StoredStrip<T, M>&>(bits[first / 2]);
-    }
-    DEVICE Strip<N> widened() const {
-        Strip<N> strip;
-        UNROLL for (int i = 0; i < 2 * N; ++i) {
-            const Pair<T> pair = Pair<T>::of_bits(bits[i / 4][i % 4]);
-            strip.value[i / 2][i % 2 * 2] = widen<float>(pair.x);
-            strip.value[i / 2][i % 2 * 2 + 1] = widen<float>(pair.y);
-        }
-        return strip;
-    }
-};
-template <typename T, int N>
-using GivenStrip = std::conditional_t<sizeof(T) == 2, StoredStrip<T, N>, Strip<N>>;
+using GivenStrip = Strip<N, T>;
 
 // 16 places of a strip, from 16 e on, as a left factor, and what rounding leaves out of them.
-template <typename T, int N>
-DEVICE void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N>& from, int e) {
-    UNROLL for (int i = 0; i < 4; ++i) {
+template <typename T, int N, typename From>
+DEVICE void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N, From>& from, int e) {
+    UNROLL for (int i = 0; i < 4; ++i) if constexpr (sizeof(From) == 2) a[i] = from.value[e][i];
+    else {
         const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
         const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
         a[i] = pair.bits();
         rest[i] = narrow_pair<T>(two[0] - widen<float>(pair.x), two[1] - widen<float>(pair.y)).bits();
     }
-}
-template <typename T, int N>
-DEVICE void narrow_places(unsigned (&a)[4], unsigned (&)[4], const StoredStrip<T, N>& from, int e) {
-    UNROLL for (int i = 0; i < 4; ++i) a[i] = from.bits[e][i];
 }
 
 // True of products of 16 bits: all beside bfloat16, for which left factors are rounded, and those of what is stored so.

@@ -19,11 +19,6 @@ struct alignas(2 * sizeof(T)) Pair {
         memcpy(&bits, this, sizeof(bits));
         return bits;
     }
-    DEVICE static Pair of_bits(unsigned bits) {
-        Pair pair;
-        memcpy(&pair, &bits, sizeof(pair));
-        return pair;
-    }
 };
 
 template <typename T>
@@ -122,6 +117,39 @@ DEVICE unsigned transpose_matrix(unsigned pair) {
     return pair;
 }
 
+// ---- Products of a warpgroup -------------------------------------------------------------------------------------
+// wgmma's left factor and its accumulators lie in the registers of four warps as those of mma.sync do in each, 16 rows to a warp;
+// its right factor is read from shared memory in pieces of 16 bytes, asynchronously: a fence shows it what threads wrote there, and
+// what it adds to is there after a wait.
+
+constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
+
+// Instructions of sm_90a.
+#if defined(FASTWEIGHTS_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FASTWEIGHTS_OF_GROUPS FASTWEIGHTS_INSTRUCTION
+#else
+#define FASTWEIGHTS_OF_GROUPS(emulated, ...)
+#endif
+
+// d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
+template <typename T, bool RowsInner, int N>
+DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
+    constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
+#define FASTWEIGHTS_WGMMA(type)                                                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
+                 "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;\n"                                \
+                 : FASTWEIGHTS_FOUR("+f", d[first]), FASTWEIGHTS_FOUR("+f", d[first + 1]),                          \
+                   FASTWEIGHTS_FOUR("+f", d[first + 2]), FASTWEIGHTS_FOUR("+f", d[first + 3]),                      \
+                   FASTWEIGHTS_FOUR("+f", d[first + 4]), FASTWEIGHTS_FOUR("+f", d[first + 5]),                      \
+                   FASTWEIGHTS_FOUR("+f", d[first + 6]), FASTWEIGHTS_FOUR("+f", d[first + 7])                       \
+                 : FASTWEIGHTS_FOUR("r", a), "l"(right), "n"(RowsInner))
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma(d[first], kGroupColumns, a, right, RowsInner, kBrain),
+                          if constexpr (kBrain) FASTWEIGHTS_WGMMA("bf16");
+                          else FASTWEIGHTS_WGMMA("f16"));
+#undef FASTWEIGHTS_WGMMA
+}
+
 // The type in which a matrix that is computed here is stored for products. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
 // rounded, and what is written to them with the delta rule, where it depends on that, and with decays by dimension,
@@ -146,42 +174,38 @@ using Factor = std::conditional_t<kRounded<T>, T, float>;
 
 enum class Rounding { kNearest, kCut, kNone };  // of one pass
 
-template <int Passes, Rounding How = Rounding::kNearest>
+template <int Passes, Rounding How, int N>
 struct Operand {
-    unsigned big, small = 0;
+    unsigned big[N], small[N];
     // In 3 passes `big` is to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` is cut off
     // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
     // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
-    DEVICE explicit Operand(float x) {
-        const unsigned bits = __float_as_uint(x), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
-        big = Passes == 1 ? (How == Rounding::kNearest ? to_tf32(x) : bits + half) : (bits + half) & 0xffffe000u;
-        if constexpr (Passes == 3) small = __float_as_uint(x - __uint_as_float(big));
+    DEVICE explicit Operand(const float (&x)[N]) {
+        UNROLL for (int i = 0; i < N; ++i) {
+            const unsigned bits = __float_as_uint(x[i]), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
+            big[i] = Passes == 3                 ? (bits + half) & 0xffffe000u
+                     : How == Rounding::kNearest ? to_tf32(x[i])
+                                                 : bits + half;
+            small[i] = Passes == 3 ? __float_as_uint(x[i] - __uint_as_float(big[i])) : 0;
+        }
     }
 };
 
 // Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
 // the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
 template <int Passes, Rounding How = Rounding::kNearest>
-struct KeptFactor {
-    unsigned big[4], small[4];
-
-    DEVICE explicit KeptFactor(const float (&x)[4]) {
-        UNROLL for (int i = 0; i < 4; ++i) {
-            const Operand<Passes, How> part(x[i / 2 + i % 2 * 2]);
-            big[i] = part.big;
-            small[i] = part.small;
-        }
-    }
+struct KeptFactor : Operand<Passes, How, 4> {
+    DEVICE explicit KeptFactor(const float (&x)[4]) : Operand<Passes, How, 4>({x[0], x[2], x[1], x[3]}) {}
 
     // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
     template <Rounding OfRight = Rounding::kNearest>
     DEVICE void multiply(float (&sums)[4], float first, float second) const {
-        const Operand<Passes, OfRight> x(first), y(second);
-        if constexpr (Passes == 1) return mma_tf32(sums, big, {x.big, y.big});
+        const Operand<Passes, OfRight, 2> b({first, second});
+        if constexpr (Passes == 1) return mma_tf32(sums, this->big, b.big);
         float parts[4] = {};
-        mma_tf32(parts, small, {x.big, y.big});
-        mma_tf32(parts, big, {x.small, y.small});
-        mma_tf32(parts, big, {x.big, y.big});
+        mma_tf32(parts, this->small, b.big);
+        mma_tf32(parts, this->big, b.small);
+        mma_tf32(parts, this->big, b.big);
         UNROLL for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
     }
 };

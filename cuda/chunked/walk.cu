@@ -19,15 +19,14 @@
 // A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
 // value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
 // part; if a rule corrects, they exchange what they make of a chunk's steps. But for that there is one barrier a chunk. Where a
-// block's strips are four, the products with a state's keys are the warpgroup's, if it has such (groups.cuh); not those of rules
+// block's strips are four, the products with a state's keys are the warpgroup's, if it has such; not those of rules
 // that correct and have decays of keys, which add to a state 16 steps at a time.
 //
 // dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
 // for that product, not rounded. So is what gates scale, but for U of the delta rule.
 #include "walk.cuh"
 
-#include "walk_memory.cuh"
-#include "walk_products.cuh"
+#include "walk_parts.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -45,18 +44,15 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Slice<F>& slice = w.slice;
     const bool reverse = Corrects ? Backward : w.pass.backward;
-    const int parts = w.parts, strips = Fours ? kGroupWarps : w.strips, threads = strips * parts * kWarp;
-    int warp = static_cast<int>(threadIdx.x) / kWarp, thread = threadIdx.x;
+    const int parts = w.parts, strips = Fours ? kGroupWarps : w.strips, warps = strips * parts;
+    int warp = static_cast<int>(threadIdx.x) / kWarp;
     // Lanes have the same number, as the compiler sees so: a warpgroup's products in ways that lanes part on follow one another.
     if constexpr (sizeof(T) == 2) warp = __shfl_sync(kAllLanes, warp, 0);
-    bool copier = false, copies = true;  // some warps only copy for the others, if there are such
-    if constexpr (kMayHaveCopiers<T, Keys, Corrects>) {
-        const int warps = strips * parts;
-        copier = warp >= warps;
-        copies = copier || static_cast<int>(blockDim.x) == threads;
-        if (copier) warp -= warps;
-        thread = warp * kWarp + warp_lane();
-    }
+    // Some warps only copy for the others, if there are such.
+    const bool copier = kMayHaveCopiers<T, Keys, Corrects> && warp >= warps;
+    const bool copies = !kMayHaveCopiers<T, Keys, Corrects> || copier || static_cast<int>(blockDim.x) == warps * kWarp;
+    if (copier) warp -= warps;
+    const int thread = warp * kWarp + warp_lane();
     const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, strips, parts);
     const int strip = warp % strips, part = warp / strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
@@ -72,39 +68,37 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const int begin = slice.begin + number * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
-    const bool grouped = Fours && has_groups(), gated = !Decays && w.pass.gated;
+    const bool gated = !Decays && w.pass.gated;
+    bool grouped = false;  // products are the warpgroup's
+    FASTWEIGHTS_OF_GROUPS(grouped = Fours && emulation::has_wgmma(), grouped = Fours);
     const auto of_stage = [&](const Pieces<T>& all, int stage) { return all.from(0, stage * Keys * parts); };
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
     // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
     constexpr int kWarps = Fours ? kGroupWarps : 0, kDecayRows = Corrects ? kBlocks : 1;
-    using KeyCopies = PieceCopies<Keys, kSide, kWarps, T>;
-    const auto copies_of = [&](const Pieces<T>& to, const Sequence& x) {
-        return KeyCopies(to, Head<T>(x, batch, head, 0, keys), first_key, Keys * parts, strip, strips);
-    };
-    const KeyCopies copies_of_keys = copies_of(shared.keys, w.keys),
-                    copies_of_queries = copies_of(shared.queries, Backward ? w.queries : w.keys),
-                    copies_of_erase = copies_of(shared.erase, Corrects && Decays ? w.erase : w.keys);
-    const PieceCopies<Fours ? kGroupColumns : kTileRows, kSide, kWarps, T> copies_of_values(
-        shared.values, Head<T>(w.values, batch, head, first, transformation ? 0 : columns),
-        Fours ? 0 : strip * kTileRows, strips * kTileRows, Fours ? strip : part, parts);
     const auto fetch = [&](int n, int stage) {
         const int start = n * kSide;
-        copies_of_keys.copy(of_stage(shared.keys, stage), start, time);
-        if constexpr (Backward) copies_of_queries.copy(of_stage(shared.queries, stage), start, time);
-        if constexpr (Corrects && Decays) copies_of_erase.copy(of_stage(shared.erase, stage), start, time);
-        if (!Fours || part == 0) copies_of_values.copy(shared.values.from(stage * kSide, 0), start, time);
+        const auto fetch_keys = [&](const Pieces<T>& to, const Sequence& x) {
+            copy_columns<Keys, kSide, kWarps>(of_stage(to, stage), Head<T>(x, batch, head, 0, keys), first_key,
+                                              Keys * parts, strip, strips, start, time);
+        };
+        fetch_keys(shared.keys, w.keys);
+        if constexpr (Backward) fetch_keys(shared.queries, w.queries);
+        if constexpr (Corrects && Decays) fetch_keys(shared.erase, w.erase);
+        if (!Fours || part == 0)
+            copy_columns<Fours ? kGroupColumns : kTileRows, kSide, kWarps>(
+                shared.values.from(stage * kSide, 0),
+                Head<T>(w.values, batch, head, first, transformation ? 0 : columns), Fours ? 0 : strip * kTileRows,
+                strips * kTileRows, Fours ? strip : part, parts, start, time);
         if constexpr (Decays) {
             const Matrix<float> to = shared.decays.from(stage * kDecayRows, 0);
             const Head<float> decays(slice.decays_of(head_index, n), slice.key_rows, slice.key_rows);
-            PieceCopies<Keys, kDecayRows, kWarps, float>(to, decays, first_key, Keys, strip, strips)
-                .template copy_pieces<false>(to, 0, kBlocks);
+            copy_columns<Keys, kDecayRows, kWarps>(to, decays, first_key, Keys, strip, strips, 0, kBlocks);
             const int i = 4 * thread;
             if (!Corrects && w.pass.values && i < strips * kTileRows && first + i < slice.columns)
                 copy_async<16>(&to(0, Keys * parts + i), slice.value_decays_of(head_index, n) + first + i);
         }
         if (Fours && part > 0) return;
-        const int warps = strips * parts;
         if constexpr (Backward)
             copy_rows<kLowerRows, kBlockSide, kWarps>(shared.scores.from(stage * kLowerRows, 0),
                                                       slice.lower_of(slice.scores, head_index, n).data, warp, warps);
@@ -117,7 +111,6 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     };
 
     const bool records = w.record && column < slice.columns, records_steps = records && part == 0;
-    const Head<T> d_values(w.d_values, batch, head, column, columns);
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int interval = w.sizes.interval / kSide;
     // The chunk whose state is kept next.
@@ -143,7 +136,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 copies_wait<kMostStages - 2>();
             else
                 copies_wait<0>();
-            if (grouped) show_to_groups();
+            if (grouped)  // what this thread wrote, also by copies that it has waited for, is shown to their products
+                FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(),
+                                      asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
         }
         __syncthreads();
     };
@@ -189,10 +184,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         if constexpr (!Corrects) {
             given.load(values, strip * kTileRows);
             if constexpr (Decays) state.scale(&decays(0, 0));
-            if (Decays && w.pass.values) {
-                const float* const by = &shared.decays(stage, Keys * parts + strip * kTileRows);
-                state.each([&](int, int j, float& x) { x *= by[j]; });
-            }
+            if (Decays && w.pass.values)
+                state.each([&](int, int j, float& x) { x *= shared.decays(stage, Keys * parts + column - first + j); });
             if (gated) {
                 passed_log += steps[kWholeLog];
                 state.scale(steps[kWholeGate]);
@@ -231,7 +224,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (records_steps) {
                 Strip<kSteps> by_strength = found;
                 by_strength.scale(steps + kBeta);
-                store_steps(by_strength, d_values, n * kSide, time);
+                store_steps(by_strength, Head<T>(w.d_values, batch, head, column, columns), n * kSide, time);
             }
             if constexpr (!Decays) add_given(steps + kFromStart, q);
             found.scale(steps + kReadBeta);
@@ -243,34 +236,31 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             start<kPasses, true>(grouped, state, found, write_keys);
             finish(grouped, state);
         } else {
-            each_block<Backward>(decays, [&](int block, const float* by) {
-                state.scale(by);
-                const int row = kTileRows * block;
+            UNROLL for (int j = 0; j < kBlocks; ++j) {
+                const int block = Backward ? kBlocks - 1 - j : j, row = kTileRows * block;
+                state.scale(&decays(block, 0));
                 if constexpr (Backward)
                     multiply_kept<kPasses, true>(state, given.template part<2>(2 * block), q.from(row, 0));
                 multiply_kept<kPasses, true>(state, found.template part<2>(2 * block), write_keys.from(row, 0));
-            });
+            }
         }
     }
     if (copier) return;
-    if constexpr (!Corrects && Decays) {
-        if (w.probe && block == 0)
-            for (int i = thread; i < keys + columns; i += threads) {
-                float log = 0.0f;
-                for (int n = begin; n < end; ++n)
-                    log += i < keys        ? slice.decays_of(head_index, n)[slice.key_rows + i]
-                           : w.pass.values ? slice.value_decays_of(head_index, n)[slice.columns + i - keys]
-                                           : 0.0f;
-                w.passed[(static_cast<int64_t>(number) * slice.heads + head_index) * (keys + columns) + i] = expf(log);
-            }
-    } else if (!Corrects && w.probe && w.passed != nullptr && block == 0 && thread == 0) {
-        w.passed[static_cast<int64_t>(number) * slice.heads + head_index] = expf(passed_log);
+    const int64_t index = static_cast<int64_t>(number) * slice.heads + head_index;
+    if (!Corrects && w.probe && w.passed != nullptr && block == 0) {
+        const int numbers = Decays ? keys + columns : 1;
+        for (int i = thread; i < numbers; i += warps * kWarp) {
+            float log = passed_log;
+            for (int n = begin; Decays && n < end; ++n)
+                log += i < keys        ? slice.decays_of(head_index, n)[slice.key_rows + i]
+                       : w.pass.values ? slice.value_decays_of(head_index, n)[slice.columns + i - keys]
+                                       : 0.0f;
+            w.passed[index * numbers + i] = expf(log);
+        }
     }
-    const bool ends = w.probe || number == (reverse ? 0 : w.count - 1);
-    if (!ends || w.ends.data == nullptr) return;
-    float* const to = transformation
-                          ? w.passed + (static_cast<int64_t>(number) * slice.heads + head_index) * state_floats
-                          : w.ends.data + w.ends.index(head_index, number) * state_floats;
+    if (w.ends.data == nullptr || !(w.probe || number == (reverse ? 0 : w.count - 1))) return;
+    float* const to = transformation ? w.passed + index * state_floats
+                                     : w.ends.data + w.ends.index(head_index, number) * state_floats;
     store_steps(state, rows_of_state(to), first_key, keys);
 }
 

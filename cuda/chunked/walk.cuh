@@ -63,9 +63,7 @@ struct WalkLayout {
           inverse(carver.matrix<float>(corrects ? stages * kLowerRows : 0, kBlockSide)),
           scores(carver.matrix<Factor<T>>(corrects && backward ? stages * kLowerRows : 0, kBlockSide)),
           steps(carver.matrix<float>(stages, kWalkNumbers, 0)),
-          decays(carver.matrix<float>(!decayed   ? 0
-                                      : corrects ? stages * kBlocks
-                                                 : stages,
+          decays(carver.matrix<float>(decayed ? stages * (corrects ? kBlocks : 1) : 0,
                                       corrects ? key_rows : key_rows + strips * kTileRows, 0)),
           exchange(carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp)),
           bytes(carver.used) {}
