@@ -536,7 +536,7 @@ CUDA = (
     ),
     without("cuda/chunked/local.cu", "            if (key > 0) __syncthreads();\n"),
     Fault("cuda/chunked/local.cu", "copies_wait<0>();\n                __syncthreads();", "copies_wait<0>();"),
-    Fault("cuda/chunked/local.cu", "first) {\n    __syncwarp();\n", "first) {\n"),
+    Fault("cuda/chunked/local.cu", "beta) {\n    __syncwarp();\n", "beta) {\n"),
     Fault("cuda/chunked/gates.cuh", "= other;\n                    __syncthreads();", "= other;"),
     Fault(
         "cuda/chunked/gates.cuh",

@@ -158,13 +158,13 @@ DEVICE float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
-// T - I to the workspace, by four warps: the 16 columns from `first` on. Of `products`, of G, this warp has written the rows from
-// there on; of blocks on its diagonal the inverses of those of I + B G take the place.
+// T - I to the workspace, by four warps, 16 columns each. Of `products`, of G, this warp has written as many rows; of blocks on its
+// diagonal the inverses of those of I + B G take the place.
 template <typename T>
-DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products, const float* beta, int first) {
+DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products, const float* beta) {
     __syncwarp();
     // A column to two lanes.
-    const int column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
+    const int first = own_row(), column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
     const Matrix<float> block = products.from(first, first);
     float x[kTileRows] = {};
     UNROLL for (int j = 0; j < kTileRows; ++j) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
         if constexpr (Corrects) {
             Decays ? find_steps() : __syncthreads();  // a barrier: nobody reads rows any more
             store(shared.products, pairs[1]);
-            store_inverse<T>(square(slice.inverse), shared.products, steps.numbers + kBeta, row);
+            store_inverse<T>(square(slice.inverse), shared.products, steps.numbers + kBeta);
         }
     }
 }
