@@ -1,106 +1,307 @@
 // The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
-// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well. With decays by dimension or erase keys it is
-// in decayed_local.cu.
-#include "local.cuh"
-
-#include "rows.cuh"
+// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well.
+//
+// With decays by dimension or erase keys, in the notation of levels.cuh: P, what decays scale (Q * F_.0, K * F_e., E * F_.0) and,
+// where it corrects, T. A warp finds the pairs of a block of 16 steps with each other and with those of earlier blocks, of queries
+// and of erase keys; a lane has a key.
 #include "system.cuh"
+
+#include "levels.cuh"
+#include "rows.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// A part of the keys, of `Width` times 16; 0 for a rule that does not correct, of which gates are found alone.
-template <typename T, bool Gated, bool Backward, int Width>
+template <typename T>
+constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+
+// A part of the keys, of `Width` times 16. Of a rule that neither corrects nor has decays gates are found alone.
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward, int Width>
 struct LocalParts {
-    static constexpr int kRows = Width > 0 ? kSide : 0, kBlocksAtOnce = sizeof(T) == 4 ? 2 : Backward ? 4 : 6;
-    Rows<T, 16 * Width> k, q;
-    Matrix<float> products;  // G; in the end the inverses of blocks on its diagonal
+    using Keys = Rows<T, 16 * Width>;
+    static constexpr int kReaders = Decays ? 1 + Corrects : Backward,
+                         kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders * (Decays ? 1 : 2);  // blocks of a multiprocessor
     ChunkSteps<Gated> steps;
+    Matrix<float> products;  // G, in the place of rows; in the end the inverses of blocks on its diagonal
+    Keys k, readers[2];      // queries, and with decays erase keys; decayed to their block's end, and from its start
+    Keys levels[2];          // of a block, one after another
+    Rows<float, 16 * Width> totals, logs;  // of decays, by block
     size_t bytes;
 
-    __host__ __device__ explicit LocalParts(Carver carver)
-        : k(carver, kRows), q(carver, Backward ? kRows : 0), products(carver.matrix<float>(kRows, kSide, 8)),
-          steps(carver) {
-        bytes = carver.used;
+    __host__ __device__ explicit LocalParts(Carver carver) : steps(carver) {
+        Carver square = carver;
+        products = square.matrix<float>(Corrects ? kSide : 0, kSide, 8);
+        k = {carver, Corrects || Decays ? kSide : 0};
+        for (int i = 0; i < kReaders; ++i) readers[i] = {carver, kSide}, levels[i] = {carver, Decays ? kSide : 0};
+        totals = {carver, Decays ? kBlocks : 0}, logs = {carver, Decays ? kBlocks : 0};
+        bytes = carver.used > square.used ? carver.used : square.used;
     }
 };
 
-template <typename T, bool Gated, bool Backward, int Width>
-__global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Gated, Backward, Width>::kBlocksAtOnce))
-    local(const Local given, const Slice<Factor<T>> slice) {
-    constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
+// Pairs of a warp's 16 steps with those of each block; with decays of those before theirs, which itself comes last.
+using Pairs = Strip<kSide / 8>;
+constexpr int kOwn = kSide / 8 - 2;
+
+// += <late_t, early_s> of the pairs of a block that `Level` parts, or with -1 those of a step with itself.
+template <int Level, typename T, int Columns>
+DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, Columns>& early, int row) {
+    const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
+    Strip<2> part;
+    part.clear();
+#pragma unroll 1
+    for (int key = 0; key < Columns; key += 16)
+        multiply_rows<kPasses<T>, false, false>(part, late.from(0, key), row, early.from(row, key), 1);
+    UNROLL for (int i = 0; i < 2; ++i) {
+        if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
+            pairs.value[kOwn][i] += part.value[0][i];
+            pairs.value[kOwn + 1][2 + i] += part.value[1][2 + i];
+        }
+        if (Level == kLevelsOfBlock - 1) pairs.value[kOwn][2 + i] += part.value[0][2 + i];
+    }
+}
+
+// += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading` is decayed from its blocks' starts, `written` to
+// their ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded behind more blocks, the system
+// would be another than the walk's, and what is then not erased adds up.
+template <typename T, int Columns, typename M>
+DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Rows<T, Columns>& written, const M& totals,
+                        int row) {
+#pragma unroll 1
+    for (int key = 0; key < Columns; key += 16) {
+        Strip<2> left;
+        left.each_pair([&](int place, int t, float& x, float& y) {
+            x = reading.get(row + t, key + place), y = reading.get(row + t, key + place + 1);
+        });
+        UNROLL for (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
+            if (earlier * kSteps >= row) continue;
+            multiply_pairs<kPasses<T>, false>(pairs.part<2>(2 * earlier), left, written.from(earlier * kSteps, key));
+            left.scale(&totals(earlier, key));
+        }
+    }
+}
+
+// Adds the pairs of a part of the keys, from `key` on, whose copies are under way, and leaves what decays scale.
+template <typename T, bool Corrects, bool Backward, typename Shared>
+DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given,
+                        const Slice<Factor<T>>& slice, const Place& at, int key) {
+    using Keys = typename Shared::Keys;
+    const int row = own_row(), block = row / kSteps, lane = warp_lane();
+    float gates[kSteps], scale[kSteps] = {}, log = 0.0f;
+    load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, at.start + row,
+                 given.sizes.time);
+    UNROLL for (int t = 0; t < kSteps; ++t) log += gates[t];
+    exponentiate(gates);
+    shared.totals(block, lane) = expf(log);
+    shared.logs(block, lane) = log;
+    copies_wait<0>();
+    __syncthreads();
+    float* const decays = slice.decays_of(at.local, at.n) + key + lane;
+    if (key + lane < slice.key_rows) {
+        if constexpr (Corrects) {
+            decays[block * slice.key_rows] = shared.totals(block, lane);
+        } else if (block == 0) {
+            for (int of = 1; of < kBlocks; ++of) log += shared.logs(of, lane);
+            decays[0] = expf(log);
+            decays[slice.key_rows] = log;
+        }
+    }
+    // The warp's rows of x, scaled, and from there to the workspace, if it has a place for them.
+    const auto put = [&](const Keys& to, const Keys& x, int t) {
+        to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
+    };
+    const auto write = [&](const Keys& to, const Keys& x, Factor<T>* all) {
+        UNROLL for (int t = 0; t < kSteps; ++t) put(to, x, t);
+        __syncwarp();
+        constexpr int kPiece = 16 / sizeof(T), kAcross = Keys::kColumns / kPiece;
+        const int across = lane % kAcross * kPiece;
+        if (all != nullptr && key + across < slice.key_rows)
+            UNROLL for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross) *
+                reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
+                                         (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key + across) =
+                *reinterpret_cast<const uint4*>(&to(t, across));
+        __syncwarp();
+    };
+    const Keys &k = shared.k, *const late = shared.readers, *const levels = shared.levels;
+    if constexpr (!Corrects) {
+        scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
+        write(levels[0], k, slice.written);
+    }
+    if (slice.scores == nullptr) return;
+    if constexpr (!(Corrects && Backward)) {
+        scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
+        write(levels[0], late[0], slice.queries);
+    }
+    add_level<-1>(pairs[0], late[0], k, row);
+    each_level<0, kLevelsOfBlock>([&](auto of) {
+        constexpr int level = decltype(of)::value;
+        scale_to_middle<level>(scale, gates, shared.totals, lane, block);
+        // Rows of erase keys are multiplied by those of keys among the queries'.
+        UNROLL for (int t = 0; t < kSteps; ++t)
+            UNROLL for (int i = 0; i < Shared::kReaders; ++i) if (is_late<level>(block, t) || i == 0)
+                put(levels[i], is_late<level>(block, t) ? late[i] : k, t);
+        __syncwarp();
+        UNROLL for (int i = 0; i < Shared::kReaders; ++i) add_level<level>(pairs[i], levels[i], levels[0], row);
+        __syncwarp();
+    });
+    scale_to_end(scale, gates, 1.0f);
+    write(k, k, Corrects ? slice.written : nullptr);
+    scale_from_start(scale, gates, 1.0f);
+    write(late[0], late[0], Corrects && Backward ? slice.queries : nullptr);
+    if constexpr (Corrects) write(late[1], late[1], slice.erased);
+    __syncthreads();
+    UNROLL for (int i = 0; i < Shared::kReaders; ++i) add_earlier(pairs[i], late[i], k, shared.totals, row);
+}
+
+// A factor from the right as the walk multiplies by it: in one pass it is rounded here, once.
+template <typename T>
+DEVICE float as_right_factor(float x) {
+    return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
+}
+
+// T - I to the workspace, by four warps, 16 columns each. Of `products`, of G, this warp has written as many rows; of blocks on its
+// diagonal the inverses of those of I + B G take the place.
+template <typename T>
+DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products, const float* beta) {
+    __syncwarp();
+    // A column to two lanes.
+    const int first = own_row(), column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
+    const Matrix<float> block = products.from(first, first);
+    float x[kTileRows] = {};
+    UNROLL for (int j = 0; j < kTileRows; ++j) {
+        // A known number goes at once into all sums that wait for it, which do not wait for one another.
+        x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
+        UNROLL for (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
+    }
+    __syncwarp();
+    UNROLL for (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
+    __syncthreads();
+    // Substitution, in a strip whose places are the rows.
+    const int group = warp_lane() / 4, below = 2 * (warp_lane() % 4);
+    Strip<kSide / 8> inverse;
+    inverse.clear();
+    UNROLL for (int row = 0; row < kSide; row += kTileRows) {
+        if (row < first) continue;
+        Strip<2> sums;
+        sums.clear();
+        UNROLL for (int inner = 0; inner < row; inner += kTileRows) if (inner >= first)
+            multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
+        sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
+        multiply_kept<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
+    }
+    // This lane's first element in the first row of blocks: how far the others are is known before the kernel runs.
+    float* const own = &to(below, 0) + first * kBlockSide + place_in_inverse(group);
+    inverse.each([&](int t, int j, float& x) {
+        const int row = (t - below) / kTileRows * kTileRows;
+        if (row < first) return;
+        own[(&to(row, 0) - to.data) + (t - below - row) * kBlockSide + j - group] =
+            t == first + j ? 0.0f : as_right_factor<T>(x);
+    });
+}
+
+template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward, int Width>
+__global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated, Decays, Backward, Width>::kAtOnce))
+    local(const RuleForward given, const Slice<Factor<T>> slice) {
+    using Shared = LocalParts<T, Corrects, Gated, Decays, Backward, Width>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const LocalParts<T, Gated, Backward, Width> shared{Carver(memory)};
+    const Shared shared{Carver(memory)};
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, given.sizes);
     const int start = at.start, time = given.sizes.time, row = own_row();
-    const typename ChunkSteps<Gated>::Step own_step(given.strengths, given.log_gate, at.batch, at.head, start, time);
+    const typename ChunkSteps<Gated>::Step own_step(given.beta, given.log_gate, at.batch, at.head, start, time);
+    const bool scored = Corrects ? Decays || Backward : slice.scores != nullptr;  // P is wanted
+    const auto copy_keys = [&](int key) {
+        const auto copy = [&](const typename Shared::Keys& to, const Sequence& x) {
+            copy_steps(to, Head<T>(x, at.batch, at.head, key, given.sizes.key_dim), start, time);
+        };
+        copy(shared.k, given.k);
+        if (scored) copy(shared.readers[0], given.q);
+        if constexpr (Corrects && Decays) copy(shared.readers[1], given.erase.data ? given.erase : given.k);
+        copies_commit();
+    };
     const auto find_steps = [&] {
-        steps.find(own_step, Width == 0 && given.complement);
+        steps.find(own_step, !Corrects && given.complement);
         steps.store(slice.steps_of(at.local, at.n));
     };
-    if constexpr (Width == 0) {
-        find_steps();
-    } else {
-        const auto copy_keys = [&](int key) {
-            const auto copy = [&](const Rows<T, kKeys>& to, const Sequence& x) {
-                copy_steps(to, Head<T>(x, at.batch, at.head, key, given.sizes.key_dim), start, time);
-            };
-            copy(shared.k, given.k);
-            if constexpr (Backward) copy(shared.q, given.q);
-            copies_commit();
-        };
-        copy_keys(0);
-        find_steps();
-        Strip<kSide / 8> products, scores;
-        products.clear(), scores.clear();
-        for (int key = 0; key < slice.key_rows; key += kKeys) {
-            if (key > 0) {
+    if constexpr (Corrects && !Decays) copy_keys(0);  // on their way while the steps' numbers are found
+    if constexpr (!Decays) find_steps();
+    if constexpr (Corrects || Decays) {
+        Pairs pairs[2];  // of queries, and of erase keys
+        pairs[0].clear(), pairs[1].clear();
+        for (int key = 0; key < slice.key_rows; key += 16 * Width) {
+            if (key > 0) __syncthreads();
+            if (Decays || key > 0) copy_keys(key);
+            if constexpr (Decays) {
+                add_decayed<T, Corrects, Backward>(pairs, shared, given, slice, at, key);
+            } else {
+                copies_wait<0>();
                 __syncthreads();
-                copy_keys(key);
+                multiply_rows<kPasses<T>, false, false>(pairs[1], shared.k, row, shared.k, Width);
+                if (scored) multiply_rows<kPasses<T>, false, false>(pairs[0], shared.readers[0], row, shared.k, Width);
             }
-            copies_wait<0>();
-            __syncthreads();
-            multiply_rows<kPasses, false, false>(products, shared.k, row, shared.k, Width);
-            if constexpr (Backward) multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width);
         }
-        steps.template keep_pairs<false>(products, row);
-        products.write(shared.products.from(row, 0));
-        __syncwarp();
-        const float* const beta = steps.numbers + kBeta;
-        invert_diagonal_block(shared.products, beta, row);
-        if constexpr (Backward) {
-            steps.template keep_pairs<true>(scores, row);
-            scores.each([](int, int, float& x) { x = as_right_factor<T>(x); });
-            const LowerBlocks<Factor<T>> to = slice.lower_of(slice.scores, at.local, at.n);
-            UNROLL for (int first = 0; first < kSide; first += kTileRows) if (first <= row)
-                scores.template part<2>(first / 8)
-                    .store(&to(row, first), to.stride, kTileRows);
+        if constexpr (!Decays) {
+            steps.template keep_pairs<true>(pairs[0], row);
+            steps.template keep_pairs<false>(pairs[1], row);
         }
-        __syncthreads();
-        store_inverse<T>(slice.lower_of(slice.inverse, at.local, at.n), shared.products, beta, row / kTileRows);
+        const auto store = [&](const auto& to, Pairs from) {
+            UNROLL for (int block = 0; block < kBlocks; ++block) {
+                const bool own = Decays && block == kBlocks - 1;
+                const int first = own ? row : block * kBlockSide;
+                if (own || first < row + !Decays)
+                    from.part<2>(2 * block).each_pair(
+                        [&](int s, int t, float x, float y) { put_pair(&to(row, first) + t * to.stride + s, x, y); });
+            }
+        };
+        const auto square = [&](auto* all) { return slice.lower_of(all, at.local, at.n); };
+        if (scored) {
+            pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });
+            store(square(slice.scores), pairs[0]);
+            if constexpr (kRounded<T> && Decays && !(Corrects && Backward))
+                store(square(slice.rest), pairs[0].template rest<T>());
+        }
+        if constexpr (Corrects) {
+            Decays ? find_steps() : __syncthreads();  // a barrier: nobody reads rows any more
+            store(shared.products, pairs[1]);
+            store_inverse<T>(square(slice.inverse), shared.products, steps.numbers + kBeta);
+        }
     }
 }
 
 }  // namespace
 
 template <typename T>
-cudaError_t launch_local(const Local& given, const RulePass& pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
-    if (pass.decays) return launch_decayed_local<T>(given, pass, slice, stream);
-    if (!pass.corrects && !pass.gated) return cudaSuccess;
-    const auto run = [&](auto gated, auto backward, auto width) {
-        return launch(local<T, gated, backward, width>, dim3(slice.heads, slice.chunks), dim3(kStripThreads),
-                      LocalParts<T, gated, backward, width>(Carver(nullptr)).bytes, stream, given, slice);
-    };
-    if (!pass.corrects) return run(std::true_type(), std::false_type(), std::integral_constant<int, 0>());
-    return with_flags(pass.gated, pass.backward, [&](auto gated, auto backward) {
-        return with_width(slice.key_rows, [&](auto width) { return run(gated, backward, width); });
+cudaError_t launch_local(RuleForward given, RulePass pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
+    if (pass.values) {
+        pass.values = false;
+        RuleForward turned = given;  // values in the place of keys
+        turned.sizes.key_dim = given.sizes.value_dim;
+        turned.q = given.out;
+        turned.k = given.v;
+        turned.log_key_decay = given.log_value_decay;
+        const cudaError_t error = launch_local<T>(turned, pass, slice.swapped(), stream);
+        if (error != cudaSuccess) return error;
+    }
+    return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto) {
+        const auto run = [&](auto width) {
+            const auto of_pass = [&](auto backward) {
+                using Shared = LocalParts<T, corrects, gated, decays, backward, width>;
+                return launch(local<T, corrects, gated, decays, backward, width>, dim3(slice.heads, slice.chunks),
+                              dim3(kStripThreads), Shared(Carver(nullptr)).bytes, stream, given, slice);
+            };
+            if constexpr (corrects)
+                if (pass.backward) return of_pass(std::true_type());
+            return of_pass(std::false_type());
+        };
+        if constexpr (corrects && !decays)
+            return with_width(slice.key_rows, run);
+        else if constexpr (decays || gated)
+            return run(std::integral_constant<int, kWarp / 16>());  // of decays a lane has a key
+        return cudaSuccess;
     });
 }
 
-template cudaError_t launch_local<float>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__half>(const Local&, const RulePass&, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__nv_bfloat16>(const Local&, const RulePass&, const Slice<__nv_bfloat16>&,
-                                                 cudaStream_t);
+template cudaError_t launch_local<float>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__half>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_local<__nv_bfloat16>(RuleForward, RulePass, const Slice<__nv_bfloat16>&, cudaStream_t);
 
 }  // namespace fairseq_fastweights

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "local.cuh"
 #include "segments.cuh"
+#include "system.cuh"
 #include "walk.cuh"
 
 namespace fairseq_fastweights {
@@ -292,7 +292,7 @@ cudaError_t run_walked(const Params& p, cudaStream_t stream) {
             size_t bytes = 0;
             const auto slice = lay_out<Factor<T>>(p.sizes, head, std::min(plan.heads, heads - head), begin,
                                                   std::min(plan.slice, chunks - begin), plan.pass, workspace, bytes);
-            cudaError_t error = launch_local<T>(Local(p), plan.pass, slice, stream);
+            cudaError_t error = launch_local<T>(given_to_local(p), plan.pass, slice, stream);
             if (error == cudaSuccess)
                 error = Last::template run<T>(p, plan, walks_of<T>(p, plan, slice), workspace + bytes, stream);
             if (error != cudaSuccess) return error;
