@@ -294,7 +294,7 @@ CUDA = (
         "                if (key > 0 || value > 0) copy_values",
         "                if (key > 0) copy_values",
     ),
-    Fault("cuda/chunked/gradients.cu", "if (key > 0 || value > 0) {\n", "if (key > 0) {\n"),
+    Fault("cuda/chunked/gradients.cu", "if (key > 0 || value > 0) copy_states", "if (key > 0) copy_states"),
     # The walk
     Fault("cuda/chunked/strips.cuh", "[i / 2][i % 2 * 2 + 1] = widen", "[i / 2][3 - i % 2 * 2] = widen"),
     Fault("cuda/chunked/walk_memory.cuh", "(place - twice) * to.stride + (j - group);", "(place - twice) * to.stride;"),
@@ -385,7 +385,7 @@ CUDA = (
         "cuda/chunked/gradients.cu", "multiply_rows<kPasses, true, true>(dk, shared.pairs, row, shared.k, kSide / 16);"
     ),
     Fault("cuda/chunked/gradients.cu", "sums.put_passing(passed);", "sums.put_passing(0.0f);"),
-    Fault("cuda/chunked/gradients.cu", "sums.written()[row + j] = sum;", "sums.read()[row + j] += sum;"),
+    Fault("cuda/chunked/gradients.cu", "sums.written()[row + j] = sum *", "sums.read()[row + j] += sum *"),
     without("cuda/chunked/gradients.cu", "if (!all_values) copy_values(value);"),
     without("cuda/chunked/gradients.cu", "if (value == 0 && !all_keys && (key > 0 || !kDecays)) copy_keys(key);"),
     # The same where nothing corrects
@@ -402,7 +402,7 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "Width == 0 && given.complement", "false"),
     without("cuda/chunked/outputs.cu", "if constexpr (Gated && !Corrects) scores.scale(steps.strengths());"),
     without("cuda/chunked/gradients.cu", "        if constexpr (Gated) scores.scale(steps.strengths());\n"),
-    Fault("cuda/chunked/gradients.cu", "of_writes[half] * steps.strength(row + group + 8 * half)", "of_writes[half]"),
+    Fault("cuda/chunked/gradients.cu", "sum * steps.strength(row + j)", "sum"),
     Fault("cuda/chunked/gradients.cu", "if (complement && Gated) d_scores.scale", "if (false) d_scores.scale"),
     Fault("cuda/chunked/gradients.cu", "sums.strength()[row + j] = sum;", "sums.strength()[row + j] = 0.0f;"),
     without("cuda/chunked/gradients.cu", "dk.each([&](int, int j, float& x) { x *= steps.strength(row + j); });"),
@@ -411,7 +411,7 @@ CUDA = (
         "x *= steps.to_end(row + j) * steps.strength(row + j);",
         "x *= steps.to_end(row + j);",
     ),
-    Fault("cuda/chunked/gradients.cu", "(part, shared.pairs, row,", "(part, shared.pairs, 0,"),
+    Fault("cuda/chunked/gradients.cu", "(part, pairs, row,", "(part, pairs, 0,"),
     Fault("cuda/chunked/gradients.cu", "if (kDecays || !all_keys || !all_values) {", "if (kDecays || !all_values) {"),
     Fault("cuda/chunked/gradients.cu", "if (!all_values && key == 0)", "if (false)"),
     Fault("cuda/chunked/stages.cuh", ": pass.gated;", ": 0;"),
@@ -422,35 +422,23 @@ CUDA = (
     Fault("cuda/chunked/rows.cuh", "kSide, time - start, from.dim);", "kSide, kSide, from.dim);"),
     Fault("cuda/chunked/rows.cuh", "kSide, time - start, from.dim);", "kSide, time - start, Columns);"),
     Fault("cuda/chunked/rows.cuh", "if (!from.in_pieces(Columns)) return", "if (false) return"),
-    Fault("cuda/chunked/rows.cuh", "if (row >= rows) return 0.0f;", "if (row > 0) return 0.0f;"),
-    Fault("cuda/chunked/rows.cuh", "b = x.get(row + j, i + 1)", "b = x.get(row + j, i)"),
-    Fault(
-        "cuda/chunked/rows.cuh",
-        "at.n) + value * kSide, kSide, values, values,",
-        "at.n), kSide, values, values,",
-    ),
-    Fault(
-        "cuda/chunked/rows.cuh", "at.head, value, sizes.value_dim), at.start", "at.head, 0, sizes.value_dim), at.start"
-    ),
-    Fault(
-        "cuda/chunked/outputs.cu",
-        " + key,\n                    slice.key_rows, values, values",
-        ",\n                    slice.key_rows, values, values",
-    ),
-    Fault("cuda/chunked/outputs.cu", "values, values, slice.key_rows - key);", "values, values, slice.key_rows);"),
-    Fault("cuda/chunked/gradients.cu", "keys = slice.key_rows - key;", "keys = slice.key_rows;"),
-    Fault("cuda/chunked/gradients.cu", "from + value * slice.key_rows + key,", "from + key,"),
-    Fault("cuda/chunked/gradients.cu", "at.n) + value * kSide, kSide, values,", "at.n), kSide, values,"),
+    Fault("cuda/chunked/gradients.cu", "own < kKeys; own += kWarp", "own < kWarp; own += kWarp"),
+    Fault("cuda/chunked/gradients.cu", "j < 16 * blocks; j += kBlocks", "j < 16; j += kBlocks"),
+    Fault("cuda/chunked/rows.cuh", "slice.rows_of(all, local, n) + value * kSide", "slice.rows_of(all, local, n)"),
+    Fault("cuda/chunked/rows.cuh", "copy(to, v, value, sizes", "copy(to, v, 0, sizes"),
+    Fault("cuda/chunked/rows.cuh", "+ down * width + across", "+ down * width"),
+    Fault("cuda/chunked/rows.cuh", "width - across);", "width);"),
+    Fault("cuda/chunked/rows.cuh", "down * width + across", "across"),
     Fault("cuda/chunked/gates.cuh", "Gated ? kGateNumbers : kSide)", "kSide)"),
     Fault("cuda/chunked/gates.cuh", "i < step_numbers(Gated); i +=", "i < kWalkNumbers; i +="),
     # Their products
     Fault("cuda/chunked/rows.cuh", "&own(third + low, second)", "&own(second + low, third)"),
     Fault("cuda/chunked/rows.cuh", ": &own(second + low, third)", ": &own(third + low, second)"),
     Fault("cuda/chunked/rows.cuh", "load_matrices<Turned>(part", "load_matrices<!Turned>(part"),
-    without("cuda/chunked/rows.cuh", "            if (e >= blocks) break;\n"),
+    without("cuda/chunked/rows.cuh", "        if (e >= blocks) break;\n"),
     Fault("cuda/chunked/rows.cuh", "Turned ? left.from(16 * e, row)", "Turned ? left.from(0, row)"),
     Fault("cuda/chunked/rows.cuh", "x = Turned ? own(place, j)", "x = Turned ? own(j, place)"),
-    Fault("cuda/chunked/rows.cuh", "e < blocks; ++e) add", "e < 1; ++e) add"),
+    Fault("cuda/chunked/rows.cuh", "if (e >= blocks) break;", "if (e >= 1) break;"),
     Fault(
         "cuda/chunked/rows.cuh",
         "right.from(16 * e, 0) : right.from(0, 16 * e)",
@@ -484,42 +472,21 @@ CUDA = (
     Fault("cuda/chunked/strips.cuh", "if (place < places && j < rows) put_pair", "if (place < places) put_pair"),
     Fault("cuda/chunked/strips.cuh", "if (place < places && j < rows) put_pair", "if (j < rows) put_pair"),
     # Barriers and waits of the stages that take all chunks at once
-    Fault("cuda/chunked/outputs.cu", "copies_wait<1>();", "copies_wait<2>();"),
+    Fault("cuda/chunked/outputs.cu", "each_part<1>(", "each_part<2>("),
     Fault(
-        "cuda/chunked/outputs.cu",
-        "                __syncthreads();\n                copy_keys(shared.q",
-        "                copy_keys(shared.q",
+        "cuda/chunked/rows.cuh", "            __syncthreads();\n            copy(first);", "            copy(first);"
     ),
-    Fault("cuda/chunked/outputs.cu", "                copies_wait<0>();\n            } else", "            } else"),
-    Fault(
-        "cuda/chunked/outputs.cu",
-        "            __syncthreads();\n            multiply_rows<kPasses, false, false>(scores",
-        "            multiply_rows<kPasses, false, false>(scores",
-    ),
+    Fault("cuda/chunked/rows.cuh", "            arrive();\n        } else", "        } else"),
+    Fault("cuda/chunked/rows.cuh", "copies_wait<Behind>();\n            __syncthreads();", "copies_wait<Behind>();"),
     Fault(
         "cuda/chunked/outputs.cu",
         "                __syncthreads();\n                if (!there)",
         "                if (!there)",
     ),
-    Fault(
-        "cuda/chunked/outputs.cu", "            __syncthreads();\n            each_columns", "            each_columns"
-    ),
-    Fault("cuda/chunked/outputs.cu", "|| value > 0 || !there) {", "|| value > 0) {"),
-    Fault("cuda/chunked/gradients.cu", "copies_wait<2>();", "copies_wait<3>();"),
-    Fault("cuda/chunked/gradients.cu", "copies_wait<1>();", "copies_wait<2>();"),
-    Fault("cuda/chunked/gradients.cu", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();"),
-    Fault(
-        "cuda/chunked/gradients.cu",
-        "                __syncthreads();\n                copy_keys(key);\n                arrive();",
-        "                copy_keys(key);\n                arrive();",
-    ),
-    Fault("cuda/chunked/gradients.cu", "copies_wait<2>();\n                __syncthreads();", "copies_wait<2>();"),
-    Fault("cuda/chunked/gradients.cu", "copies_wait<1>();\n            __syncthreads();", "copies_wait<1>();"),
-    Fault(
-        "cuda/chunked/gradients.cu",
-        "            __syncthreads();\n            copy_values(value);",
-        "            copy_values(value);",
-    ),
+    Fault("cuda/chunked/rows.cuh", "copies_wait<0>();\n    __syncthreads();", "copies_wait<0>();"),
+    Fault("cuda/chunked/outputs.cu", "if (value > 0 || !there) {", "if (value > 0) {"),
+    Fault("cuda/chunked/gradients.cu", "each_part<2>(", "each_part<3>("),
+    Fault("cuda/chunked/gradients.cu", "each_part<1>(", "each_part<2>("),
     without("cuda/chunked/gradients.cu", "    __syncthreads();  // nobody reads v any more\n"),
     Fault(
         "cuda/chunked/gradients.cu",
@@ -528,8 +495,8 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked/gradients.cu",
-        "                    __syncthreads();\n                    if (kDecays || !all_keys) copy_steps",
-        "                    if (kDecays || !all_keys) copy_steps",
+        "                    __syncthreads();\n                    if (kDecays || !all_keys) at.copy",
+        "                    if (kDecays || !all_keys) at.copy",
     ),
     Fault(
         "cuda/chunked/gradients.cu", "sums.put_passing(passed);\n        __syncthreads();", "sums.put_passing(passed);"
@@ -605,15 +572,23 @@ CUDA = (
     without("cuda/chunked/gradients.cu", "d_system.each([](int, int, float& x) { x = -x; });"),
     without("cuda/chunked/gradients.cu", "            by_beta(products);\n"),
     without("cuda/chunked/gradients.cu", "            inside.scale(steps.strengths());\n"),
-    without("cuda/chunked/gradients.cu", "        by_beta(strong);\n"),
-    without("cuda/chunked/gradients.cu", "            by_beta(read);\n"),
+    without("cuda/chunked/gradients.cu", "            by_beta(scores);\n"),
+    Fault("cuda/chunked/gradients.cu", "by_beta(read);\n                read.dot(read_sums", "read.dot(read_sums"),
+    Fault("cuda/chunked/gradients.cu", "by_beta(read);\n            }", "}"),
     without("cuda/chunked/gradients.cu", "dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });"),
     Fault("cuda/chunked/gradients.cu", "if (complement && kRounded<T>) multiply_kept", "if (false) multiply_kept"),
     without("cuda/chunked/gradients.cu", "            dq.dot(read_sums, own_q);\n"),
-    Fault("cuda/chunked/gradients.cu", "of_reads[half] * steps.beta(row + group + 8 * half)", "of_reads[half]"),
-    without("cuda/chunked/gradients.cu", "            read.dot(d_beta, own_k);\n"),
-    without("cuda/chunked/gradients.cu", "            multiply_kept<kPasses, true>(read, d_system, shared.k);\n"),
-    Fault("cuda/chunked/gradients.cu", "passed += dot_of(", "passed = dot_of("),
+    Fault(
+        "cuda/chunked/gradients.cu",
+        "read.dot(d_beta, own_k);\n                by_beta(read);\n                read.dot",
+        "by_beta(read);\n                read.dot",
+    ),
+    Fault(
+        "cuda/chunked/gradients.cu",
+        "read.dot(d_beta, own_k);\n                by_beta(read);\n            }",
+        "by_beta(read);\n            }",
+    ),
+    without("cuda/chunked/gradients.cu", "multiply_kept<kPasses, true>(read, scores, shared.k);\n"),
     without("cuda/chunked/rows.cuh", "        sum += __shfl_xor_sync(kAllLanes, sum, 2);\n"),
     Fault("cuda/chunked/rows.cuh", "done(warp_lane() / 4 + 8 * half, sum)", "done(warp_lane() / 4, sum)"),
     Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] += x * widen", "d_beta[0] += x * widen"),
@@ -621,14 +596,8 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "thread >= kSide || start + thread >= time", "thread >= kSide"),
     Fault("cuda/chunked/gradients.cu", "at.head, start + thread, time) : 0.0f;", "at.head, start, time) : 0.0f;"),
     Fault("cuda/chunked/gradients.cu", "sum -= sums.strength()", "sum += sums.strength()"),
-    without(
-        "cuda/chunked/gradients.cu",
-        "if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, value), start, time);",
-    ),
-    without(
-        "cuda/chunked/gradients.cu",
-        "if (kDecays || !all_keys) copy_steps(shared.k, key_head(written, key), start, time);",
-    ),
+    without("cuda/chunked/gradients.cu", "if constexpr (Corrects) at.copy(shared.v, p.v, value, values_in_all);"),
+    without("cuda/chunked/gradients.cu", "if (kDecays || !all_keys) at.copy(shared.k, written, key, keys_in_all);"),
     without("cuda/chunked/gradients.cu", "        steps.template keep_pairs<true>(scores, row);\n"),
     Fault(
         "cuda/chunked/gradients.cu",
@@ -686,10 +655,10 @@ CUDA = (
     without("cuda/chunked/gradients.cu", "d_erase.dot(d_beta, shared.erase.from(row, 0));"),
     without("cuda/chunked/gradients.cu", "by_beta(d_erase);"),
     Fault("cuda/chunked/gradients.cu", "if (p.erase.data == nullptr) {", "if (false) {"),
-    Fault("cuda/chunked/gradients.cu", "key_head(written, key)", "key_head(p.k, key)"),
+    Fault("cuda/chunked/gradients.cu", "at.copy(shared.k, written,", "at.copy(shared.k, p.k,"),
     without(
         "cuda/chunked/gradients.cu",
-        "                        copy_state(shared.state, slice.states, key, value);\n                        arrive();\n",
+        "                        copy_states(key, value);\n                        arrive();\n",
     ),
     # And of values
     without("cuda/chunked/walk.cu", "                state.each([&](int, int j, float& x) { x *= by[j]; });\n"),
@@ -698,12 +667,11 @@ CUDA = (
         "cuda/chunked/decayed_local.cu", "launch_decayed_local<T>(given.swapped(),", "launch_decayed_local<T>(given,"
     ),
     without("cuda/chunked/slices.h", "        std::swap(s.rest, s.d_rest);\n"),
-    Fault("cuda/chunked/levels.cuh", "scale[t] = product *= gates[t];", "scale[t] = product;"),
+    Fault("cuda/chunked/levels.cuh", "gates, 1.0f, first + kHalf, kHalf", "gates, 1.0f, first, kHalf"),
     Fault("cuda/chunked/levels.cuh", "i < middle ? i > block : i < block", "i < middle && i > block"),
-    without("cuda/chunked/gradients.cu", "    p.log_key_decay = p.log_value_decay;\n"),
+    without("cuda/chunked/gradients.cu", ", of_values.log_key_decay = p.log_value_decay"),
     Fault("cuda/chunked/gradients.cu", "product * slice.value_decays_of(at.local, at.n)[value + j]", "product"),
-    Fault("cuda/chunked/levels_gradient.cuh", "(sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f)", "0.0f"),
-    Fault("cuda/chunked/levels_gradient.cuh", "to(t, s) = to(s, t) = ", "to(t, s) ="),
+    without("cuda/chunked/levels_gradient.cuh", "if constexpr (sizeof(F) == 2) add(rest);"),
     # Sequences divided in time
     Fault(
         "cuda/carried_states.cuh",
