@@ -43,7 +43,7 @@ struct GradientParts {
     WrittenRows<T, Corrects> update;
     Rows<F, kSide> d_right;  // transposed
     States state, d_state;   // transposed, but for gradients of values
-    // Of pairs: d_scores, and the gradient of the system or, where nothing corrects, the scores; with decays mirrored.
+    // Pairs: d_scores, and the gradient of the system or, where nothing corrects, the scores; with decays mirrored.
     Rows<std::conditional_t<kDecays, float, F>, kSide> d_scores, pairs;
     ChunkSteps<Gated> steps;
     GateSums sums;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Parts shared(Carver(memory), value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
-    const Place at(slice, p.sizes);
+    const Place at(slice, p.sizes, kDecays);
     const int thread = threadIdx.x, row = own_row(), start = at.start, time = p.sizes.time;
     const int keys_in_all = p.sizes.key_dim, values_in_all = p.sizes.value_dim;
     const bool complement = !Corrects && p.complement != 0;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if (s <= row + j) to(row + j, s) = to(s, row + j) = x;
         });
     };
-    if constexpr (Corrects) d_system.each([](int, int, float& x) { x = -x; });
+    if constexpr (Corrects) d_system.each([&](int s, int j, float& x) { x = s < row + j ? -x : 0.0f; });
     __syncthreads();  // nobody reads v any more
     if constexpr (kDecays) {
         if constexpr (kOfBoth) d_scores = load_pairs(at, row, slice.d_scores, slice.d_rest);
@@ -207,7 +207,6 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             load_column(of.early, shared.k.from(row, 0), of.column);
             of.begin(dk);
             of.add(dq, shared.d_scores);
-            of.add_diagonal(shared.d_scores);
             store(T(), p.dq, of.strip_of(of.d_late));
             if constexpr (Corrects) {
                 UNROLL for (int t = 0; t < kSteps; ++t) of.late[t] =

@@ -48,10 +48,11 @@ DEVICE constexpr bool is_late(int block, int t) {
 }
 
 // The rest is of one dimension of a block, in a thread's registers.
+using OfBlock = float[kSteps];
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
-DEVICE void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension, int dim, int start,
+DEVICE void load_logs(OfBlock& to, const Sequence& logs, int batch, int head, int dimension, int dim, int start,
                       int time) {
     const int there = logs.data == nullptr || dimension >= dim ? 0 : time - start;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
@@ -66,9 +67,9 @@ DEVICE void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int 
         load(static_cast<const T*>(logs.data) + first);
 }
 
-DEVICE void exponentiate(float (&logs)[kSteps]) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
+DEVICE void exponentiate(OfBlock& logs) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
 
-DEVICE float product_of(const float (&gates)[kSteps]) {
+DEVICE float product_of(const OfBlock& gates) {
     float product = 1.0f;
     UNROLL for (int t = 0; t < kSteps; ++t) product *= gates[t];
     return product;
@@ -83,12 +84,10 @@ DEVICE float between(const M& totals, int column, int block, int middle) {
 }
 
 // scale(t) = what is left of the start of `count` steps, decayed by `by`, at step t; of step s at their end, decayed by `by` then.
-DEVICE void scale_from_start(float (&scale)[kSteps], const float (&gates)[kSteps], float by, int first = 0,
-                             int count = kSteps) {
+DEVICE void scale_from_start(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
     UNROLL for (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
 }
-DEVICE void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], float by, int first = 0,
-                         int count = kSteps) {
+DEVICE void scale_to_end(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
     UNROLL for (int s = first + count - 1; s >= first; --s) {
         scale[s] = by;
         by *= gates[s];
@@ -97,8 +96,7 @@ DEVICE void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], f
 
 // scale(t) = F_tm in second halves of a level, F_mt in first ones.
 template <int Level, typename M>
-DEVICE void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps], const M& totals, int column,
-                            int block) {
+DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& totals, int column, int block) {
     if constexpr (Level < kLevelsOfBlock) {
         constexpr int kHalf = 1 << Level;
         UNROLL for (int first = 0; first < kSteps; first += 2 * kHalf) {
@@ -116,7 +114,7 @@ DEVICE void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps]
 }
 
 template <typename M>
-DEVICE void load_column(float (&to)[kSteps], const M& from, int column) {
+DEVICE void load_column(OfBlock& to, const M& from, int column) {
     UNROLL for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
 }
 

@@ -88,7 +88,7 @@ struct BlockGradients {
         if (there) load_column(found, by.from(row, 0), column);
     }
     // A strip of columns.
-    DEVICE Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
+    DEVICE Strip<Keys / 8> strip_of(const OfBlock& columns) const {
         __syncwarp();
         UNROLL for (int t = 0; t < kSteps; ++t) if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
@@ -155,23 +155,20 @@ struct BlockGradients {
         scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
         to_later = add_half<false>();
     }
-    // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
+    // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
     DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
         UNROLL for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
         find_columns(reads, shared.rows);
         scale_from_start(scale, gates, between(shared.totals, column, block, 0));
         to_earlier += add_half<true>();
         each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value>(weights); });
-    }
-    // Those of pairs of a step with itself.
-    DEVICE void add_diagonal(const Rows<float, kSide>& weights) {
-        UNROLL for (int t = 0; t < kSteps; ++t) {
+        UNROLL for (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
             const float weight = weights(row + t, row + t);
             d_late[t] += weight * early[t];
             d_early[t] += weight * late[t];
         }
     }
-    // What passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
+    // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
     DEVICE void add_passing(float whole) {
         whole *= between(shared.totals, column, block, 0) * product_of(gates) *
                  between(shared.totals, column, block, kBlocks);

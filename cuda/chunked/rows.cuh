@@ -142,9 +142,7 @@ DEVICE void each_columns(Strip<N>& all, int across, F f) {
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>
-using Written = std::conditional_t<Corrects, Factor<T>, T>;
-template <typename T, bool Corrects>
-using WrittenRows = Rows<Written<T, Corrects>, kSide>;
+using WrittenRows = Rows<std::conditional_t<Corrects, Factor<T>, T>, kSide>;
 
 // The chunk of a head that a block has: `local` counts the slice's heads, `start` is the chunk's first step. Its functions
 // start to copy from a key and a value on.
@@ -153,15 +151,16 @@ struct Place {
     const Slice<F>& slice;
     const Sizes& sizes;
     int local, n, batch, head, start;
+    bool anew;  // addresses of sequences are found each time: they take instructions, and no registers meanwhile
 
-    DEVICE Place(const Slice<F>& slice, const Sizes& sizes)
+    DEVICE Place(const Slice<F>& slice, const Sizes& sizes, bool anew = false)
         : slice(slice), sizes(sizes), local(blockIdx.x), n(slice.begin + blockIdx.y),
           batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
-          start(n * kSide) {}
+          start(n * kSide), anew(anew) {}
 
     template <typename T>
     DEVICE Head<T> part_of(const Sequence& x, int first, int dim) const {
-        return Head<T>(x, opaque(batch), head, first, dim);
+        return Head<T>(x, anew ? opaque(batch) : batch, head, first, dim);
     }
     template <typename T, int Columns>
     DEVICE void copy(const Rows<T, Columns>& to, const Sequence& x, int first, int dim) const {
