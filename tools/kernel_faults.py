@@ -435,10 +435,10 @@ CUDA = (
     Fault("cuda/chunked/rows.cuh", "&own(third + low, second)", "&own(second + low, third)"),
     Fault("cuda/chunked/rows.cuh", ": &own(second + low, third)", ": &own(third + low, second)"),
     Fault("cuda/chunked/rows.cuh", "load_matrices<Turned>(part", "load_matrices<!Turned>(part"),
-    without("cuda/chunked/rows.cuh", "        if (e >= blocks) break;\n"),
+    without("cuda/chunked/rows.cuh", "            if (e >= blocks) break;\n"),
     Fault("cuda/chunked/rows.cuh", "Turned ? left.from(16 * e, row)", "Turned ? left.from(0, row)"),
     Fault("cuda/chunked/rows.cuh", "x = Turned ? own(place, j)", "x = Turned ? own(j, place)"),
-    Fault("cuda/chunked/rows.cuh", "if (e >= blocks) break;", "if (e >= 1) break;"),
+    Fault("cuda/chunked/rows.cuh", "e < blocks; ++e) add", "e < 1; ++e) add"),
     Fault(
         "cuda/chunked/rows.cuh",
         "right.from(16 * e, 0) : right.from(0, 16 * e)",
@@ -643,7 +643,7 @@ CUDA = (
     ),
     Fault("cuda/chunked/levels_gradient.cuh", "product_of(gates);\n        __syncthreads();", "product_of(gates);"),
     without("cuda/chunked/outputs.cu", "                __syncthreads();  // nobody reads decays of others any more\n"),
-    without("cuda/chunked/levels_gradient.cuh", "            d_late[t] += weight * early[t];\n"),
+    Fault("cuda/chunked/levels_gradient.cuh", "d_late[t] = weight * early[t];", "d_late[t] = 0.0f;"),
     without("cuda/chunked/outputs.cu", "        if constexpr (Values) scores.write(shared.pairs.from(row, 0));\n"),
     Fault(
         "cuda/chunked/outputs.cu", "shared.update.from(row, first), of.column", "shared.update.from(row, 0), of.column"

@@ -157,16 +157,15 @@ struct BlockGradients {
     }
     // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
     DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
-        UNROLL for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
+        UNROLL for (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
+            const float weight = weights(row + t, row + t);
+            d_late[t] = weight * early[t];
+            d_early[t] += weight * late[t];
+        }
         find_columns(reads, shared.rows);
         scale_from_start(scale, gates, between(shared.totals, column, block, 0));
         to_earlier += add_half<true>();
         each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value>(weights); });
-        UNROLL for (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
-            const float weight = weights(row + t, row + t);
-            d_late[t] += weight * early[t];
-            d_early[t] += weight * late[t];
-        }
     }
     // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
     DEVICE void add_passing(float whole) {

@@ -105,9 +105,7 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
     using B = typename Right::Element;
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-#pragma unroll(kInHalves<GivenStrip<A, 2>, B> ? kSide / 16 : 1)
-    for (int e = 0; e < kSide / 16; ++e) {
-        if (e >= blocks) break;
+    const auto add = [&](int e) {
         const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
         GivenStrip<A, 2> part;
         if constexpr (sizeof(A) == 2)
@@ -118,6 +116,15 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
         seen.each_pair([&](int place, int j, float x, float y) { see(j, 16 * e + place, x, y); });
         multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4, Split>(
             sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
+    };
+    if constexpr (kInHalves<GivenStrip<A, 2>, B>) {
+        UNROLL for (int e = 0; e < kSide / 16; ++e) {
+            if (e >= blocks) break;
+            add(e);
+        }
+    } else {
+#pragma unroll 1
+        for (int e = 0; e < blocks; ++e) add(e);
     }
 }
 
@@ -160,7 +167,7 @@ struct Place {
 
     template <typename T>
     DEVICE Head<T> part_of(const Sequence& x, int first, int dim) const {
-        return Head<T>(x, anew ? opaque(batch) : batch, head, first, dim);
+        return Head<T>(x, anew ? opaque(batch) : batch, anew ? opaque(head) : head, first, dim);
     }
     template <typename T, int Columns>
     DEVICE void copy(const Rows<T, Columns>& to, const Sequence& x, int first, int dim) const {
