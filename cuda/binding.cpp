@@ -78,8 +78,11 @@ struct Algorithms {
 
 // Chooses, allocates the workspace and launches.
 template <typename Params>
-void run(Operation operation, const char* name, const Algorithms<Params>& algorithms, Params& params,
-         const Rule& rule) {
+void run(const char* name, const Algorithms<Params>& algorithms, Params& params, const Rule& rule) {
+    const bool backward = std::is_same<Params, RuleBackward>::value;
+    const int32_t operation = rule.corrects ? (backward ? kDeltaBackward : kDeltaForward)
+                              : backward    ? kDiagonalBackward
+                                            : kDiagonalForward;
     int major = 0, minor = 0;
     const int device = rule.v.get_device();
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -105,12 +108,21 @@ Params params_of(const Rule& rule, int64_t interval) {
     }
     Params params{};
     rule.fill(params);
+    params.corrects = rule.corrects;
     params.sizes = sizes_of(rule, interval);
     return params;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms<RuleForward>& algorithms,
-                                           const Rule& rule, const optional<Tensor>& initial_state, int64_t interval) {
+const Algorithms<RuleForward> kForwards{
+    {fastweights_forward_recurrent, fastweights_forward_chunked},
+    {fastweights_forward_recurrent_workspace, fastweights_forward_chunked_workspace}};
+const Algorithms<RuleBackward> kBackwards{
+    {fastweights_backward_recurrent, fastweights_backward_chunked},
+    {fastweights_backward_recurrent_workspace, fastweights_backward_chunked_workspace}};
+
+std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
+                                                int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleForward>(rule, interval);
@@ -123,15 +135,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(Operation operation, const Algorithms
     params.out = sequence("out", out);
     params.final_state = pointer(final_state);
     params.states = pointer(states);
-    run(operation, "rule_forward", algorithms, params, rule);
+    run("rule_forward", kForwards, params, rule);
     return {out, final_state, states};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Gradients backward(Operation operation, const Algorithms<RuleBackward>& algorithms, const Tensor& d_out,
-                   const optional<Tensor>& d_final_state, const Rule& rule, const optional<Tensor>& initial_state,
-                   const Tensor& states, int64_t interval) {
+Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
+                        const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleBackward>(rule, interval);
@@ -165,29 +177,17 @@ Gradients backward(Operation operation, const Algorithms<RuleBackward>& algorith
     params.d_log_key_decay = gradient("d_log_key_decay", rule.log_key_decay, d_log_key_decay);
     params.d_log_value_decay = gradient("d_log_value_decay", rule.log_value_decay, d_log_value_decay);
     params.d_initial_state = pointer(d_initial);
-    run(operation, "rule_backward", algorithms, params, rule);
+    run("rule_backward", kBackwards, params, rule);
     return gradients;
 }
-
-const Algorithms<RuleForward> kDiagonalForwards{
-    {fastweights_diagonal_forward_recurrent, fastweights_diagonal_forward_chunked},
-    {fastweights_diagonal_forward_recurrent_workspace, fastweights_diagonal_forward_chunked_workspace}};
-const Algorithms<RuleBackward> kDiagonalBackwards{
-    {fastweights_diagonal_backward_recurrent, fastweights_diagonal_backward_chunked},
-    {fastweights_diagonal_backward_recurrent_workspace, fastweights_diagonal_backward_chunked_workspace}};
-const Algorithms<RuleForward> kDeltaForwards{
-    {fastweights_delta_forward_recurrent, fastweights_delta_forward_chunked},
-    {fastweights_delta_forward_recurrent_workspace, fastweights_delta_forward_chunked_workspace}};
-const Algorithms<RuleBackward> kDeltaBackwards{
-    {fastweights_delta_backward_recurrent, fastweights_delta_backward_chunked},
-    {fastweights_delta_backward_recurrent_workspace, fastweights_delta_backward_chunked_workspace}};
 
 // Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
 void mark_changed(const Tensor& state) {
     if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor step(cudaError_t (*launch)(const RuleStep*, cudaStream_t), const Rule& rule, const Tensor& state) {
+Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleStep>(rule, 0);
@@ -202,30 +202,9 @@ Tensor step(cudaError_t (*launch)(const RuleStep*, cudaStream_t), const Rule& ru
     params.state = {state.data_ptr(), state.stride(0), state.stride(1), state.stride(2)};
     Tensor out = gradient_like(v);
     params.out = sequence("out", out);
-    check_launch(launch(&params, stream_of(v)), "rule_step_");
+    check_launch(fastweights_step(&params, stream_of(v)), "rule_step_");
     mark_changed(state);
     return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
-                                                int64_t interval) {
-    const Rule rule = FAST_WEIGHTS_RULE;
-    return corrects ? forward(kDeltaForward, kDeltaForwards, rule, initial_state, interval)
-                    : forward(kDiagonalForward, kDiagonalForwards, rule, initial_state, interval);
-}
-
-Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
-                        const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
-    const Rule rule = FAST_WEIGHTS_RULE;
-    return corrects
-               ? backward(kDeltaBackward, kDeltaBackwards, d_out, d_final_state, rule, initial_state, states, interval)
-               : backward(kDiagonalBackward, kDiagonalBackwards, d_out, d_final_state, rule, initial_state, states,
-                          interval);
-}
-
-Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
-    const Rule rule = FAST_WEIGHTS_RULE;
-    return corrects ? step(fastweights_delta_step, rule, state) : step(fastweights_diagonal_step, rule, state);
 }
 
 // Feature maps, gates and short convolutions on a GPU (native/operators.h).

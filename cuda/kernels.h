@@ -33,7 +33,7 @@ struct Sizes {
 
 struct RuleForward {
     Sizes sizes;
-    int32_t complement;
+    int32_t complement, corrects;  // corrects: of the delta family
     Sequence q, k, v;
     Sequence erase, beta;                               // each may be absent, for k and 1; of the delta family
     Sequence log_gate, log_key_decay, log_value_decay;  // each may be absent; log_gate comes without the other two
@@ -46,7 +46,7 @@ struct RuleForward {
 
 struct RuleBackward {
     Sizes sizes;
-    int32_t complement;
+    int32_t complement, corrects;  // corrects: of the delta family
     Sequence d_out;
     const void* d_final_state;  // null: zeros
     Sequence q, k, v;
@@ -72,7 +72,7 @@ struct StepState {
 // One token: `time` of the sizes is 1 and the sequences' time strides are not used.
 struct RuleStep {
     Sizes sizes;
-    int32_t complement;
+    int32_t complement, corrects;  // corrects: of the delta family
     Sequence q, k, v;
     Sequence erase, beta;
     Sequence log_gate, log_key_decay, log_value_decay;
@@ -100,16 +100,11 @@ extern "C" {
 
 // Each launches on `stream` and returns without waiting; cudaErrorInvalidValue for sizes that it does not take. A batch
 // of 0 launches nothing.
-cudaError_t fastweights_diagonal_forward_recurrent(const RuleForward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_backward_recurrent(const RuleBackward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_forward_recurrent(const RuleForward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_backward_recurrent(const RuleBackward* params, cudaStream_t stream);
-cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream);
-cudaError_t fastweights_diagonal_step(const RuleStep* params, cudaStream_t stream);
-cudaError_t fastweights_delta_step(const RuleStep* params, cudaStream_t stream);
+cudaError_t fastweights_forward_recurrent(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_forward_chunked(const RuleForward* params, cudaStream_t stream);
+cudaError_t fastweights_backward_recurrent(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_backward_chunked(const RuleBackward* params, cudaStream_t stream);
+cudaError_t fastweights_step(const RuleStep* params, cudaStream_t stream);
 cudaError_t fastweights_features_forward(const Features* params, cudaStream_t stream);
 cudaError_t fastweights_features_backward(const Features* params, cudaStream_t stream);
 cudaError_t fastweights_gating_forward(const Gating* params, cudaStream_t stream);
@@ -123,14 +118,10 @@ int32_t fastweights_convolution_parts(const Convolution* params);
 
 // Bytes of scratch that the launch of the same name needs. They read sizes, dtypes and which tensors are present, and
 // never `data` of a tensor but for null.
-size_t fastweights_diagonal_forward_recurrent_workspace(const RuleForward* params);
-size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params);
-size_t fastweights_diagonal_backward_recurrent_workspace(const RuleBackward* params);
-size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params);
-size_t fastweights_delta_forward_recurrent_workspace(const RuleForward* params);
-size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params);
-size_t fastweights_delta_backward_recurrent_workspace(const RuleBackward* params);
-size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params);
+size_t fastweights_forward_recurrent_workspace(const RuleForward* params);
+size_t fastweights_forward_chunked_workspace(const RuleForward* params);
+size_t fastweights_backward_recurrent_workspace(const RuleBackward* params);
+size_t fastweights_backward_chunked_workspace(const RuleBackward* params);
 
 // The plan of the chunked kernels: `dtype` of q, k and v, `gated` whether there is a log_gate, `separate_decays` 1 with decays of
 // keys or an erase key, 2 with decays of values, too, and 0 with neither, `capability` 10 * major + minor.

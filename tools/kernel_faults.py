@@ -686,11 +686,10 @@ CUDA = (
     ),
     Fault(
         "cuda/chunked/segments.cuh",
-        "sums[2] += by[i] * x.z;",
-        "sums[2] -= by[i] * x.z;",
+        "sums[2] += by * x.z",
+        "sums[2] -= by * x.z",
     ),
-    Fault("cuda/chunked/segments.cuh", "round_up(rows, 4) * kCarriedColumns;", "rows * kCarriedColumns;"),
-    Fault("cuda/chunked/segments.cuh", "k += 4 * kCarryLanes", "k += 4"),
+    Fault("cuda/chunked/segments.cuh", "k += kCarryLanes", "k += 2 * kCarryLanes"),
     # A step
     Fault("cuda/recurrent/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
     Fault("cuda/recurrent/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),

@@ -399,17 +399,11 @@ ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RuleP
     return walked_plan<Gradients>(sizes, dtype, pass, limit);
 }
 
-extern "C" cudaError_t fastweights_diagonal_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
-    return run_walked<Gradients>(*params, false, stream);
+extern "C" cudaError_t fastweights_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
+    return run_walked<Gradients>(*params, stream);
 }
-extern "C" cudaError_t fastweights_delta_backward_chunked(const RuleBackward* params, cudaStream_t stream) {
-    return run_walked<Gradients>(*params, true, stream);
-}
-extern "C" size_t fastweights_diagonal_backward_chunked_workspace(const RuleBackward* params) {
-    return walked_workspace<Gradients>(*params, false);
-}
-extern "C" size_t fastweights_delta_backward_chunked_workspace(const RuleBackward* params) {
-    return walked_workspace<Gradients>(*params, true);
+extern "C" size_t fastweights_backward_chunked_workspace(const RuleBackward* params) {
+    return walked_workspace<Gradients>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -148,17 +148,11 @@ ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePa
     return walked_plan<Outputs>(sizes, dtype, pass, limit);
 }
 
-extern "C" cudaError_t fastweights_diagonal_forward_chunked(const RuleForward* params, cudaStream_t stream) {
-    return run_walked<Outputs>(*params, false, stream);
+extern "C" cudaError_t fastweights_forward_chunked(const RuleForward* params, cudaStream_t stream) {
+    return run_walked<Outputs>(*params, stream);
 }
-extern "C" cudaError_t fastweights_delta_forward_chunked(const RuleForward* params, cudaStream_t stream) {
-    return run_walked<Outputs>(*params, true, stream);
-}
-extern "C" size_t fastweights_diagonal_forward_chunked_workspace(const RuleForward* params) {
-    return walked_workspace<Outputs>(*params, false);
-}
-extern "C" size_t fastweights_delta_forward_chunked_workspace(const RuleForward* params) {
-    return walked_workspace<Outputs>(*params, true);
+extern "C" size_t fastweights_forward_chunked_workspace(const RuleForward* params) {
+    return walked_workspace<Outputs>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -9,7 +9,8 @@
 
 namespace fairseq_fastweights {
 
-__host__ __device__ constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+__host__ __device__ constexpr int divide_up(int x, int size) { return (x + size - 1) / size; }
+__host__ __device__ constexpr int round_up(int x, int multiple) { return divide_up(x, multiple) * multiple; }
 
 // A pass of a rule, as far as what stages hand one another depends on it.
 struct RulePass {

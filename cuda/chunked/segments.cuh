@@ -13,8 +13,7 @@
 
 namespace fairseq_fastweights {
 
-// A block has 4 columns of a head's state. Four neighbouring threads have a row of M, of which each takes every fourth
-// four numbers, so that what a warp reads at once lies together.
+// A block has 4 columns of a head's state. Four neighbouring threads have a row of M, of which each takes every fourth number.
 constexpr int kCarriedColumns = 4, kCarryLanes = 4;
 
 // `states`: (segment, head, key_dim, value_dim), C, which become the starts. `passed`: (segment, head, key_dim, key_dim), M.
@@ -24,18 +23,17 @@ static __global__ void __launch_bounds__(256)
                       const int reverse) {
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int rows = sizes.key_dim, head = blockIdx.x, heads = gridDim.x, first = blockIdx.y * kCarriedColumns;
-    const int columns = min(kCarriedColumns, sizes.value_dim - first), count = round_up(rows, 4) * kCarriedColumns;
+    const int columns = min(kCarriedColumns, sizes.value_dim - first), count = rows * kCarriedColumns;
     const int lane = threadIdx.x % kCarryLanes, rows_on = blockDim.x / kCarryLanes;
-    const bool fours = rows % 4 == 0;
     float* const both = reinterpret_cast<float*>(memory);  // the state and the next, in turns
     for (int i = threadIdx.x; i < 2 * count; i += blockDim.x) {
         const int row = i / kCarriedColumns, column = i % kCarriedColumns;
         both[i] = row < rows && column < columns && from != nullptr
-                      ? from[(static_cast<int64_t>(head) * rows + row) * sizes.value_dim + first + column]
+                      ? from[(int64_t{head} * rows + row) * sizes.value_dim + first + column]
                       : 0.0f;
     }
     for (int step = 0; step < segments; ++step) {
-        const int64_t index = static_cast<int64_t>(reverse ? segments - 1 - step : step) * heads + head;
+        const int64_t index = int64_t{reverse ? segments - 1 - step : step} * heads + head;
         const bool last = step == segments - 1;  // what that segment makes of it, nobody asked
         float *const state = both + step % 2 * count, *const next = both + (step + 1) % 2 * count;
         __syncthreads();
@@ -46,23 +44,14 @@ static __global__ void __launch_bounds__(256)
             const float before = there ? *place : 0.0f;
             const float* const of_row = passed + (index * rows + min(row, rows - 1)) * rows;
             float sums[kCarriedColumns] = {};
-#pragma unroll 4
-            for (int k = 4 * lane; !last && k < rows; k += 4 * kCarryLanes) {
-                const auto of = [&](int i) { return k + i < rows ? of_row[k + i] : 0.0f; };
-                const float4 four =
-                    fours ? *reinterpret_cast<const float4*>(of_row + k) : make_float4(of(0), of(1), of(2), of(3));
-                const float by[4] = {four.x, four.y, four.z, four.w};
-                UNROLL for (int i = 0; i < 4; ++i) {
-                    const float4 x = *reinterpret_cast<const float4*>(state + (k + i) * kCarriedColumns);
-                    sums[0] += by[i] * x.x;
-                    sums[1] += by[i] * x.y;
-                    sums[2] += by[i] * x.z;
-                    sums[3] += by[i] * x.w;
-                }
+#pragma unroll 8
+            for (int k = lane; !last && k < rows; k += kCarryLanes) {
+                const float4 x = *reinterpret_cast<const float4*>(state + k * kCarriedColumns);
+                const float by = of_row[k];
+                sums[0] += by * x.x, sums[1] += by * x.y, sums[2] += by * x.z, sums[3] += by * x.w;
             }
-            UNROLL for (int c = 0; c < kCarriedColumns; ++c) for (int distance = 1; distance < kCarryLanes;
-                                                                  distance *= 2) sums[c] +=
-                __shfl_xor_sync(kAllLanes, sums[c], distance);
+            for (int distance = 1; distance < kCarryLanes; distance *= 2)
+                UNROLL for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             if (!there) continue;
             const float sum = lane == 0 ? sums[0] : lane == 1 ? sums[1] : lane == 2 ? sums[2] : sums[3];
             next[row * kCarriedColumns + lane] = last ? 0.0f : before + sum;
@@ -73,8 +62,8 @@ static __global__ void __launch_bounds__(256)
 
 inline cudaError_t launch_carry_transformed(int segments, float* states, const float* passed, const Sizes& sizes,
                                             const float* first, bool reverse, cudaStream_t stream) {
-    const dim3 grid(sizes.batch * sizes.heads, (sizes.value_dim + kCarriedColumns - 1) / kCarriedColumns);
-    const size_t shared = 2 * sizeof(float) * round_up(sizes.key_dim, 4) * kCarriedColumns;
+    const dim3 grid(sizes.batch * sizes.heads, divide_up(sizes.value_dim, kCarriedColumns));
+    const size_t shared = 2 * sizeof(float) * sizes.key_dim * kCarriedColumns;
     return launch(carry_transformed, grid, dim3(256), shared, stream, segments, states, passed, sizes, first,
                   static_cast<int>(reverse));
 }

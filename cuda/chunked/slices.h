@@ -63,15 +63,14 @@ __host__ DEVICE constexpr int place_in_inverse(int column) { return column / 8 *
 
 // A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
 // states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Factor<T>.
-// With decays of keys, in the notation of levels.cuh, also what rounding leaves out of P if it is rounded, Q * F_.0, K * F_e. and E * F_.0, the latter three of T, and
-// F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their blocks alone, and there is F_e0
-// of each block.
+// With decays of keys, in the notation of levels.cuh, also what rounding leaves out of P if it is rounded, Q * F_.0, K * F_e. and
+// E * F_.0, all three of T, and F_e0 with its log. Of a rule that corrects K and E, backwards Q as well, are decayed within their
+// blocks alone, and there is F_e0 of each block.
 template <typename F>
 struct Slice {
     int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
     int key_rows, columns;                 // padded to multiples of 16
-    int decay_rows;                        // of a chunk
-    int step_numbers;                      // of a chunk
+    int decay_rows, step_numbers;          // of a chunk
     float *inverse, *steps, *decays;
     F *scores, *rest, *states, *updates, *d_states, *d_right, *queries, *written, *erased;
     // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
@@ -116,44 +115,34 @@ inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 template <typename F>
 Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, const RulePass& pass,
                  unsigned char* workspace, size_t& bytes) {
-    Slice<F> slice{first_head,
-                   heads,
-                   begin,
-                   chunks,
-                   round_up(sizes.key_dim, 16),
-                   round_up(sizes.value_dim, 16),
-                   pass.corrects ? kBlocks : 2,
-                   step_numbers(pass.gated)};
-    size_t used = 0;
-    const auto take = [&](auto*& place, size_t numbers) {
+    const int keys = round_up(sizes.key_dim, 16), values = round_up(sizes.value_dim, 16);
+    const int decay_rows = pass.corrects ? kBlocks : 2, steps = step_numbers(pass.gated);
+    const bool solves_backward = pass.corrects && pass.backward, rounded = sizeof(F) == 2;
+    Slice<F> slice{first_head, heads, begin, chunks, keys, values, decay_rows, steps};
+    bytes = 0;
+    const auto take = [&](bool needed, auto*& place, size_t numbers) {
+        if (!needed) return;
         using Number = std::remove_reference_t<decltype(*place)>;
-        place = workspace == nullptr ? nullptr : reinterpret_cast<Number*>(workspace + used);
-        used += up_to_256(static_cast<size_t>(slice.heads) * chunks * numbers * sizeof(Number));
+        place = workspace == nullptr ? nullptr : reinterpret_cast<Number*>(workspace + bytes);
+        bytes += up_to_256(static_cast<size_t>(heads) * chunks * numbers * sizeof(Number));
     };
-    if (pass.corrects) take(slice.inverse, kLower);
-    if (pass.corrects || pass.gated) take(slice.steps, step_numbers(pass.gated));
-    take(slice.states, slice.columns * slice.key_rows);
-    if (pass.corrects) take(slice.updates, slice.columns * kSide);
-    if (pass.backward) take(slice.d_states, slice.columns * slice.key_rows);
-    if (pass.decays || (pass.corrects && pass.backward)) take(slice.scores, kLower);
-    if (pass.decays && !(pass.corrects && pass.backward) && sizeof(F) == 2) take(slice.rest, kLower);
-    if (pass.corrects && pass.backward) take(slice.d_right, slice.columns * kSide);
-    if (pass.decays) {
-        take(slice.decays, slice.decay_rows * slice.key_rows);
-        take(slice.queries, kSide * slice.key_rows);
-        take(slice.written, kSide * slice.key_rows);
-        if (pass.corrects) take(slice.erased, kSide * slice.key_rows);
-    }
-    if (pass.values) {
-        take(slice.value_decays, 2 * slice.columns);
-        take(slice.values, kSide * slice.columns);
-        if (pass.backward) {
-            take(slice.d_outs, kSide * slice.columns);
-            take(slice.d_scores, kLower);
-            if (sizeof(F) == 2) take(slice.d_rest, kLower);
-        }
-    }
-    bytes = used;
+    take(pass.corrects, slice.inverse, kLower);
+    take(pass.corrects || pass.gated, slice.steps, steps);
+    take(true, slice.states, values * keys);
+    take(pass.corrects, slice.updates, values * kSide);
+    take(pass.backward, slice.d_states, values * keys);
+    take(pass.decays || solves_backward, slice.scores, kLower);
+    take(pass.decays && !solves_backward && rounded, slice.rest, kLower);
+    take(solves_backward, slice.d_right, values * kSide);
+    take(pass.decays, slice.decays, decay_rows * keys);
+    take(pass.decays, slice.queries, kSide * keys);
+    take(pass.decays, slice.written, kSide * keys);
+    take(pass.decays && pass.corrects, slice.erased, kSide * keys);
+    take(pass.values, slice.value_decays, 2 * values);
+    take(pass.values, slice.values, kSide * values);
+    take(pass.values && pass.backward, slice.d_outs, kSide * values);
+    take(pass.values && pass.backward, slice.d_scores, kLower);
+    take(pass.values && pass.backward && rounded, slice.d_rest, kLower);
     return slice;
 }
 

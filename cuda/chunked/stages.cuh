@@ -52,7 +52,7 @@ struct WalkPlan : WalkShape {
     size_t shared, last_shared;  // bytes of the walk's block, and of the last stage's
     size_t bytes;                // of the workspace
     double cycles;
-    int segments_of(int chunks) const { return (chunks + segment - 1) / segment; }
+    int segments_of(int chunks) const { return divide_up(chunks, segment); }
 };
 
 // A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
@@ -64,13 +64,13 @@ inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
 // Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
 template <typename F>
 size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan) {
-    const size_t heads = plan.heads, segments = plan.segments_of(plan.slice);
-    const size_t state = sizeof(float) * sizes.key_dim * sizes.value_dim,
-                 passed = sizeof(float) * passed_floats(plan.pass, sizes);
+    const size_t state = sizeof(float) * plan.heads * sizes.key_dim * sizes.value_dim,
+                 passed = sizeof(float) * plan.heads * passed_floats(plan.pass, sizes),
+                 segments = plan.segments_of(plan.slice);
     size_t bytes = 0;
     lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, plan.pass, nullptr, bytes);
-    if (segments > 1) bytes += up_to_256(heads * segments * (state + passed));
-    return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(heads * state) : 0);
+    if (segments > 1) bytes += up_to_256(segments * (state + passed));
+    return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(state) : 0);
 }
 
 // Bytes that the slices of a call may take.
@@ -97,19 +97,17 @@ double room_for_slices(const Sizes& sizes, const Device& device, const RulePass&
 // fewer heads.
 template <typename T>
 void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
-    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide, asked = device.asked.slice;
+    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kSide), asked = device.asked.slice;
     const int whole = plan.pass.backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
     size_t of_chunk = 0;
     lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
     const double room = room_for_slices<T>(sizes, device, plan.pass) / of_chunk;  // chunks of all heads
     const int fit = std::min(room / heads, static_cast<double>(kMostChunks));
     const int most = asked > 0 ? round_up(asked, whole) : std::max(whole, fit / whole * whole);
-    const int slices = (chunks + most - 1) / most;
-    plan.slice = std::min(chunks, round_up((chunks + slices - 1) / slices, whole));
+    plan.slice = std::min(chunks, round_up(divide_up(chunks, divide_up(chunks, most)), whole));
     const int fewest = std::min(heads, device.processors / 2);  // or the device would not be full
     plan.heads = asked > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
-    const int parts = (heads + plan.heads - 1) / plan.heads;
-    plan.heads = (heads + parts - 1) / parts;
+    plan.heads = divide_up(heads, divide_up(heads, plan.heads));
 }
 
 // Cycles of a slice. `length`: chunks between states that are kept.
@@ -127,17 +125,15 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
                              (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
         return kLaunch + waves * (kWalkStart + chunks * (of.chain + of.of_key * plan.keys_of_warp));
     };
-    const auto blocks_of = [&](int columns) {
-        return static_cast<int64_t>(plan.heads) * ((columns + 16 * plan.strips - 1) / (16 * plan.strips));
-    };
+    const auto blocks_of = [&](int columns) { return int64_t{plan.heads} * divide_up(columns, 16 * plan.strips); };
     const int64_t of_values = blocks_of(sizes.value_dim), of_identity = corrects ? blocks_of(sizes.key_dim) : 0;
     double cycles = walks(costs, of_values * segments, plan.segment);
     if (segments > 1)
         cycles += kCarry + (corrects ? kCarryMatrix * sizes.key_dim / 64 : kCarryOver) * segments +
                   walks(costs, (of_values + of_identity) * (segments - 1), plan.segment);
     if (backward)
-        cycles += walks(costs_of(plan.pass, false), of_values * ((plan.slice + length - 1) / length),
-                        std::min(length, plan.slice));
+        cycles +=
+            walks(costs_of(plan.pass, false), of_values * divide_up(plan.slice, length), std::min(length, plan.slice));
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = sizes.key_dim / 64.0, values = sizes.value_dim / 64.0;
     const int sides = of_both ? 2 : 1;  // launches of a local stage, and backwards of the last one
@@ -153,13 +149,13 @@ template <typename T, typename Last>
 WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
     WalkPlan best{}, plan{};
     plan.pass = pass;
-    const int heads = sizes.batch * sizes.heads, chunks = (sizes.time + kSide - 1) / kSide;
+    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kSide);
     const bool keeps = kept_states(sizes) > 0;
     if (heads == 0 || (keeps && sizes.interval % kSide != 0)) return best;
 
     plan.keys_of_warp = 16;
     while (plan.keys_of_warp < kMostKeys<T> && plan.keys_of_warp < sizes.key_dim) plan.keys_of_warp *= 2;
-    plan.parts = (sizes.key_dim + plan.keys_of_warp - 1) / plan.keys_of_warp;
+    plan.parts = divide_up(sizes.key_dim, plan.keys_of_warp);
     if (plan.parts > kMostWarps) return best;
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
@@ -170,10 +166,10 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     }
     if (plan.last_shared == 0) return best;
     find_slices<T>(plan, sizes, device);
-    const int slices = ((chunks + plan.slice - 1) / plan.slice) * ((heads + plan.heads - 1) / plan.heads);
+    const int slices = divide_up(chunks, plan.slice) * divide_up(heads, plan.heads);
 
     const auto weigh = [&](int segments) {
-        plan.segment = (plan.slice + segments - 1) / segments;
+        plan.segment = divide_up(plan.slice, segments);
         plan.cycles = slices * (kRounded<T> ? 1 : kOtherTypes[sizeof(T) == 2][pass.corrects][pass.backward]) *
                       cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
@@ -209,14 +205,12 @@ inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
 // The arguments of all walks of a slice.
 template <typename T, typename F, typename Params>
 Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
-    Walks<F> w{};
-    w.slice = slice;
+    Walks<F> w{{plan}, slice};
     w.sizes = p.sizes;
     w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.written, slice.key_rows, p.sizes) : p.k;
     if (plan.pass.decays && plan.pass.corrects)
         w.erase = slice.template sequence_of<T>(slice.erased, slice.key_rows, p.sizes);
     w.values = plan.pass.values ? slice.template sequence_of<T>(slice.values, slice.columns, p.sizes) : p.v;
-    static_cast<WalkShape&>(w) = plan;
     w.asked_threads = AskedPlan().threads;
     w.record = 1;
     w.pass = plan.pass;
@@ -235,15 +229,13 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
         const bool backward = plan.pass.backward;
         Sizes sizes = w.sizes;
         sizes.batch = 1, sizes.heads = w.slice.heads;
-        const int64_t of_all = static_cast<int64_t>(w.count) * w.slice.heads;
         float* const states = reinterpret_cast<float*>(room);  // what segments make of zeros, then what they start from
+        float* const passed = nth_state(states, sizes, int64_t{w.count} * w.slice.heads);
         const WalkStates all{states, 1, w.slice.heads};
         Walks<Factor<T>> probe = w;
-        probe.probe = 1;
-        probe.record = 0;
+        probe.probe = 1, probe.record = 0;
         probe.kept = nullptr;
-        probe.passed =
-            passed_floats(plan.pass, w.sizes) == 0 ? nullptr : states + of_all * sizes.key_dim * sizes.value_dim;
+        probe.passed = passed_floats(plan.pass, sizes) == 0 ? nullptr : passed;
         probe.ends = all;
         cudaError_t error = launch_walks<T>(probe, stream);
         if (error != cudaSuccess) return error;
@@ -260,10 +252,11 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
 }
 
 template <typename Params>
-RulePass pass_of(const Params& p, bool corrects) {
+RulePass pass_of(const Params& p) {
     const bool values = p.log_value_decay.data != nullptr;
-    return {corrects, p.log_gate.data != nullptr, values || p.erase.data != nullptr || p.log_key_decay.data != nullptr,
-            values, std::is_same<Params, RuleBackward>::value};
+    return {p.corrects != 0, p.log_gate.data != nullptr,
+            values || p.erase.data != nullptr || p.log_key_decay.data != nullptr, values,
+            std::is_same<Params, RuleBackward>::value};
 }
 
 // What is asked about a pass whose last stage is `Last`.
@@ -272,36 +265,32 @@ ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass,
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
         const WalkPlan plan = find_walk<decltype(zero), Last>(sizes, Device{limit}, pass);
         if (plan.slice == 0) return ChunkedPlan{};
-        const int columns = plan.strips * 16, blocks = (sizes.value_dim + columns - 1) / columns;
-        return ChunkedPlan{columns,
-                           blocks,
-                           plan.stages,
-                           plan.strips * plan.parts * kWarp,
-                           plan.segments_of(plan.slice),
-                           static_cast<int64_t>(plan.shared),
+        const int columns = plan.strips * 16, threads = plan.strips * plan.parts * kWarp,
+                  segments = plan.segments_of(plan.slice);
+        const int64_t shared = plan.shared;
+        return ChunkedPlan{columns,    divide_up(sizes.value_dim, columns), plan.stages, threads, segments, shared,
                            plan.cycles};
     });
 }
 template <typename Last, typename Params>
-size_t walked_workspace(const Params& p, bool corrects) {
-    return with_type(p.v.dtype, size_t{0}, [&](auto zero) {
-        return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p, corrects)).bytes;
-    });
+size_t walked_workspace(const Params& p) {
+    return with_type(p.v.dtype, size_t{0},
+                     [&](auto zero) { return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p)).bytes; });
 }
 
 // Runs it: the local stage, and Last::run(arguments, plan, walks, the workspace behind the slice, stream), for slices of the same
 // heads in time's order or, backwards, the reverse.
 template <typename Last, typename Params>
-cudaError_t run_walked(const Params& p, bool corrects, cudaStream_t stream) {
+cudaError_t run_walked(const Params& p, cudaStream_t stream) {
     if (p.sizes.batch == 0) return cudaSuccess;
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p, corrects));
+        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p));
         if (plan.slice == 0) return cudaErrorInvalidValue;
-        const int heads = p.sizes.batch * p.sizes.heads, chunks = (p.sizes.time + kSide - 1) / kSide;
-        const int slices = (chunks + plan.slice - 1) / plan.slice;
+        const int heads = p.sizes.batch * p.sizes.heads, chunks = divide_up(p.sizes.time, kSide);
+        const int slices = divide_up(chunks, plan.slice);
         unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-        for (int i = 0; i < (heads + plan.heads - 1) / plan.heads * slices; ++i) {
+        for (int i = 0; i < divide_up(heads, plan.heads) * slices; ++i) {
             const int head = i / slices * plan.heads,
                       begin = (plan.pass.backward ? slices - 1 - i % slices : i % slices) * plan.slice;
             size_t bytes = 0;

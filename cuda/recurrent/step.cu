@@ -153,10 +153,6 @@ cudaError_t launch_step(const RuleStep& call, cudaStream_t stream) {
 
 }  // namespace
 
-extern "C" cudaError_t fairseq_fastweights::fastweights_diagonal_step(const RuleStep* params, cudaStream_t stream) {
-    return launch_step<false>(*params, stream);
-}
-
-extern "C" cudaError_t fairseq_fastweights::fastweights_delta_step(const RuleStep* params, cudaStream_t stream) {
-    return launch_step<true>(*params, stream);
+extern "C" cudaError_t fairseq_fastweights::fastweights_step(const RuleStep* params, cudaStream_t stream) {
+    return params->corrects ? launch_step<true>(*params, stream) : launch_step<false>(*params, stream);
 }

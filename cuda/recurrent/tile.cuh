@@ -29,18 +29,17 @@ __host__ __device__ constexpr bool decays_keys(int mode) { return mode == kKey |
 // The effect of a span of steps on a state is another decay, and not a matrix.
 __host__ __device__ constexpr bool divides_time(int mode) { return mode == kKey || mode == kBoth; }
 
-// use(an integral_constant of the mode) for a call's gates.
+// use(an integral_constant of the mode) for a call's rule and gates.
 template <typename Params, typename Use>
-auto with_diagonal_mode(const Params& p, const Use& use) {
+auto with_mode(const Params& p, const Use& use) {
+    if (p.corrects) {
+        if (p.log_key_decay.data || p.erase.data) return use(std::integral_constant<int, kKeyDelta>());
+        return p.log_gate.data ? use(std::integral_constant<int, kGatedDelta>())
+                               : use(std::integral_constant<int, kDelta>());
+    }
     if (p.log_gate.data) return use(std::integral_constant<int, kScalar>());
     if (p.log_value_decay.data) return use(std::integral_constant<int, kBoth>());
     return p.log_key_decay.data ? use(std::integral_constant<int, kKey>()) : use(std::integral_constant<int, kPlain>());
-}
-template <typename Params, typename Use>
-auto with_delta_mode(const Params& p, const Use& use) {
-    if (p.log_key_decay.data || p.erase.data) return use(std::integral_constant<int, kKeyDelta>());
-    return p.log_gate.data ? use(std::integral_constant<int, kGatedDelta>())
-                           : use(std::integral_constant<int, kDelta>());
 }
 
 template <typename A_, int KeyLanes, int Rows, int Columns>

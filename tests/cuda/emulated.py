@@ -101,15 +101,16 @@ class Emulator:
 
     def workspace(self, operation, algorithm, sizes, dtype, gates=()) -> int:
         """The bytes that a launch would ask for; `gates` names those of the optional inputs that there are."""
-        params = self._parameters(operation)(sizes=Sizes(*sizes))
+        params = self._parameters(operation, Sizes(*sizes))
         for name, kind in params._fields_:
             if kind is StridedSequence and (name.removeprefix("d_") in gates or name.removeprefix("d_") not in GATES):
                 setattr(params, name, StridedSequence(data=1, dtype=DTYPES[dtype]))  # is it null is all that is read
-        return self._bytes_of(f"{operation}_{algorithm}", params)
+        return self._bytes_of(f"{operation.split('_')[1]}_{algorithm}", params)
 
     @staticmethod
-    def _parameters(operation: str) -> type[ctypes.Structure]:
-        return KINDS[f"Rule{operation.split('_')[1].title()}"]
+    def _parameters(operation: str, sizes: ctypes.Structure) -> ctypes.Structure:
+        family, way = operation.split("_")
+        return KINDS[f"Rule{way.title()}"](sizes=sizes, corrects=family == "delta")
 
     def _bytes_of(self, name: str, params: ctypes.Structure) -> int:
         ask = getattr(self.library, f"fastweights_{name}_workspace")
@@ -157,7 +158,7 @@ class Emulator:
     def _launch(self, way, algorithm, given: Inputs, made: Inputs, interval, complement) -> None:
         operation = f"{'delta' if 'beta' in given else 'diagonal'}_{way}"
         given, made = ({part_of(name, x): x for name, x in tensors.items()} for tensors in (given, made))
-        params = self._parameters(operation)(sizes=Sizes(*given["k"].shape, given["v"].shape[3], interval))
+        params = self._parameters(operation, Sizes(*given["k"].shape, given["v"].shape[3], interval))
         params.complement = complement and given.get("log_gate") is not None and "beta" not in given
         # Contiguous states, as the binding hands them over.
         given = {name: x.contiguous() if x is not None and "state" in name else x for name, x in given.items()}
@@ -171,12 +172,12 @@ class Emulator:
             elif kind is StepState:
                 value = StepState(tensor.data_ptr(), *tensor.stride()[:3])
             setattr(params, name, value)
-        self._call(operation + (f"_{algorithm}" if algorithm else ""), params)
+        self._call(operation, way + (f"_{algorithm}" if algorithm else ""), params)
 
-    def _call(self, name: str, params: ctypes.Structure) -> None:
+    def _call(self, operation: str, name: str, params: ctypes.Structure) -> None:
         workspace, size, start = torch.empty(0), 0, 0
-        if not name.endswith("_step"):
-            size = self.workspaces[name.rpartition("_")[0]] = self._bytes_of(name, params)
+        if name != "step":
+            size = self.workspaces[operation] = self._bytes_of(name, params)
             workspace = torch.full((size + 512,), 0xFF, dtype=torch.uint8)  # NaN in every type
             start = -workspace.data_ptr() % 256
             params.workspace = workspace.data_ptr() + start if size else None
