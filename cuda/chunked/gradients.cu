@@ -27,6 +27,9 @@ namespace {
 enum class Side { kUndecayed, kDecayed, kKeys, kValues };
 template <Side Of>
 using SideOf = std::integral_constant<Side, Of>;
+constexpr Side first_side(bool decays, bool values) {
+    return values ? Side::kKeys : decays ? Side::kDecayed : Side::kUndecayed;
+}
 
 // A part of the keys and values. With decays by dimension a lane has one of the keys.
 template <typename T, bool Corrects, bool Gated, Side Of, int Width>
@@ -40,7 +43,7 @@ struct GradientParts {
     WrittenRows<T, Corrects> update;
     Rows<F, kSide> d_right;  // transposed
     States state, d_state;   // transposed, but for gradients of values
-    // Of pairs: d_scores, and the gradient of the system or, where nothing corrects, the scores; with decays mirrored.
+    // Pairs: d_scores, and the gradient of the system or, where nothing corrects, the scores; with decays mirrored.
     Rows<std::conditional_t<kDecays, float, F>, kSide> d_scores, pairs;
     ChunkSteps<Gated> steps;
     GateSums sums;
@@ -49,7 +52,7 @@ struct GradientParts {
 
     __host__ __device__ GradientParts(Carver carver, int values)
         : q(carver, kSide), k(carver, kSide), erase(carver, kDecays && Corrects ? kSide : 0), d_out(carver, kSide),
-          update(carver, rows_of_writes<Corrects>(values)), d_right(carver, Corrects ? values : 0),
+          update(carver, Corrects ? values : kSide), d_right(carver, Corrects ? values : 0),
           state(carver, Of == Side::kValues ? kKeys : values), d_state(carver, Of == Side::kValues ? kKeys : values),
           d_scores(carver, kSide), pairs(carver, kDecays && !Corrects ? 0 : kSide) {
         v.data = reinterpret_cast<T*>(d_scores.data);
@@ -64,51 +67,37 @@ struct GradientParts {
 template <typename T, bool Corrects, bool Gated, Side Of, int Width>
 __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     gradients(const RuleBackward p, const Sequence written, const Slice<Factor<T>> slice, const int value_part) {
-    using F = Factor<T>;
     using Parts = GradientParts<T, Corrects, Gated, Of, Width>;
     constexpr bool kDecays = Parts::kDecays, kOfBoth = Of >= Side::kKeys, kTurned = Of == Side::kValues;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = Parts::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Parts shared(Carver(memory), value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
-    const Place at(slice, p.sizes);
-    const int thread = threadIdx.x, row = own_row(), group = warp_lane() / 4;
-    const int start = at.start, time = p.sizes.time;
+    const Place at(slice, p.sizes, kDecays);
+    const int thread = threadIdx.x, row = own_row(), start = at.start, time = p.sizes.time;
+    const int keys_in_all = p.sizes.key_dim, values_in_all = p.sizes.value_dim;
     const bool complement = !Corrects && p.complement != 0;
     const bool all_keys = slice.key_rows <= kKeys, all_values = slice.columns <= value_part;
     const auto values_from = [&](int value) { return min(value_part, slice.columns - value); };
-    const auto key_head = [&](const Sequence& x, int key) {
-        return Head<T>(x, kDecays ? opaque(at.batch) : at.batch, at.head, key, p.sizes.key_dim);
-    };
-    const auto value_head = [&](const Sequence& x, int value) {
-        return Head<T>(x, at.batch, at.head, value, p.sizes.value_dim);
-    };
     const auto copy_keys = [&](int key) {
-        copy_steps(shared.q, key_head(p.q, key), start, time);
-        copy_steps(shared.k, key_head(p.k, key), start, time);
+        at.copy(shared.q, p.q, key, keys_in_all);
+        at.copy(shared.k, p.k, key, keys_in_all);
         if constexpr (kDecays && Corrects)
-            copy_steps(shared.erase, key_head(p.erase.data != nullptr ? p.erase : p.k, key), start, time);
+            at.copy(shared.erase, p.erase.data != nullptr ? p.erase : p.k, key, keys_in_all);
     };
     const auto copy_values = [&](int value) {
-        const int values = values_from(value);
-        copy_steps(shared.d_out, value_head(p.d_out, value), start, time);
-        copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
-        if constexpr (Corrects)
-            copy_pieces(shared.d_right, slice.rows_of(slice.d_right, at.local, at.n) + value * kSide, kSide, values,
-                        values, kSide);
+        at.copy(shared.d_out, p.d_out, value, values_in_all);
+        at.template copy_writes<Corrects>(shared.update, p.v, value, values_from(value));
+        if constexpr (Corrects) at.copy_transposed(shared.d_right, slice.d_right, value, values_from(value));
     };
-    const auto copy_state = [&](const typename Parts::States& to, F* all, int key, int value) {
-        const F* const from = slice.state_of(all, at.local, at.n);
-        const int values = values_from(value), keys = slice.key_rows - key;
-        if constexpr (kTurned)
-            copy_pieces(to, from + key * slice.columns + value, slice.columns, kKeys, keys, values);
-        else
-            copy_pieces(to, from + value * slice.key_rows + key, slice.key_rows, values, values, keys);
+    const auto copy_all_values = [&](int value) {
+        copy_values(value);
+        if constexpr (Corrects) at.copy(shared.v, p.v, value, values_in_all);
     };
-    const auto arrive = [] {
-        copies_commit();
-        copies_wait<0>();
-        __syncthreads();
+    const auto copy_states = [&](int key, int value) {
+        const int rows = kTurned ? kKeys : values_from(value);
+        at.template copy_state<kTurned>(shared.state, slice.states, key, value, rows);
+        at.template copy_state<kTurned>(shared.d_state, slice.d_states, key, value, rows);
     };
     // A gate of this thread's step, whose write loses by it.
     const float own_log = Gated && complement ? load_step(p.log_gate, at.batch, at.head, start + thread, time) : 0.0f;
@@ -117,44 +106,23 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     copy_keys(0);
     if constexpr (Gated || Corrects) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
-    copy_values(0);
-    if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, 0), start, time);
+    copy_all_values(0);
     copies_commit();
-    copy_state(shared.state, slice.states, 0, 0);
-    copy_state(shared.d_state, slice.d_states, 0, 0);
+    copy_states(0, 0);
     copies_commit();
 
     Strip<kSide / 8> scores, products;  // Q K^T and K K^T
     if constexpr (Gated || !(Corrects || kDecays)) {
-        scores.clear();
-        if constexpr (Corrects) products.clear();
-        for (int key = 0; key < slice.key_rows; key += kKeys) {
-            if (key > 0) {
-                __syncthreads();
-                copy_keys(key);
-                arrive();
-            } else {
-                copies_wait<2>();
-                __syncthreads();
-            }
+        scores.clear(), products.clear();
+        each_part<2>(slice.key_rows, kKeys, copy_keys, [&](int) {
             multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, kKeys / 16);
             if constexpr (Corrects) multiply_rows<kPasses, false, false>(products, shared.k, row, shared.k, kKeys / 16);
-        }
+        });
     }
     OfSteps d_beta = {}, read_sums = {}, written_sums = {}, strength_sums = {};
     Strip<kSide / 8> d_scores, d_system;  // dP, dA
-    d_scores.clear();
-    d_system.clear();
-    for (int value = 0; !kOfBoth && value < slice.columns; value += value_part) {
-        if (value == 0) {
-            copies_wait<1>();
-            __syncthreads();
-        } else {
-            __syncthreads();
-            copy_values(value);
-            if constexpr (Corrects) copy_steps(shared.v, value_head(p.v, value), start, time);
-            arrive();
-        }
+    d_scores.clear(), d_system.clear();
+    each_part<1>(kOfBoth ? 0 : slice.columns, value_part, copy_all_values, [&](int value) {
         const int blocks = values_from(value) / 16;
         multiply_rows<kPasses, false, Corrects>(d_scores, shared.d_out, row, shared.update, blocks);
         if constexpr (Corrects)
@@ -163,21 +131,18 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                     const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&shared.v(row + j, inner));
                     d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
                 });
-    }
+    });
     const auto by_beta = [&](auto& strip) { strip.each([&](int, int j, float& x) { x *= steps.beta(row + j); }); };
     const auto mirror = [&](Strip<kSide / 8>& strip, const auto& to) {
         strip.each([&](int s, int j, float x) {
             if (s <= row + j) to(row + j, s) = to(s, row + j) = x;
         });
     };
-    if constexpr (Corrects) d_system.each([](int, int, float& x) { x = -x; });
+    if constexpr (Corrects) d_system.each([&](int s, int j, float& x) { x = s < row + j ? -x : 0.0f; });
     __syncthreads();  // nobody reads v any more
     if constexpr (kDecays) {
-        if constexpr (kOfBoth)
-            load_mirrored(shared.d_scores, slice.lower_of(slice.d_scores, at.local, at.n),
-                          slice.lower_of(slice.d_rest, at.local, at.n));
-        else
-            mirror(d_scores, shared.d_scores);
+        if constexpr (kOfBoth) d_scores = load_pairs(at, row, slice.d_scores, slice.d_rest);
+        mirror(d_scores, shared.d_scores);
         if constexpr (Corrects) mirror(d_system, shared.pairs);
     } else {
         steps.template keep_pairs<true>(d_scores, row);
@@ -197,14 +162,13 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         }
         d_scores.write(shared.d_scores.from(row, 0));
         if constexpr (Corrects) {
-            Strip<kSide / 8> strong = d_system;
-            by_beta(strong);
-            strong.write(shared.pairs.from(row, 0));
+            scores = d_system;  // whose place they take
+            by_beta(scores);
         } else {
             steps.template keep_pairs<true>(scores, row);
             if constexpr (Gated) scores.scale(steps.strengths());
-            scores.write(shared.pairs.from(row, 0));
         }
+        scores.write(shared.pairs.from(row, 0));
     }
     if (complement && Gated) d_scores.scale(steps.strengths());  // for queries; keys have theirs in the end
 
@@ -213,14 +177,11 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         Strip<kKeys / 8> dq, read, dk;
         dq.clear(), read.clear(), dk.clear();
         for (int value = 0; value < slice.columns; value += value_part) {
-            if (key > 0 || value > 0 || !all_values || !all_keys) {
+            if (!all_values || !all_keys) {
                 __syncthreads();
                 if (value == 0 && !all_keys && (key > 0 || !kDecays)) copy_keys(key);
                 if (!all_values) copy_values(value);
-                if (key > 0 || value > 0) {
-                    copy_state(shared.state, slice.states, key, value);
-                    copy_state(shared.d_state, slice.d_states, key, value);
-                }
+                if (key > 0 || value > 0) copy_states(key, value);
             }
             arrive();
             const int blocks = values_from(value) / 16;
@@ -228,27 +189,24 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if constexpr (Corrects && !kDecays)
                 multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state, blocks);
             multiply_rows<kPasses, Corrects, !kTurned>(dk, shared.update, row, shared.d_state, blocks);
-            if constexpr (Gated) passed += dot_of(shared.state, shared.d_state, 16 * blocks);
-            if constexpr (kDecays)
-                for (int j = row / kSteps; j < 16 * blocks; j += kBlocks) {
-                    const int own = warp_lane() % kKeys, down = kTurned ? own : j, across = kTurned ? j : own;
+            for (int j = row / kSteps; (Gated || kDecays) && j < 16 * blocks; j += kBlocks)
+                for (int own = warp_lane(); own < kKeys; own += kWarp) {
+                    const int down = kTurned ? own : j, across = kTurned ? j : own;
                     const float product = shared.state.get(down, across) * shared.d_state.get(down, across);
                     passed += kOfBoth ? product * slice.value_decays_of(at.local, at.n)[value + j] : product;
                 }
         }
         if constexpr (kDecays) {
-            BlockGradients<kKeys> of(shared.levels, row);
-            of.template load_decays<T>(p.log_key_decay, at.batch, at.head, key, p.sizes.key_dim, start + row, time);
+            BlockGradients<T, kKeys> of(shared.levels, row, at, p.log_key_decay, key, keys_in_all);
             const auto store = [&](auto zero, const Sequence& to, Strip<kKeys / 8> strip) {
                 using To = decltype(zero);
                 if (to.data != nullptr)
-                    strip.store_rows(Head<To>(to, at.batch, at.head, key, p.sizes.key_dim), kKeys, start + row, time);
+                    strip.store_rows(at.template part_of<To>(to, key, keys_in_all), kKeys, start + row, time);
             };
             load_column(of.late, shared.q.from(row, 0), of.column);
             load_column(of.early, shared.k.from(row, 0), of.column);
             of.begin(dk);
-            of.template add<kPasses>(dq, shared.d_scores);
-            of.add_diagonal(shared.d_scores);
+            of.add(dq, shared.d_scores);
             store(T(), p.dq, of.strip_of(of.d_late));
             if constexpr (Corrects) {
                 UNROLL for (int t = 0; t < kSteps; ++t) of.late[t] =
@@ -257,14 +215,14 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                     if (!all_values) {
                         __syncthreads();
                         copy_values(value);
-                        copy_state(shared.state, slice.states, key, value);
+                        copy_states(key, value);
                         arrive();
                     }
                     multiply_rows<kPasses, true, true>(read, shared.d_right, row, shared.state,
                                                        values_from(value) / 16);
                 }
                 read.each([](int, int, float& x) { x = -x; });
-                of.template add<kPasses>(read, shared.pairs);
+                of.add(read, shared.pairs);
                 Strip<kKeys / 8> d_erase = of.strip_of(of.d_late);
                 d_erase.dot(d_beta, shared.erase.from(row, 0));
                 by_beta(d_erase);
@@ -287,10 +245,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             dq.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
             dq.dot(read_sums, own_q);
             dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });
-            OfSteps of_writes = {};
-            dk.dot(of_writes, own_k);
-            UNROLL for (int half = 0; half < 2; ++half) written_sums[half] +=
-                of_writes[half] * steps.strength(row + group + 8 * half);
+            dk.dot(written_sums, own_k);
         }
         if constexpr (Gated && !Corrects) {
             multiply_kept<kPasses, true>(dq, d_scores, shared.k);
@@ -298,22 +253,19 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         } else {  // those in registers are not needed any more
             multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kSide / 16);
         }
-        dq.store_rows(key_head(p.dq, key), kKeys, start + row, time);
+        dq.store_rows(at.template part_of<T>(p.dq, key, keys_in_all), kKeys, start + row, time);
         if constexpr (Corrects) {
             read.each([&](int, int j, float& x) { x *= -steps.from_start(row + j); });
             if constexpr (Gated) {
-                OfSteps of_reads = {};
-                read.dot(of_reads, own_k);
-                UNROLL for (int half = 0; half < 2; ++half) {
-                    d_beta[half] += of_reads[half];
-                    read_sums[half] += of_reads[half] * steps.beta(row + group + 8 * half);
-                }
-                multiply_kept<kPasses, true>(read, d_system, shared.k);
+                read.dot(d_beta, own_k);
+                by_beta(read);
+                read.dot(read_sums, own_k);
+                multiply_kept<kPasses, true>(read, scores, shared.k);
             } else {  // <dA, G> is <dA K, K>, which all but cancels out if a key comes again and again
                 multiply_pairs<kPasses, true>(read, d_system, shared.k);
                 read.dot(d_beta, own_k);
+                by_beta(read);
             }
-            by_beta(read);
             dk.each_with(read, [](float& x, float y) { x += y; });
         }
         multiply_rows<kPasses, true, true>(dk, shared.d_scores, row, shared.q, kSide / 16);
@@ -323,13 +275,12 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             dk.dot(strength_sums, own_k);
             dk.each([&](int, int j, float& x) { x *= steps.strength(row + j); });
         }
-        dk.store_rows(key_head(p.dk, key), kKeys, start + row, time);
+        dk.store_rows(at.template part_of<T>(p.dk, key, keys_in_all), kKeys, start + row, time);
     }
     if constexpr (!Corrects && !kOfBoth) {
         if constexpr (kDecays) {
             __syncthreads();
-            load_mirrored(shared.d_scores, slice.lower_of(slice.scores, at.local, at.n),
-                          slice.lower_of(slice.rest, at.local, at.n));
+            load_pairs(at, row, slice.scores, slice.rest).write(shared.d_scores.from(row, 0));
         }
         for (int value = 0; value < slice.columns; value += value_part) {
             const int across = values_from(value) / 16;
@@ -338,9 +289,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             for (int key = 0; key < slice.key_rows; key += kKeys) {
                 if (kDecays || !all_keys || !all_values) {
                     __syncthreads();
-                    if (kDecays || !all_keys) copy_steps(shared.k, key_head(written, key), start, time);
-                    if (!all_values && key == 0) copy_steps(shared.d_out, value_head(p.d_out, value), start, time);
-                    copy_state(shared.d_state, slice.d_states, key, value);
+                    if (kDecays || !all_keys) at.copy(shared.k, written, key, keys_in_all);
+                    if (!all_values && key == 0) at.copy(shared.d_out, p.d_out, value, values_in_all);
+                    at.copy_state(shared.d_state, slice.d_states, key, value, 16 * across);
                     arrive();
                 }
                 each_columns(dv, across, [&](auto& part, int first) {
@@ -351,17 +302,10 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             if constexpr (Gated)
                 dv.each([&](int, int j, float& x) { x *= steps.to_end(row + j) * steps.strength(row + j); });
             each_columns(dv, across, [&](auto& part, int first) {
-                const auto d_out = shared.d_out.from(0, first);
-                if constexpr (kDecays) {
-                    for (int block = row / kSteps; block < kBlocks; ++block) {
-                        Strip<2> pairs = pairs_with(shared.d_scores, row, block, [](int s, int t) { return t >= s; });
-                        multiply_pairs<kPasses, true>(part, pairs, d_out.from(block * kSteps, 0));
-                    }
-                } else {
-                    multiply_rows<kPasses, true, true>(part, shared.pairs, row, d_out, kSide / 16);
-                }
+                const auto& pairs = kDecays ? shared.d_scores : shared.pairs;
+                multiply_rows<kPasses, true, true, kDecays>(part, pairs, row, shared.d_out.from(0, first), kSide / 16);
             });
-            dv.store_rows(value_head(p.dv, value), 16 * across, start + row, time);
+            dv.store_rows(at.template part_of<T>(p.dv, value, values_in_all), 16 * across, start + row, time);
         }
     }
     if (Corrects && p.d_beta.data != nullptr)
@@ -371,7 +315,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     if constexpr (Gated) {
         const GateSums& sums = shared.sums;
         sum_steps(read_sums, [&](int j, float sum) { sums.read()[row + j] = sum; });
-        sum_steps(written_sums, [&](int j, float sum) { sums.written()[row + j] = sum; });
+        sum_steps(written_sums, [&](int j, float sum) { sums.written()[row + j] = sum * steps.strength(row + j); });
         if (complement) sum_steps(strength_sums, [&](int j, float sum) { sums.strength()[row + j] = sum; });
         sums.put_passing(passed);
         __syncthreads();
@@ -382,37 +326,16 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     }
 }
 
-// The gradients of one side where values decay: what decays of the other side scale is in the place of d_out and v.
-template <typename T>
-RuleBackward side_of(RuleBackward p, const Slice<Factor<T>>& slice) {
-    p.d_out = slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes);
-    p.v = slice.template sequence_of<T>(slice.values, slice.columns, p.sizes);
-    return p;
-}
-RuleBackward swapped(RuleBackward p) {
-    std::swap(p.sizes.key_dim, p.sizes.value_dim);
-    std::swap(p.q, p.d_out);
-    std::swap(p.k, p.v);
-    p.log_key_decay = p.log_value_decay;
-    p.dq = {};  // outputs, that are there
-    p.dk = p.dv;
-    p.d_log_key_decay = p.d_log_value_decay;
-    return p;
-}
-
 struct Gradients {
     template <typename T>
     static size_t bytes(const RulePass& pass, int keys, int values) {
         return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto both) {
             return with_width(keys, [&](auto width) {
-                const auto of = [&](auto side) {
-                    return GradientParts<T, corrects, gated, decltype(side)::value, width>(Carver(nullptr), values)
-                        .bytes;
-                };
-                if constexpr (both)
-                    return std::max(of(SideOf<Side::kKeys>()), of(SideOf<Side::kValues>()));
-                else
-                    return of(SideOf<decays ? Side::kDecayed : Side::kUndecayed>());
+                constexpr Side side = first_side(decays, both);
+                return std::max(
+                    GradientParts<T, corrects, gated, side, width>(Carver(nullptr), values).bytes,
+                    GradientParts<T, corrects, gated, both ? Side::kValues : side, width>(Carver(nullptr), values)
+                        .bytes);
             });
         });
     }
@@ -433,10 +356,20 @@ struct Gradients {
 
         w.pass.backward = true;
         const Sequence written = w.keys;
+        RuleBackward of_keys = p, of_values = p;  // what decays of the other side scale is in the place of d_out and v
+        of_keys.v = w.values;
         (plan.pass.corrects ? w.queries : w.keys) =
             plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
         w.values = plan.pass.values ? slice.template sequence_of<T>(slice.d_outs, slice.columns, p.sizes) : p.d_out;
         w.d_values = p.dv;
+        of_keys.d_out = w.values;
+        if (plan.pass.values) {
+            std::swap(of_values.sizes.key_dim, of_values.sizes.value_dim);
+            of_values.q = p.d_out, of_values.k = p.v, of_values.log_key_decay = p.log_value_decay;
+            of_values.d_out = w.keys, of_values.v = written;
+            of_values.dq = {};  // outputs, that are there
+            of_values.dk = p.dv, of_values.d_log_key_decay = p.d_log_value_decay;
+        }
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
         float* const between = reinterpret_cast<float*>(static_cast<unsigned char*>(p.workspace) + plan.bytes -
                                                         up_to_256(plan.heads * state));
@@ -452,14 +385,10 @@ struct Gradients {
                                   dim3(kStripThreads), plan.last_shared, stream, of, written, from, plan.value_part);
                 });
             };
-            if constexpr (values) {
-                error = find(SideOf<Side::kKeys>(), side_of<T>(p, slice), slice);
-                if (error != cudaSuccess) return error;
-                const Slice<F> turned = slice.swapped();
-                return find(SideOf<Side::kValues>(), side_of<T>(swapped(p), turned), turned);
-            } else {
-                return find(SideOf<decays ? Side::kDecayed : Side::kUndecayed>(), p, slice);
-            }
+            error = find(SideOf<first_side(decays, values)>(), of_keys, slice);
+            if constexpr (values)
+                if (error == cudaSuccess) error = find(SideOf<Side::kValues>(), of_values, slice.swapped());
+            return error;
         });
     }
 };

@@ -48,21 +48,17 @@ DEVICE constexpr bool is_late(int block, int t) {
 }
 
 // The rest is of one dimension of a block, in a thread's registers.
+using OfBlock = float[kSteps];
 
 // The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
 template <typename T>
-DEVICE void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int head, int dimension, int dim, int start,
+DEVICE void load_logs(OfBlock& to, const Sequence& logs, int batch, int head, int dimension, int dim, int start,
                       int time) {
-    UNROLL for (int t = 0; t < kSteps; ++t) to[t] = 0.0f;
-    if (logs.data == nullptr || dimension >= dim) return;
+    const int there = logs.data == nullptr || dimension >= dim ? 0 : time - start;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
     const int64_t stride = opaque(logs.time);
     const auto load = [&](const auto* from) {
-        if (start + kSteps <= time) {
-            UNROLL for (int t = 0; t < kSteps; ++t, from += stride) to[t] = widen<float>(*from);
-        } else {
-            UNROLL for (int t = 0; t < kSteps; ++t, from += stride) if (start + t < time) to[t] = widen<float>(*from);
-        }
+        UNROLL for (int t = 0; t < kSteps; ++t, from += stride) to[t] = t < there ? widen<float>(*from) : 0.0f;
     };
     // Logs of decays may be float32 beside inputs of 16 bits.
     if (logs.dtype == kFloat32)
@@ -71,9 +67,9 @@ DEVICE void load_logs(float (&to)[kSteps], const Sequence& logs, int batch, int 
         load(static_cast<const T*>(logs.data) + first);
 }
 
-DEVICE void exponentiate(float (&logs)[kSteps]) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
+DEVICE void exponentiate(OfBlock& logs) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
 
-DEVICE float product_of(const float (&gates)[kSteps]) {
+DEVICE float product_of(const OfBlock& gates) {
     float product = 1.0f;
     UNROLL for (int t = 0; t < kSteps; ++t) product *= gates[t];
     return product;
@@ -87,12 +83,12 @@ DEVICE float between(const M& totals, int column, int block, int middle) {
     return product;
 }
 
-// scale(t) = what is left of the block's start, decayed by `by`, at step t; of step s at the block's end, decayed by `by` then.
-DEVICE void scale_from_start(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
-    UNROLL for (int t = 0; t < kSteps; ++t) scale[t] = by *= gates[t];
+// scale(t) = what is left of the start of `count` steps, decayed by `by`, at step t; of step s at their end, decayed by `by` then.
+DEVICE void scale_from_start(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
+    UNROLL for (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
 }
-DEVICE void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], float by) {
-    UNROLL for (int s = kSteps - 1; s >= 0; --s) {
+DEVICE void scale_to_end(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
+    UNROLL for (int s = first + count - 1; s >= first; --s) {
         scale[s] = by;
         by *= gates[s];
     }
@@ -100,18 +96,12 @@ DEVICE void scale_to_end(float (&scale)[kSteps], const float (&gates)[kSteps], f
 
 // scale(t) = F_tm in second halves of a level, F_mt in first ones.
 template <int Level, typename M>
-DEVICE void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps], const M& totals, int column,
-                            int block) {
+DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& totals, int column, int block) {
     if constexpr (Level < kLevelsOfBlock) {
         constexpr int kHalf = 1 << Level;
         UNROLL for (int first = 0; first < kSteps; first += 2 * kHalf) {
-            float product = 1.0f;
-            UNROLL for (int s = first + kHalf - 1; s >= first; --s) {
-                scale[s] = product;
-                product *= gates[s];
-            }
-            product = 1.0f;
-            UNROLL for (int t = first + kHalf; t < first + 2 * kHalf; ++t) scale[t] = product *= gates[t];
+            scale_to_end(scale, gates, 1.0f, first, kHalf);
+            scale_from_start(scale, gates, 1.0f, first + kHalf, kHalf);
         }
     } else {
         constexpr int kShift = Level - kLevelsOfBlock;
@@ -123,16 +113,8 @@ DEVICE void scale_to_middle(float (&scale)[kSteps], const float (&gates)[kSteps]
     }
 }
 
-// A level's x of one dimension of a block, whose rows `to` begins with.
-template <int Level, typename M>
-DEVICE void write_level(const M& to, const float (&late)[kSteps], const float (&early)[kSteps],
-                        const float (&scale)[kSteps], int column, int block) {
-    UNROLL for (int t = 0; t < kSteps; ++t) to(t, column) =
-        narrow<typename M::Element>((is_late<Level>(block, t) ? late[t] : early[t]) * scale[t]);
-}
-
 template <typename M>
-DEVICE void load_column(float (&to)[kSteps], const M& from, int column) {
+DEVICE void load_column(OfBlock& to, const M& from, int column) {
     UNROLL for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
 }
 

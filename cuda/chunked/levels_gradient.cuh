@@ -25,30 +25,26 @@
 
 namespace fairseq_fastweights {
 
-// Rows of all pairs of a chunk's steps, mirrored, as the local stage left them: `rest` is what rounding left out.
+// Pairs of this warp's 16 steps, from `row` on, with those before them, as the local stage left them: `rest` is what rounding left out.
 template <typename F>
-DEVICE void load_mirrored(const Rows<float, kSide>& to, const LowerBlocks<F>& big, const LowerBlocks<F>& rest) {
-    for (int i = threadIdx.x; i < kSide * kSide; i += kStripThreads) {
-        const int t = i / kSide, s = i % kSide;
-        if (s <= t) to(t, s) = to(s, t) = widen<float>(big(t, s)) + (sizeof(F) == 2 ? widen<float>(rest(t, s)) : 0.0f);
-    }
+DEVICE Strip<kSide / 8> load_pairs(const Place<F>& at, int row, F* all, F* rest) {
+    Strip<kSide / 8> pairs;
+    pairs.each_pair([&](int s, int j, float& x, float& y) {
+        const auto add = [&](F* numbers) {
+            const F* const from = &at.slice.lower_of(numbers, at.local, at.n)(row, 0);
+            const auto pair = *reinterpret_cast<const Pair<F>*>(from + (s / kSteps * kSteps + j) * kSteps + s % kSteps);
+            x += widen<float>(pair.x), y += widen<float>(pair.y);
+        };
+        x = y = 0.0f;
+        if (s / kSteps * kSteps > row) return;
+        add(all);
+        if constexpr (sizeof(F) == 2) add(rest);
+    });
+    return pairs;
 }
 
 // Products take tf32, to which tensor cores cut off: numbers times this are rounded so, nearly to nearest, NaNs as well.
 constexpr float kToNearest = 1.0f + 1.0f / 2048;
-
-// Pairs of this warp's 16 steps, from `row` on, with those of a block, from rows of all pairs; 0 for all but wanted(t, s).
-template <typename Wanted>
-DEVICE Strip<2> pairs_with(const Rows<float, kSide>& pairs, int row, int block, Wanted wanted) {
-    Strip<2> part;
-    part.each_pair([&](int place, int j, float& x, float& y) {
-        const int t = row + j, s = block * kSteps + place;
-        const float2 pair = *reinterpret_cast<const float2*>(&pairs(t, s));
-        x = wanted(t, s) ? pair.x : 0.0f;
-        y = wanted(t, s + 1) ? pair.y : 0.0f;
-    });
-    return part;
-}
 
 // Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
 // strips to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
@@ -63,8 +59,9 @@ struct LevelRows {
 };
 
 // Gradients of a block of 16 steps, a warp's: a lane has a dimension, `column`, if it is `there`.
-template <int Keys>
+template <typename T, int Keys>
 struct BlockGradients {
+    static constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     const LevelRows<Keys>& shared;
     const int block, row, column;
     const bool there;
@@ -73,13 +70,12 @@ struct BlockGradients {
     float to_earlier = 0.0f, to_later,
           to_half = 0.0f;  // sums for the blocks before and behind this one, and the other of its half
 
-    DEVICE BlockGradients(const LevelRows<Keys>& shared, int row)
-        : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {}
-
-    // The decays of dimensions from `first` on, from step `start` on. Ends with a barrier.
-    template <typename T>
-    DEVICE void load_decays(const Sequence& logs, int batch, int head, int first, int dim, int start, int time) {
-        load_logs<T>(gates, logs, batch, head, first + column, dim, start, time);
+    // With the decays of dimensions from `first` on. Ends with a barrier.
+    template <typename F>
+    DEVICE BlockGradients(const LevelRows<Keys>& shared, int row, const Place<F>& at, const Sequence& logs, int first,
+                          int dim)
+        : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {
+        load_logs<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
         exponentiate(gates);
         if (there) shared.totals(block, column) = product_of(gates);
         __syncthreads();
@@ -92,16 +88,12 @@ struct BlockGradients {
         if (there) load_column(found, by.from(row, 0), column);
     }
     // A strip of columns.
-    DEVICE Strip<Keys / 8> strip_of(const float (&columns)[kSteps]) const {
+    DEVICE Strip<Keys / 8> strip_of(const OfBlock& columns) const {
         __syncwarp();
         UNROLL for (int t = 0; t < kSteps; ++t) if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
         Strip<Keys / 8> strip;
-        strip.each_pair([&](int place, int j, float& x, float& y) {
-            const float2 pair = *reinterpret_cast<const float2*>(&shared.rows(row + j, place));
-            x = pair.x;
-            y = pair.y;
-        });
+        load_rows(strip, shared.rows.from(row, 0));
         return strip;
     }
 
@@ -120,21 +112,23 @@ struct BlockGradients {
         return sum;
     }
 
-    template <int Level, int Passes>
+    template <int Level>
     DEVICE void add_level(const Rows<float, kSide>& weights) {
         const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
         UNROLL for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
         UNROLL for (int t = 0; t < kSteps; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
-            if (there) x(row + t, column) = Passes == 1 ? of_step * kToNearest : of_step;
+            if (there) x(row + t, column) = kPasses == 1 ? of_step * kToNearest : of_step;
         }
         Strip<Keys / 8> sums;
         sums.clear();
         const auto add = [&](int other) {
-            const Strip<2> pairs = pairs_with(
-                weights, row, other, [](int t, int s) { return Level >= kLevelsOfBlock || parts(Level, t, s); });
-            multiply_kept<Passes, true>(sums, pairs, x.from(other * kSteps, 0));
+            Strip<2> pairs;
+            load_rows(pairs, weights.from(row, other * kSteps));
+            if constexpr (Level < kLevelsOfBlock)
+                pairs.each([](int s, int t, float& x) { x = parts(Level, t, s) ? x : 0.0f; });
+            multiply_kept<kPasses, true>(sums, pairs, x.from(other * kSteps, 0));
         };
         if constexpr (Level < kLevelsOfBlock) {
             __syncwarp();
@@ -161,24 +155,19 @@ struct BlockGradients {
         scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
         to_later = add_half<false>();
     }
-    // Those of `late`, as far as reads and pairs of two steps make them, and what is of `early` and logs.
-    template <int Passes>
+    // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
     DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
-        UNROLL for (int t = 0; t < kSteps; ++t) d_late[t] = 0.0f;
+        UNROLL for (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
+            const float weight = weights(row + t, row + t);
+            d_late[t] = weight * early[t];
+            d_early[t] += weight * late[t];
+        }
         find_columns(reads, shared.rows);
         scale_from_start(scale, gates, between(shared.totals, column, block, 0));
         to_earlier += add_half<true>();
-        each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value, Passes>(weights); });
+        each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value>(weights); });
     }
-    // Those of pairs of a step with itself.
-    DEVICE void add_diagonal(const Rows<float, kSide>& weights) {
-        UNROLL for (int t = 0; t < kSteps; ++t) {
-            const float weight = weights(row + t, row + t);
-            d_late[t] += weight * early[t];
-            d_early[t] += weight * late[t];
-        }
-    }
-    // What passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
+    // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
     DEVICE void add_passing(float whole) {
         whole *= between(shared.totals, column, block, 0) * product_of(gates) *
                  between(shared.totals, column, block, kBlocks);

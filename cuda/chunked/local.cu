@@ -82,8 +82,9 @@ DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Row
 
 // Adds the pairs of a part of the keys, from `key` on, whose copies are under way, and leaves what decays scale.
 template <typename T, bool Corrects, bool Backward, typename Shared>
-DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given,
-                        const Slice<Factor<T>>& slice, const Place& at, int key) {
+DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given, const Place<Factor<T>>& at,
+                        int key) {
+    const Slice<Factor<T>>& slice = at.slice;
     using Keys = typename Shared::Keys;
     const int row = own_row(), block = row / kSteps, lane = warp_lane();
     float gates[kSteps], scale[kSteps] = {}, log = 0.0f;
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
             if (key > 0) __syncthreads();
             if (Decays || key > 0) copy_keys(key);
             if constexpr (Decays) {
-                add_decayed<T, Corrects, Backward>(pairs, shared, given, slice, at, key);
+                add_decayed<T, Corrects, Backward>(pairs, shared, given, at, key);
             } else {
                 copies_wait<0>();
                 __syncthreads();

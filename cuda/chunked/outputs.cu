@@ -29,7 +29,7 @@ struct OutputParts {
 
     __host__ __device__ OutputParts(Carver carver, int value_part)
         : q(carver, kSide), k(carver, Decays ? 0 : kSide), state(carver, value_part),
-          update(carver, rows_of_writes<Corrects>(value_part)), pairs(carver, Values ? kSide : 0) {
+          update(carver, Corrects ? value_part : kSide), pairs(carver, Values ? kSide : 0) {
         if (Values) levels = LevelRows<kWarp>(carver);
         if (Gated) steps = ChunkSteps<Gated>(carver);
         bytes = carver.used;
@@ -39,26 +39,24 @@ struct OutputParts {
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
 __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated, Decays, Values, Width>::kAtOnce))
     outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int value_part) {
-    using F = Factor<T>;
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const OutputParts<T, Corrects, Gated, Decays, Values, Width> shared(Carver(memory), value_part);
     const ChunkSteps<Gated>& steps = shared.steps;
     const Place at(slice, p.sizes);
     const int start = at.start, time = p.sizes.time, row = own_row();
-    const auto copy_keys = [&](const Rows<T, kKeys>& to, const Sequence& x, int key) {
-        copy_steps(to, Head<T>(x, at.batch, at.head, key, p.sizes.key_dim), start, time);
+    const auto copy_keys = [&](int key) {
+        at.copy(shared.q, queries, key, p.sizes.key_dim);
+        if constexpr (!Decays) at.copy(shared.k, p.k, key, p.sizes.key_dim);
     };
     const auto copy_values = [&](int key, int value) {
         const int values = min(value_part, slice.columns - value);
-        copy_pieces(shared.state, slice.state_of(slice.states, at.local, at.n) + value * slice.key_rows + key,
-                    slice.key_rows, values, values, slice.key_rows - key);
-        if (key == 0) copy_writes<Corrects>(shared.update, slice, at, p.v, p.sizes, value, values);
+        at.copy_state(shared.state, slice.states, key, value, values);
+        if (key == 0) at.template copy_writes<Corrects>(shared.update, p.v, value, values);
     };
 
     // The first parts of all are on their way at once, those that are needed first before the others.
-    copy_keys(shared.q, queries, 0);
-    if constexpr (!Decays) copy_keys(shared.k, p.k, 0);
+    copy_keys(0);
     if constexpr (Gated) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
     copy_values(0, 0);
@@ -66,33 +64,11 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
     Strip<kSide / 8> scores;
     scores.clear();
     if constexpr (Decays) {
-        const auto first_of = [&](F* all) { return &slice.lower_of(all, at.local, at.n)(row, 0); };
-        const F *const big = first_of(slice.scores), *const rest = first_of(slice.rest);
-        scores.each_pair([&](int s, int j, float& x, float& y) {
-            const auto add = [&](const F* from) {
-                const Pair<F> pair =
-                    *reinterpret_cast<const Pair<F>*>(from + (s / kSteps * kSteps + j) * kSteps + s % kSteps);
-                x += widen<float>(pair.x), y += widen<float>(pair.y);
-            };
-            if (s / kSteps * kSteps > row) return;
-            add(big);
-            if constexpr (sizeof(F) == 2) add(rest);  // what rounding left out
-        });
+        scores = load_pairs(at, row, slice.scores, slice.rest);
         if constexpr (Values) scores.write(shared.pairs.from(row, 0));
     } else {
-        for (int key = 0; key < slice.key_rows; key += kKeys) {
-            if (key > 0) {
-                __syncthreads();
-                copy_keys(shared.q, queries, key);
-                copy_keys(shared.k, p.k, key);
-                copies_commit();
-                copies_wait<0>();
-            } else {
-                copies_wait<1>();
-            }
-            __syncthreads();
-            multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width);
-        }
+        each_part<1>(slice.key_rows, kKeys, copy_keys,
+                     [&](int) { multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width); });
         steps.template keep_pairs<true>(scores, row);
         if constexpr (Gated && !Corrects) scores.scale(steps.strengths());
     }
@@ -102,14 +78,12 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         out.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
             const bool there = slice.key_rows <= kKeys;  // all keys
-            if (key > 0 || value > 0 || !there) {
+            if (value > 0 || !there) {
                 __syncthreads();
-                if (!there) copy_keys(shared.q, queries, key);
+                if (!there) at.copy(shared.q, queries, key, p.sizes.key_dim);
                 if (key > 0 || value > 0) copy_values(key, value);
-                copies_commit();
             }
-            copies_wait<0>();
-            __syncthreads();
+            arrive();
             each_columns(out, values / 16, [&](auto& part, int first) {
                 multiply_rows<kPasses, false, false>(part, shared.q, row, shared.state.from(first, 0), Width);
             });
@@ -118,27 +92,21 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
             UNROLL for (int first = 0; first < kWidest; first += kWarp) {
                 if (first >= values) break;
-                BlockGradients<kWarp> of(shared.levels, row);
                 Strip<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
                 __syncthreads();  // nobody reads decays of others any more
-                of.template load_decays<T>(p.log_value_decay, at.batch, at.head, value + first, p.sizes.value_dim,
-                                           start + row, time);
+                BlockGradients<T, kWarp> of(shared.levels, row, at, p.log_value_decay, value + first,
+                                            p.sizes.value_dim);
                 load_column(of.early, shared.update.from(row, first), of.column);
-                of.template add<kPasses>(part, shared.pairs);
-                of.add_diagonal(shared.pairs);
+                of.add(part, shared.pairs);
                 part = of.strip_of(of.d_late);
             }
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);
-                if constexpr (Decays)
-                    multiply_pairs<kPasses, !Corrects>(part, scores, update);
-                else
-                    multiply_kept<kPasses, !Corrects, Part::kAll, sizeof(Written<T, Corrects>) == 4>(part, scores,
-                                                                                                     update);
+                multiply_kept<kPasses, !Corrects, Part::kAll, sizeof(*update.data) == 4, Decays>(part, scores, update);
             });
         }
-        out.store_rows(Head<T>(p.out, at.batch, at.head, value, p.sizes.value_dim), values, start + row, time);
+        out.store_rows(at.template part_of<T>(p.out, value, p.sizes.value_dim), values, start + row, time);
     }
 }
 

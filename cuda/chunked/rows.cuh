@@ -9,16 +9,6 @@ namespace fairseq_fastweights {
 
 constexpr int kStripThreads = kSide / kTileRows * kWarp;
 
-// Which chunk of which head a block is: `local` counts the slice's heads, `start` is the chunk's first step.
-struct Place {
-    int local, n, batch, head, start;
-
-    template <typename F>
-    DEVICE Place(const Slice<F>& slice, const Sizes& sizes)
-        : local(blockIdx.x), n(slice.begin + blockIdx.y), batch((slice.first_head + local) / sizes.heads),
-          head((slice.first_head + local) % sizes.heads), start(n * kSide) {}
-};
-
 // The first of this warp's steps: lanes have the same number, as the compiler sees so.
 DEVICE int own_row() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0) * kTileRows; }
 
@@ -47,10 +37,10 @@ struct Rows {
 
 // Starts to copy up to `rows` rows, kSide at most, `stride` numbers apart, of which so many are there, and so many of their columns;
 // zeros for others.
-template <int Threads = kStripThreads, typename T, int Columns, typename Stride>
+template <typename T, int Columns, typename Stride>
 DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride, int rows, int rows_there,
                         int columns_there) {
-    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = Threads / kAcross;
+    constexpr int kPiece = 16 / sizeof(T), kAcross = Columns / kPiece, kDown = kStripThreads / kAcross;
     const int column = threadIdx.x % kAcross * kPiece, first = threadIdx.x / kAcross;
     const int there = column < columns_there ? rows_there - first : 0;
     const T* piece = from + first * stride + column;
@@ -61,22 +51,43 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
-template <int Threads = kStripThreads, typename T, int Columns>
+template <typename T, int Columns>
 DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
     if (!from.in_pieces(Columns)) return copy_elements<Columns>(to, from, kSide, start, time);
-    copy_pieces<Threads>(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
+    copy_pieces(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
-// This thread's part of the sum of x * y over `rows` rows.
-template <typename T, int Columns>
-DEVICE float dot_of(const Rows<T, Columns>& x, const Rows<T, Columns>& y, int rows) {
-    const int row = own_row();
-    if (row >= rows) return 0.0f;
-    Strip<Columns / 8> own;
-    own.each_pair([&](int i, int j, float& a, float& b) { a = x.get(row + j, i), b = x.get(row + j, i + 1); });
-    float sums[2] = {};
-    own.dot(sums, y.from(row, 0));
-    return sums[0] + sums[1];
+// Waits for all copies of all threads.
+DEVICE void arrive() {
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
+}
+
+// use(first) for each `part` of `all` keys or values once it is there. The first is on its way, with `Behind` groups of copies begun
+// after it, others copy(first) starts to copy.
+template <int Behind, typename Copy, typename Use>
+DEVICE void each_part(int all, int part, Copy copy, Use use) {
+    for (int first = 0; first < all; first += part) {
+        if (first > 0) {
+            __syncthreads();
+            copy(first);
+            arrive();
+        } else {
+            copies_wait<Behind>();
+            __syncthreads();
+        }
+        use(first);
+    }
+}
+
+// The places of a strip, from rows in shared memory, a row for each column.
+template <int N, typename From>
+DEVICE void load_rows(Strip<N>& strip, const From& from) {
+    strip.each_pair([&](int place, int j, float& x, float& y) {
+        const auto pair = *reinterpret_cast<const Pair<typename From::Element>*>(&from(j, place));
+        x = widen<float>(pair.x), y = widen<float>(pair.y);
+    });
 }
 
 // Takes what a product's left factor is, and does nothing with it.
@@ -87,7 +98,8 @@ struct Unseen {
 // sums += left right, where 16 rows of the left factor, from `row` on, are in shared memory as well, over 16 `blocks` inner
 // places. With `RowsInner` rows of `right` are the inner places, without they are the columns; of a `Turned` left factor places
 // are (inner, row). see(column of the strip, inner place, x, y) for this lane's pairs of the left factor.
-template <int Passes, bool Turned, bool RowsInner, int N, typename Left, typename Right, typename See = Unseen>
+template <int Passes, bool Turned, bool RowsInner, bool Split = false, int N, typename Left, typename Right,
+          typename See = Unseen>
 DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks, See see = See()) {
     using A = typename Left::Element;
     using B = typename Right::Element;
@@ -102,7 +114,7 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
         Strip<2> seen = part.widened();
         seen.each_pair([&](int place, int j, float x, float y) { see(j, 16 * e + place, x, y); });
-        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4>(
+        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4, Split>(
             sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
     };
     if constexpr (kInHalves<GivenStrip<A, 2>, B>) {
@@ -137,23 +149,49 @@ DEVICE void each_columns(Strip<N>& all, int across, F f) {
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
 template <typename T, bool Corrects>
-using Written = std::conditional_t<Corrects, Factor<T>, T>;
-template <typename T, bool Corrects>
-using WrittenRows = Rows<Written<T, Corrects>, kSide>;
-template <bool Corrects>
-__host__ __device__ constexpr int rows_of_writes(int values) {
-    return Corrects ? values : kSide;
-}
+using WrittenRows = Rows<std::conditional_t<Corrects, Factor<T>, T>, kSide>;
 
-// Starts to copy `values` of them from `value` on.
-template <bool Corrects, int Threads = kStripThreads, typename U, typename F>
-DEVICE void copy_writes(const Rows<U, kSide>& to, const Slice<F>& slice, const Place& at, const Sequence& v,
-                        const Sizes& sizes, int value, int values) {
-    if constexpr (Corrects)
-        copy_pieces<Threads>(to, slice.rows_of(slice.updates, at.local, at.n) + value * kSide, kSide, values, values,
-                             kSide);
-    else
-        copy_steps<Threads>(to, Head<U>(v, at.batch, at.head, value, sizes.value_dim), at.start, sizes.time);
-}
+// The chunk of a head that a block has: `local` counts the slice's heads, `start` is the chunk's first step. Its functions
+// start to copy from a key and a value on.
+template <typename F>
+struct Place {
+    const Slice<F>& slice;
+    const Sizes& sizes;
+    int local, n, batch, head, start;
+    bool anew;  // addresses of sequences are found each time: they take instructions, and no registers meanwhile
+
+    DEVICE Place(const Slice<F>& slice, const Sizes& sizes, bool anew = false)
+        : slice(slice), sizes(sizes), local(blockIdx.x), n(slice.begin + blockIdx.y),
+          batch((slice.first_head + local) / sizes.heads), head((slice.first_head + local) % sizes.heads),
+          start(n * kSide), anew(anew) {}
+
+    template <typename T>
+    DEVICE Head<T> part_of(const Sequence& x, int first, int dim) const {
+        return Head<T>(x, anew ? opaque(batch) : batch, anew ? opaque(head) : head, first, dim);
+    }
+    template <typename T, int Columns>
+    DEVICE void copy(const Rows<T, Columns>& to, const Sequence& x, int first, int dim) const {
+        copy_steps(to, part_of<T>(x, first, dim), start, sizes.time);
+    }
+    // Rows that the walk left, one of the chunk's steps for each value.
+    DEVICE void copy_transposed(const Rows<F, kSide>& to, F* all, int value, int values) const {
+        copy_pieces(to, slice.rows_of(all, local, n) + value * kSide, kSide, values, values, kSide);
+    }
+    template <bool Corrects, typename U>
+    DEVICE void copy_writes(const Rows<U, kSide>& to, const Sequence& v, int value, int values) const {
+        if constexpr (Corrects)
+            copy_transposed(to, slice.updates, value, values);
+        else
+            copy(to, v, value, sizes.value_dim);
+    }
+    // Rows of a state, of keys for each value or, `Turned`, of values for each key.
+    template <bool Turned = false, int Columns>
+    DEVICE void copy_state(const Rows<F, Columns>& to, F* all, int key, int value, int rows) const {
+        const int down = Turned ? key : value, across = Turned ? value : key;
+        const int height = Turned ? slice.key_rows : slice.columns, width = Turned ? slice.columns : slice.key_rows;
+        copy_pieces(to, slice.state_of(all, local, n) + down * width + across, width, rows, height - down,
+                    width - across);
+    }
+};
 
 }  // namespace fairseq_fastweights

@@ -24,8 +24,8 @@ namespace fairseq_fastweights {
 // The local stage is given this: backwards d_out in the place of `out`.
 inline RuleForward given_to_local(const RuleForward& p) { return p; }
 inline RuleForward given_to_local(const RuleBackward& p) {
-    return {p.sizes,           p.complement,    p.q,    p.k, p.v, p.erase, p.beta, p.log_gate, p.log_key_decay,
-            p.log_value_decay, p.initial_state, p.d_out};
+    return {p.sizes,         p.complement,      p.corrects,      p.q,    p.k, p.v, p.erase, p.beta, p.log_gate,
+            p.log_key_decay, p.log_value_decay, p.initial_state, p.d_out};
 }
 
 template <typename T>
