@@ -10,7 +10,7 @@
 
 // A function that kernels call, and a loop of which the compiler makes its passes one after another.
 #define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
+#define UNROLL_FOR _Pragma("unroll") for
 
 namespace fairseq_fastweights {
 

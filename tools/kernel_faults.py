@@ -249,8 +249,8 @@ CUDA = (
     Fault("cuda/recurrent/backward.cuh", "if (plan.first_split > 0) sum += load", "if (false) sum += load"),
     Fault(
         "cuda/recurrent/backward.cuh",
-        "x.f[r];\n                    }\n                    if (apart)",
-        "A(1);\n                    }\n                    if (apart)",
+        "x.f[r];\n                        }\n                    if (apart)",
+        "A(1);\n                        }\n                    if (apart)",
     ),
     Fault(
         "cuda/recurrent/backward.cuh",
@@ -532,8 +532,8 @@ CUDA = (
     Fault("cuda/chunked/gates.cuh", "(step >= u ? read() : written())", "(step > u ? read() : written())"),
     Fault(
         "cuda/chunked/gates.cuh",
-        "for (int warp = 0; warp < kBlocks; ++warp)",
-        "for (int warp = 0; warp < kBlocks - 1; ++warp)",
+        "(int warp = 0; warp < kBlocks; ++warp)",
+        "(int warp = 0; warp < kBlocks - 1; ++warp)",
     ),
     Fault("cuda/chunked/gates.cuh", "return sum + passed * whole;", "return sum + passed;"),
     Fault("cuda/chunked/gates.cuh", "distance > 0; distance /= 2)", "distance > 1; distance /= 2)"),
@@ -544,7 +544,7 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "block(i + half, column) =", "block(column, i + half) ="),
     Fault("cuda/chunked/local.cu", "Decays ? find_steps() : __syncthreads();", "if (Decays) find_steps();"),
     Fault("cuda/chunked/local.cu", "carver.used > square.used ? carver.used : square.used", "carver.used"),
-    Fault("cuda/chunked/local.cu", "__syncwarp();\n    UNROLL for (int i = 0;", "UNROLL for (int i = 0;"),
+    Fault("cuda/chunked/local.cu", "__syncwarp();\n    UNROLL_FOR (int i = 0;", "UNROLL_FOR (int i = 0;"),
     Fault("cuda/chunked/local.cu", "half == 0 ? x[i] : x[i + 8]", "x[i]"),
     Fault("cuda/chunked/local.cu", "sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x))", "x"),
     Fault("cuda/chunked/local.cu", "if (row < first) continue;", "if (row <= first) continue;"),
@@ -677,11 +677,11 @@ CUDA = (
         "step * heads + head",
     ),
     Fault(
-        "cuda/chunked/segments.cuh",
+        "cuda/carried_states.cuh",
         "sums[2] += by * x.z",
         "sums[2] -= by * x.z",
     ),
-    Fault("cuda/chunked/segments.cuh", "k += kCarryLanes", "k += 2 * kCarryLanes"),
+    Fault("cuda/carried_states.cuh", "k += Columns", "k += 2 * Columns"),
     # A step
     Fault("cuda/recurrent/step.cu", "state[r].x[c] *= decay * z[c];", "state[r].x[c] *= decay;"),
     Fault("cuda/recurrent/step.cu", "v[c] -= retrieved[c];", "v[c] -= write * retrieved[c];"),

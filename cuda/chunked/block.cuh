@@ -79,8 +79,6 @@ struct Pieces {
     }
 };
 
-// ---- Rows of sequences -------------------------------------------------------------------------------------------
-
 // One head of a (batch, time, heads, dim) tensor, from a column on. `dim` counts the columns left.
 template <typename T>
 struct Head {

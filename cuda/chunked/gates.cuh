@@ -7,6 +7,21 @@
 // The chunk is halved, and its halves are, down to single steps. With m the middle that parts s from t, D_ts = D_tm D_ms: it is in the
 // middle of the level that is the highest bit in which t and s differ. Nothing is subtracted, and no factor exceeds 1. Products over a
 // whole chunk are exponentials of sums: products of rounded factors would drift over thousands of steps with gates near 1.
+//
+// The delta rule within a chunk: with B = diag(beta), G the products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0
+//
+//   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
+//
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write strengths of 1 the entries
+// of T = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its diagonal
+// are inverted here, and T follows by substitution, in float32 by three products whatever the inputs are: its errors reach all later
+// steps.
+//
+// Backwards, with P = tril(D_ts Q K^T) and dS the gradient of the state at the chunk's end:
+//   dU = P^T dY + diag(D_es) K dS         dR = T^T dU           (R = B E, the right side of the system)
+//   dP = tril(dY U^T)                     dA = -dR U^T below the diagonal           (A = B G)
+//   dV = B dR                             d beta_t = <dR_t, E_t> + <dA_t, G_t>
+//   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV         dQ and dK: gradients.cu
 #pragma once
 
 #include "slices.h"
@@ -46,7 +61,7 @@ struct ChunkSteps {
         // Logs of the gates to and with this step, and behind it: of ever more steps around it.
         float before = own.log_gate, after = 0.0f;
         if constexpr (Gated) {
-            UNROLL for (int level = 0; level < kGateLevels; ++level) {
+            UNROLL_FOR (int level = 0; level < kGateLevels; ++level) {
                 const int half = 1 << level;
                 const bool late = step & half;
                 if ((level & (parts - 1)) == part)
@@ -98,7 +113,7 @@ struct ChunkSteps {
         if constexpr (!Gated)
             return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
         const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
-        UNROLL for (int block = 0; block < kBlocks; ++block) {
+        UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
             Strip<2>& part = pairs.template part<2>(2 * block);
             if (block > last) {
                 part.clear();
@@ -120,7 +135,7 @@ struct ChunkSteps {
 
 // Sums by step of what the gates let through, in shared memory. The gradient of log g_u collects whatever passes through step u:
 // what was written before it and is read at or after it,
-//   sum over s < u <= t of P_ts <dy_t, v_s> (with the delta rule of P_ts dP_ts and G_ts (B dA)_ts, in the notation of system.cuh),
+//   sum over s < u <= t of P_ts <dy_t, v_s> (with the delta rule of P_ts dP_ts and G_ts (B dA)_ts, in the notation of gates.cuh),
 // and likewise writes before the chunk and reads after it, and D <S_0, dS>: sums of products over a range, without a subtraction,
 // which keeps it exact where gates are so strong that it almost vanishes. Where w = 1 - g, it loses g <k_u, (dK / w)_u>.
 struct GateSums {
@@ -139,11 +154,11 @@ struct GateSums {
     DEVICE void add_inside(const Strip<kSide / 8>& pairs, int row) const {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
         float before[2] = {0.0f, 0.0f};
-        UNROLL for (int n = 0; n < kSide / 8; ++n) {
+        UNROLL_FOR (int n = 0; n < kSide / 8; ++n) {
             float sums[2] = {};
             const int u = 8 * n + 2 * member;
             if (8 * n < row + kTileRows) {
-                UNROLL for (int half = 0; half < 2; ++half) {
+                UNROLL_FOR (int half = 0; half < 2; ++half) {
                     const float x = pairs.value[n][2 * half], pair = x + pairs.value[n][2 * half + 1];
                     const float other = __shfl_xor_sync(kAllLanes, pair, 1), two = pair + other;
                     const float others = __shfl_xor_sync(kAllLanes, two, 2);
@@ -153,8 +168,8 @@ struct GateSums {
                     if (u <= t) sums[0] += sum;
                     if (u < t) sums[1] += sum + x;
                 }
-                UNROLL for (int distance = 4; distance < kWarp; distance *= 2) for (float& sum : sums) sum +=
-                    __shfl_xor_sync(kAllLanes, sum, distance);
+                UNROLL_FOR (int distance = 4; distance < kWarp; distance *= 2)
+                    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
             if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(sums[0], sums[1]);
         }
@@ -169,7 +184,7 @@ struct GateSums {
     // After a barrier: the gradient of the log gate of step u, but for what its write loses.
     DEVICE float of(int u, float whole) const {
         float sum = 0.0f, passed = 0.0f;
-        UNROLL for (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+        UNROLL_FOR (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
 #pragma unroll 8
         for (int step = 0; step < kSide; ++step) sum += (step >= u ? read() : written())[step];
         return sum + passed * whole;

@@ -1,4 +1,4 @@
-// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of system.cuh:
+// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of gates.cuh:
 //
 //   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (local.cu)
 //   states     from each state that was kept to the next: states and U                       (walk.cu)
@@ -125,12 +125,14 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
     each_part<1>(kOfBoth ? 0 : slice.columns, value_part, copy_all_values, [&](int value) {
         const int blocks = values_from(value) / 16;
         multiply_rows<kPasses, false, Corrects>(d_scores, shared.d_out, row, shared.update, blocks);
-        if constexpr (Corrects)
-            multiply_rows<kPasses, true, true>(
-                d_system, shared.d_right, row, shared.update, blocks, [&](int j, int inner, float x, float y) {
-                    const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(&shared.v(row + j, inner));
-                    d_beta[j >= 8] += x * widen<float>(pair.x) + y * widen<float>(pair.y);
-                });
+        if constexpr (Corrects) {
+            multiply_rows<kPasses, true, true>(d_system, shared.d_right, row, shared.update, blocks);
+            for (int inner = warp_lane() % 4; inner < 16 * blocks; inner += 4)
+                UNROLL_FOR (int half = 0; half < 2; ++half) {
+                    const int t = row + warp_lane() / 4 + 8 * half;
+                    d_beta[half] += shared.d_right.get(inner, t) * shared.v.get(t, inner);
+                }
+        }
     });
     const auto by_beta = [&](auto& strip) { strip.each([&](int, int j, float& x) { x *= steps.beta(row + j); }); };
     const auto mirror = [&](Strip<kSide / 8>& strip, const auto& to) {
@@ -209,8 +211,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             of.add(dq, shared.d_scores);
             store(T(), p.dq, of.strip_of(of.d_late));
             if constexpr (Corrects) {
-                UNROLL for (int t = 0; t < kSteps; ++t) of.late[t] =
-                    steps.beta(row + t) * shared.erase.get(row + t, of.column);
+                UNROLL_FOR (int t = 0; t < kSteps; ++t)
+                    of.late[t] = steps.beta(row + t) * shared.erase.get(row + t, of.column);
                 for (int value = 0; value < slice.columns; value += value_part) {
                     if (!all_values) {
                         __syncthreads();
@@ -227,9 +229,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 d_erase.dot(d_beta, shared.erase.from(row, 0));
                 by_beta(d_erase);
                 store(T(), p.d_erase, d_erase);
-                if (p.erase.data == nullptr) {
-                    UNROLL for (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
-                }
+                if (p.erase.data == nullptr)
+                    UNROLL_FOR (int t = 0; t < kSteps; ++t) of.d_early[t] += steps.beta(row + t) * of.d_late[t];
             }
             of.add_passing(passed);
             passed = 0.0f;

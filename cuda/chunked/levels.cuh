@@ -50,28 +50,33 @@ DEVICE constexpr bool is_late(int block, int t) {
 // The rest is of one dimension of a block, in a thread's registers.
 using OfBlock = float[kSteps];
 
-// The logs of the gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim). 0 past any end.
+// The gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim), from their logs, whose sum it returns. 1 past
+// any end.
 template <typename T>
-DEVICE void load_logs(OfBlock& to, const Sequence& logs, int batch, int head, int dimension, int dim, int start,
-                      int time) {
+DEVICE float load_gates(OfBlock& gates, const Sequence& logs, int batch, int head, int dimension, int dim, int start,
+                        int time) {
     const int there = logs.data == nullptr || dimension >= dim ? 0 : time - start;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
     const int64_t stride = opaque(logs.time);
     const auto load = [&](const auto* from) {
-        UNROLL for (int t = 0; t < kSteps; ++t, from += stride) to[t] = t < there ? widen<float>(*from) : 0.0f;
+        UNROLL_FOR (int t = 0; t < kSteps; ++t, from += stride) gates[t] = t < there ? widen<float>(*from) : 0.0f;
     };
     // Logs of decays may be float32 beside inputs of 16 bits.
     if (logs.dtype == kFloat32)
         load(static_cast<const float*>(logs.data) + first);
     else
         load(static_cast<const T*>(logs.data) + first);
+    float sum = 0.0f;
+    UNROLL_FOR (float& gate : gates) {
+        sum += gate;
+        gate = expf(gate);
+    }
+    return sum;
 }
-
-DEVICE void exponentiate(OfBlock& logs) { UNROLL for (int t = 0; t < kSteps; ++t) logs[t] = expf(logs[t]); }
 
 DEVICE float product_of(const OfBlock& gates) {
     float product = 1.0f;
-    UNROLL for (int t = 0; t < kSteps; ++t) product *= gates[t];
+    UNROLL_FOR (int t = 0; t < kSteps; ++t) product *= gates[t];
     return product;
 }
 
@@ -79,16 +84,17 @@ DEVICE float product_of(const OfBlock& gates) {
 template <typename M>
 DEVICE float between(const M& totals, int column, int block, int middle) {
     float product = 1.0f;
-    UNROLL for (int i = 0; i < kBlocks; ++i) if (i < middle ? i > block : i < block) product *= totals(i, column);
+    UNROLL_FOR (int i = 0; i < kBlocks; ++i)
+        if (i < middle ? i > block : i < block) product *= totals(i, column);
     return product;
 }
 
 // scale(t) = what is left of the start of `count` steps, decayed by `by`, at step t; of step s at their end, decayed by `by` then.
 DEVICE void scale_from_start(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
-    UNROLL for (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
+    UNROLL_FOR (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
 }
 DEVICE void scale_to_end(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
-    UNROLL for (int s = first + count - 1; s >= first; --s) {
+    UNROLL_FOR (int s = first + count - 1; s >= first; --s) {
         scale[s] = by;
         by *= gates[s];
     }
@@ -99,7 +105,7 @@ template <int Level, typename M>
 DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& totals, int column, int block) {
     if constexpr (Level < kLevelsOfBlock) {
         constexpr int kHalf = 1 << Level;
-        UNROLL for (int first = 0; first < kSteps; first += 2 * kHalf) {
+        UNROLL_FOR (int first = 0; first < kSteps; first += 2 * kHalf) {
             scale_to_end(scale, gates, 1.0f, first, kHalf);
             scale_from_start(scale, gates, 1.0f, first + kHalf, kHalf);
         }
@@ -115,7 +121,7 @@ DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& total
 
 template <typename M>
 DEVICE void load_column(OfBlock& to, const M& from, int column) {
-    UNROLL for (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+    UNROLL_FOR (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
 }
 
 }  // namespace fairseq_fastweights

@@ -75,8 +75,7 @@ struct BlockGradients {
     DEVICE BlockGradients(const LevelRows<Keys>& shared, int row, const Place<F>& at, const Sequence& logs, int first,
                           int dim)
         : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {
-        load_logs<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
-        exponentiate(gates);
+        load_gates<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
         if (there) shared.totals(block, column) = product_of(gates);
         __syncthreads();
     }
@@ -90,7 +89,8 @@ struct BlockGradients {
     // A strip of columns.
     DEVICE Strip<Keys / 8> strip_of(const OfBlock& columns) const {
         __syncwarp();
-        UNROLL for (int t = 0; t < kSteps; ++t) if (there) shared.rows(row + t, column) = columns[t];
+        UNROLL_FOR (int t = 0; t < kSteps; ++t)
+            if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
         Strip<Keys / 8> strip;
         load_rows(strip, shared.rows.from(row, 0));
@@ -102,7 +102,7 @@ struct BlockGradients {
     template <bool Late>
     DEVICE float add_half(int first = 0, int count = kSteps) {
         float sum = 0.0f;
-        UNROLL for (int i = 0; i < count; ++i) {
+        UNROLL_FOR (int i = 0; i < count; ++i) {
             const int t = first + (Late ? count - 1 - i : i);
             const float x = scale[t] * found[t], before = sum;
             sum += (Late ? late : early)[t] * x;
@@ -115,9 +115,9 @@ struct BlockGradients {
     template <int Level>
     DEVICE void add_level(const Rows<float, kSide>& weights) {
         const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
-        UNROLL for (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
+        UNROLL_FOR (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
-        UNROLL for (int t = 0; t < kSteps; ++t) {
+        UNROLL_FOR (int t = 0; t < kSteps; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
             if (there) x(row + t, column) = kPasses == 1 ? of_step * kToNearest : of_step;
         }
@@ -134,7 +134,7 @@ struct BlockGradients {
             __syncwarp();
             add(block);
             find_columns(sums, shared.rows);
-            UNROLL for (int first = 0; first < kSteps; first += 2 << Level) {
+            UNROLL_FOR (int first = 0; first < kSteps; first += 2 << Level) {
                 add_half<false>(first, 1 << Level);
                 add_half<true>(first + (1 << Level), 1 << Level);
             }
@@ -157,7 +157,7 @@ struct BlockGradients {
     }
     // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
     DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
-        UNROLL for (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
+        UNROLL_FOR (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
             const float weight = weights(row + t, row + t);
             d_late[t] = weight * early[t];
             d_early[t] += weight * late[t];
@@ -178,7 +178,7 @@ struct BlockGradients {
         __syncthreads();
         float sum = 0.0f;
         for (int from = 0; from < kBlocks; ++from) sum += shared.passing(block * kBlocks + from, column);
-        UNROLL for (int t = 0; t < kSteps; ++t) d_log[t] += sum;
+        UNROLL_FOR (int t = 0; t < kSteps; ++t) d_log[t] += sum;
     }
 };
 

@@ -1,11 +1,9 @@
 // The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
-// notation of system.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well.
+// notation of gates.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well.
 //
 // With decays by dimension or erase keys, in the notation of levels.cuh: P, what decays scale (Q * F_.0, K * F_e., E * F_.0) and,
 // where it corrects, T. A warp finds the pairs of a block of 16 steps with each other and with those of earlier blocks, of queries
 // and of erase keys; a lane has a key.
-#include "system.cuh"
-
 #include "levels.cuh"
 #include "rows.cuh"
 
@@ -51,7 +49,7 @@ DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, 
 #pragma unroll 1
     for (int key = 0; key < Columns; key += 16)
         multiply_rows<kPasses<T>, false, false>(part, late.from(0, key), row, early.from(row, key), 1);
-    UNROLL for (int i = 0; i < 2; ++i) {
+    UNROLL_FOR (int i = 0; i < 2; ++i) {
         if (Level < 0 ? t == s + i : s + i < t && parts(Level, t, s + i)) {
             pairs.value[kOwn][i] += part.value[0][i];
             pairs.value[kOwn + 1][2 + i] += part.value[1][2 + i];
@@ -72,7 +70,7 @@ DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Row
         left.each_pair([&](int place, int t, float& x, float& y) {
             x = reading.get(row + t, key + place), y = reading.get(row + t, key + place + 1);
         });
-        UNROLL for (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
+        UNROLL_FOR (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
             if (earlier * kSteps >= row) continue;
             multiply_pairs<kPasses<T>, false>(pairs.part<2>(2 * earlier), left, written.from(earlier * kSteps, key));
             left.scale(&totals(earlier, key));
@@ -87,11 +85,9 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     const Slice<Factor<T>>& slice = at.slice;
     using Keys = typename Shared::Keys;
     const int row = own_row(), block = row / kSteps, lane = warp_lane();
-    float gates[kSteps], scale[kSteps] = {}, log = 0.0f;
-    load_logs<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim, at.start + row,
-                 given.sizes.time);
-    UNROLL for (int t = 0; t < kSteps; ++t) log += gates[t];
-    exponentiate(gates);
+    float gates[kSteps], scale[kSteps] = {};
+    float log = load_gates<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim,
+                              at.start + row, given.sizes.time);
     shared.totals(block, lane) = expf(log);
     shared.logs(block, lane) = log;
     copies_wait<0>();
@@ -111,15 +107,15 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
         to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
     };
     const auto write = [&](const Keys& to, const Keys& x, Factor<T>* all) {
-        UNROLL for (int t = 0; t < kSteps; ++t) put(to, x, t);
+        UNROLL_FOR (int t = 0; t < kSteps; ++t) put(to, x, t);
         __syncwarp();
         constexpr int kPiece = 16 / sizeof(T), kAcross = Keys::kColumns / kPiece;
         const int across = lane % kAcross * kPiece;
         if (all != nullptr && key + across < slice.key_rows)
-            UNROLL for (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross) *
-                reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
-                                         (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key + across) =
-                *reinterpret_cast<const uint4*>(&to(t, across));
+            UNROLL_FOR (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross)
+                *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
+                                          (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key + across) =
+                    *reinterpret_cast<const uint4*>(&to(t, across));
         __syncwarp();
     };
     const Keys &k = shared.k, *const late = shared.readers, *const levels = shared.levels;
@@ -137,11 +133,11 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
         constexpr int level = decltype(of)::value;
         scale_to_middle<level>(scale, gates, shared.totals, lane, block);
         // Rows of erase keys are multiplied by those of keys among the queries'.
-        UNROLL for (int t = 0; t < kSteps; ++t)
-            UNROLL for (int i = 0; i < Shared::kReaders; ++i) if (is_late<level>(block, t) || i == 0)
-                put(levels[i], is_late<level>(block, t) ? late[i] : k, t);
+        UNROLL_FOR (int t = 0; t < kSteps; ++t)
+            UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i)
+                if (is_late<level>(block, t) || i == 0) put(levels[i], is_late<level>(block, t) ? late[i] : k, t);
         __syncwarp();
-        UNROLL for (int i = 0; i < Shared::kReaders; ++i) add_level<level>(pairs[i], levels[i], levels[0], row);
+        UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i) add_level<level>(pairs[i], levels[i], levels[0], row);
         __syncwarp();
     });
     scale_to_end(scale, gates, 1.0f);
@@ -150,7 +146,7 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     write(late[0], late[0], Corrects && Backward ? slice.queries : nullptr);
     if constexpr (Corrects) write(late[1], late[1], slice.erased);
     __syncthreads();
-    UNROLL for (int i = 0; i < Shared::kReaders; ++i) add_earlier(pairs[i], late[i], k, shared.totals, row);
+    UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i) add_earlier(pairs[i], late[i], k, shared.totals, row);
 }
 
 // A factor from the right as the walk multiplies by it: in one pass it is rounded here, once.
@@ -168,24 +164,25 @@ DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& pro
     const int first = own_row(), column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
     const Matrix<float> block = products.from(first, first);
     float x[kTileRows] = {};
-    UNROLL for (int j = 0; j < kTileRows; ++j) {
+    UNROLL_FOR (int j = 0; j < kTileRows; ++j) {
         // A known number goes at once into all sums that wait for it, which do not wait for one another.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
-        UNROLL for (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
+        UNROLL_FOR (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
     }
     __syncwarp();
-    UNROLL for (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
+    UNROLL_FOR (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
     __syncthreads();
     // Substitution, in a strip whose places are the rows.
     const int group = warp_lane() / 4, below = 2 * (warp_lane() % 4);
     Strip<kSide / 8> inverse;
     inverse.clear();
-    UNROLL for (int row = 0; row < kSide; row += kTileRows) {
+    UNROLL_FOR (int row = 0; row < kSide; row += kTileRows) {
         if (row < first) continue;
         Strip<2> sums;
         sums.clear();
-        UNROLL for (int inner = 0; inner < row; inner += kTileRows) if (inner >= first)
-            multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
+        UNROLL_FOR (int inner = 0; inner < row; inner += kTileRows)
+            if (inner >= first)
+                multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
         sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
         multiply_kept<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
     }
@@ -245,7 +242,7 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
             steps.template keep_pairs<false>(pairs[1], row);
         }
         const auto store = [&](const auto& to, Pairs from) {
-            UNROLL for (int block = 0; block < kBlocks; ++block) {
+            UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
                 const bool own = Decays && block == kBlocks - 1;
                 const int first = own ? row : block * kBlockSide;
                 if (own || first < row + !Decays)

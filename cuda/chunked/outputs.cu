@@ -1,4 +1,4 @@
-// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of system.cuh:
+// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of gates.cuh:
 //
 //   local    of all chunks at once: T = (I + B G)^-1, and gates                       (local.cu)
 //   walk     chunk after chunk: states and U                                          (walk.cu)
@@ -18,7 +18,9 @@ namespace {
 // pairs of steps are from the local stage.
 template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
 struct OutputParts {
-    static constexpr int kAtOnce = sizeof(T) == 4 ? 2 : Gated || Decays ? 3 : 4;  // blocks of a multiprocessor
+    static constexpr int kAtOnce = sizeof(T) == 4 || Values ? 2
+                                   : Gated || Decays        ? 3
+                                                            : 4;  // blocks of a multiprocessor
     Rows<T, 16 * Width> q, k;
     Rows<Factor<T>, 16 * Width> state;  // transposed
     WrittenRows<T, Corrects> update;
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
         if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
-            UNROLL for (int first = 0; first < kWidest; first += kWarp) {
+            UNROLL_FOR (int first = 0; first < kWidest; first += kWarp) {
                 if (first >= values) break;
                 Strip<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
                 __syncthreads();  // nobody reads decays of others any more

@@ -1,4 +1,4 @@
-// Code of the last stages without decays by dimension: a block is a chunk of a head, each of its four warps has 16 of its steps,
+// Code of the stages that take all chunks at once: a block is a chunk of a head, each of its four warps has 16 of its steps,
 // and what a warp finds of their pairs stays in its registers (strips.cuh). Distances in shared memory are known to the compiler,
 // which makes of most addresses a constant: by count, what these stages waited for was arithmetic on addresses.
 #pragma once
@@ -45,9 +45,9 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
     const int there = column < columns_there ? rows_there - first : 0;
     const T* piece = from + first * stride + column;
     T* const place = &to(first, column);
-    UNROLL for (int row = 0; row < kSide;
-                row += kDown, piece += kDown * stride) if ((rows == kSide && kDown <= kSide) || first + row < rows)
-        copy_or_clear(place + row * to.stride, piece, row < there);
+    UNROLL_FOR (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
+        if ((rows == kSide && kDown <= kSide) || first + row < rows)
+            copy_or_clear(place + row * to.stride, piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
@@ -90,35 +90,27 @@ DEVICE void load_rows(Strip<N>& strip, const From& from) {
     });
 }
 
-// Takes what a product's left factor is, and does nothing with it.
-struct Unseen {
-    DEVICE void operator()(int, int, float, float) const {}
-};
-
 // sums += left right, where 16 rows of the left factor, from `row` on, are in shared memory as well, over 16 `blocks` inner
 // places. With `RowsInner` rows of `right` are the inner places, without they are the columns; of a `Turned` left factor places
-// are (inner, row). see(column of the strip, inner place, x, y) for this lane's pairs of the left factor.
-template <int Passes, bool Turned, bool RowsInner, bool Split = false, int N, typename Left, typename Right,
-          typename See = Unseen>
-DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks, See see = See()) {
+// are (inner, row).
+template <int Passes, bool Turned, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
+DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks) {
     using A = typename Left::Element;
     using B = typename Right::Element;
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
     const auto add = [&](int e) {
         const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
-        GivenStrip<A, 2> part;
+        Strip<2, A> part;
         if constexpr (sizeof(A) == 2)
             load_matrices<Turned>(part.value[0], Turned ? &own(third + low, second) : &own(second + low, third));
         else
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
-        Strip<2> seen = part.widened();
-        seen.each_pair([&](int place, int j, float x, float y) { see(j, 16 * e + place, x, y); });
         multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4, Split>(
             sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
     };
-    if constexpr (kInHalves<GivenStrip<A, 2>, B>) {
-        UNROLL for (int e = 0; e < kSide / 16; ++e) {
+    if constexpr (kInHalves<Strip<2, A>, B>) {
+        UNROLL_FOR (int e = 0; e < kSide / 16; ++e) {
             if (e >= blocks) break;
             add(e);
         }
@@ -133,7 +125,7 @@ using OfSteps = float[2];
 // The sums of the parts, handed to one lane for each step: done(column, sum).
 template <typename F>
 DEVICE void sum_steps(const OfSteps& parts, F done) {
-    UNROLL for (int half = 0; half < 2; ++half) {
+    UNROLL_FOR (int half = 0; half < 2; ++half) {
         float sum = parts[half] + __shfl_xor_sync(kAllLanes, parts[half], 1);
         sum += __shfl_xor_sync(kAllLanes, sum, 2);
         if (warp_lane() % 4 == 0) done(warp_lane() / 4 + 8 * half, sum);
@@ -144,7 +136,8 @@ DEVICE void sum_steps(const OfSteps& parts, F done) {
 template <int N, typename F>
 DEVICE void each_columns(Strip<N>& all, int across, F f) {
     if (across == N / 2) return f(all, 0);
-    UNROLL for (int n = 0; n < N / 2 - 1; ++n) if (n < across) f(all.template part<2>(2 * n), 16 * n);
+    UNROLL_FOR (int n = 0; n < N / 2 - 1; ++n)
+        if (n < across) f(all.template part<2>(2 * n), 16 * n);
 }
 
 // The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.

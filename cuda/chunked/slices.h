@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "plan.h"
+#include "tensor_core.cuh"
 
 namespace fairseq_fastweights {
 
@@ -145,5 +146,15 @@ Slice<F> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
     take(pass.values && pass.backward && rounded, slice.d_rest, kLower);
     return slice;
 }
+
+// The local stage (local.cu), which leaves what the others read. It is given this: backwards d_out in the place of `out`.
+inline RuleForward given_to_local(const RuleForward& p) { return p; }
+inline RuleForward given_to_local(const RuleBackward& p) {
+    return {p.sizes,         p.complement,      p.corrects,      p.q,    p.k, p.v, p.erase, p.beta, p.log_gate,
+            p.log_key_decay, p.log_value_decay, p.initial_state, p.d_out};
+}
+
+template <typename T>
+cudaError_t launch_local(RuleForward given, RulePass pass, const Slice<Factor<T>>& slice, cudaStream_t stream);
 
 }  // namespace fairseq_fastweights

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "segments.cuh"
-#include "system.cuh"
+#include "../carried_states.cuh"
 #include "walk.cuh"
 
 namespace fairseq_fastweights {
@@ -146,8 +145,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     WalkPlan best{}, plan{};
     plan.pass = pass;
     const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kSide);
-    const bool keeps = kept_states(sizes) > 0;
-    if (heads == 0 || (keeps && sizes.interval % kSide != 0)) return best;
+    if (heads == 0 || (kept_states(sizes) > 0 && sizes.interval % kSide != 0)) return best;
 
     plan.keys_of_warp = 16;
     while (plan.keys_of_warp < kMostKeys<T> && plan.keys_of_warp < sizes.key_dim) plan.keys_of_warp *= 2;
@@ -177,9 +175,7 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
         if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
         for (plan.stages = kMostStages; plan.stages >= 1; plan.stages /= 2) {
             if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
-            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan.stages,
-                                        plan.keys_of_warp * plan.parts, plan.strips, plan.parts)
-                              .bytes;
+            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan).bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
             if (device.asked.segments > 0)
                 weigh(std::min(device.asked.segments, plan.slice));
@@ -189,8 +185,6 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
     }
     return best;
 }
-
-// ---- Launches ----------------------------------------------------------------------------------------------------
 
 // State `index` of contiguous ones; null stays null.
 inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
@@ -207,7 +201,6 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
     if (plan.pass.decays && plan.pass.corrects)
         w.erase = slice.template sequence_of<T>(slice.erased, slice.key_rows, p.sizes);
     w.values = plan.pass.values ? slice.template sequence_of<T>(slice.values, slice.columns, p.sizes) : p.v;
-    w.asked_threads = AskedPlan().threads;
     w.record = 1;
     w.pass = plan.pass;
     return w;
@@ -222,7 +215,6 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
     w.count = plan.segments_of(w.slice.chunks);
     w.first = {first, 1, 0};
     if (w.count > 1) {
-        const bool backward = plan.pass.backward;
         Sizes sizes = w.sizes;
         sizes.batch = 1, sizes.heads = w.slice.heads;
         float* const states = reinterpret_cast<float*>(room);  // what segments make of zeros, then what they start from
@@ -235,12 +227,12 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
         probe.ends = all;
         cudaError_t error = launch_walks<T>(probe, stream);
         if (error != cudaSuccess) return error;
-        if (plan.pass.corrects)
-            error = launch_carry_transformed(w.count, states, probe.passed, sizes, first, backward, stream);
-        else if (plan.pass.decays)
-            error = launch_carry(w.count, states, PassedDecays<float>{probe.passed}, sizes, first, backward, stream);
-        else
-            error = launch_carry(w.count, states, PassedGates{probe.passed}, sizes, first, backward, stream);
+        const auto carry = [&](const auto& by) {
+            return launch_carry(w.count, states, by, sizes, first, plan.pass.backward, stream);
+        };
+        error = plan.pass.corrects ? carry(PassedMatrices{probe.passed})
+                : plan.pass.decays ? carry(PassedDecays<float>{probe.passed})
+                                   : carry(PassedGates{probe.passed});
         if (error != cudaSuccess) return error;
         w.first = w.others = all;
     }

@@ -31,22 +31,24 @@ struct Strip {
     template <typename F>
     DEVICE void each_pair(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
-        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int half = 0; half < 2; ++half)
-            f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
+        UNROLL_FOR (int n = 0; n < N; ++n)
+            UNROLL_FOR (int half = 0; half < 2; ++half)
+                f(8 * n + 2 * member, group + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
     }
 
     // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
     template <typename F>
     DEVICE void each(F f) {
         const int group = warp_lane() / 4, member = warp_lane() % 4;
-        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int i = 0; i < 4; ++i)
-            f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
+        UNROLL_FOR (int n = 0; n < N; ++n)
+            UNROLL_FOR (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
     }
 
     // f(float& value, other value) with the elements of another strip.
     template <typename F>
     DEVICE void each_with(const Strip& other, F f) {
-        UNROLL for (int n = 0; n < N; ++n) UNROLL for (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
+        UNROLL_FOR (int n = 0; n < N; ++n)
+            UNROLL_FOR (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
     }
 
     // Each place's elements times a number of its own, in shared memory.
@@ -80,13 +82,13 @@ struct Strip {
         if constexpr (kTogether == 1)
             each([&](int place, int j, float& x) { x = from(place, column + j); });
         else
-            UNROLL for (int e = 0; e < N / 2; ++e)
+            UNROLL_FOR (int e = 0; e < N / 2; ++e)
                 load_matrices<true>(value[e], &from(16 * e + third + low, column + second));
     }
     DEVICE Strip<N> widened() const {
         if constexpr (kTogether == 2) {
             Strip<N> strip;
-            UNROLL for (int i = 0; i < 2 * N; ++i) {
+            UNROLL_FOR (int i = 0; i < 2 * N; ++i) {
                 Pair<T> pair;
                 memcpy(&pair, &value[i / 4][i % 4], sizeof(pair));
                 strip.value[i / 2][i % 2 * 2] = widen<float>(pair.x);
@@ -107,10 +109,10 @@ struct Strip {
             static_assert(N % 2 == 0, "two groups of places are exchanged");
             const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
             const int first = 8 * odd + member / 2 * 4;
-            UNROLL for (int half = 0; half < 2; ++half) {
+            UNROLL_FOR (int half = 0; half < 2; ++half) {
                 F* const row = to + (group + 8 * half) * stride + first;
                 const int left = group + 8 * half < rows ? places - first : 0;
-                UNROLL for (int n = 0; n < N; n += 2) {
+                UNROLL_FOR (int n = 0; n < N; n += 2) {
                     const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
                     const unsigned one = narrow_pair<F>(x[0], x[1]).bits(), two = narrow_pair<F>(y[0], y[1]).bits();
                     const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
@@ -152,19 +154,18 @@ struct Strip {
     }
 };
 
-template <typename T, int N>
-using GivenStrip = Strip<N, T>;
-
 // 16 places of a strip, from 16 e on, as a left factor, and what rounding leaves out of them.
 template <typename T, int N, typename From>
 DEVICE void narrow_places(unsigned (&a)[4], unsigned (&rest)[4], const Strip<N, From>& from, int e) {
-    UNROLL for (int i = 0; i < 4; ++i) if constexpr (sizeof(From) == 2) a[i] = from.value[e][i];
-    else {
-        const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
-        const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
-        a[i] = pair.bits();
-        rest[i] = narrow_pair<T>(two[0] - widen<float>(pair.x), two[1] - widen<float>(pair.y)).bits();
-    }
+    UNROLL_FOR (int i = 0; i < 4; ++i)
+        if constexpr (sizeof(From) == 2)
+            a[i] = from.value[e][i];
+        else {
+            const float* const two = &from.value[2 * e + i / 2][i % 2 * 2];
+            const Pair<T> pair = narrow_pair<T>(two[0], two[1]);
+            a[i] = pair.bits();
+            rest[i] = narrow_pair<T>(two[0] - widen<float>(pair.x), two[1] - widen<float>(pair.y)).bits();
+        }
 }
 
 // True of products of 16 bits: all beside bfloat16, for which left factors are rounded, and those of what is stored so.
@@ -184,15 +185,15 @@ DEVICE void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) 
     const int lane = warp_lane();
     if constexpr (kInHalves<Left, T>) {
         const int low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-        UNROLL for (int e = 0; e < Left::kGroups / 2; ++e) {
+        UNROLL_FOR (int e = 0; e < Left::kGroups / 2; ++e) {
             unsigned a[4], rest[4];
             narrow_places<T>(a, rest, left, e);
-            UNROLL for (int n = 0; n < N / 2; ++n) {
+            UNROLL_FOR (int n = 0; n < N / 2; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 unsigned b[4];
                 load_matrices<RowsInner>(b, RowsInner ? &right(16 * e + second + low, 16 * n + third)
                                                       : &right(16 * n + third + low, 16 * e + second));
-                UNROLL for (int i = 0; i < 2; ++i) {
+                UNROLL_FOR (int i = 0; i < 2; ++i) {
                     mma_stored<T>(sums.value[2 * n + i], a, {b[2 * i], b[2 * i + 1]});
                     if constexpr (Split) mma_stored<T>(sums.value[2 * n + i], rest, {b[2 * i], b[2 * i + 1]});
                 }
@@ -201,10 +202,10 @@ DEVICE void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) 
     } else {
         const auto& strip = left.widened();
         const int group = lane / 4, member = lane % 4;
-        UNROLL for (int e = 0; e < Left::kGroups; ++e) {
+        UNROLL_FOR (int e = 0; e < Left::kGroups; ++e) {
             const KeptFactor<Passes> factor(strip.value[e]);
             const int inner = 8 * e + 2 * member;
-            UNROLL for (int n = 0; n < N; ++n) {
+            UNROLL_FOR (int n = 0; n < N; ++n) {
                 if (Which == Part::kLower && (RowsInner ? e < n : e > n)) continue;
                 const int column = 8 * n + group;
                 Pair<T> pair;
@@ -233,12 +234,14 @@ DEVICE void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T
     if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
             unsigned a[2][M / 2][4];
-            UNROLL for (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
+            UNROLL_FOR (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
             // The registers that they read are written.
             FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
-            UNROLL for (int e = 0; e < M / 2; ++e) UNROLL for (int part = 0; part <= Split; ++part)
-                UNROLL for (int n = 0; n < N; n += kGroupColumns / 8) multiply_in_group<T, RowsInner>(
-                    sums.value, n, a[part][e], right.template descriptor<RowsInner>(16 * e, 8 * n));
+            UNROLL_FOR (int e = 0; e < M / 2; ++e)
+                UNROLL_FOR (int part = 0; part <= Split; ++part)
+                    UNROLL_FOR (int n = 0; n < N; n += kGroupColumns / 8)
+                        multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
+                                                        right.template descriptor<RowsInner>(16 * e, 8 * n));
             FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(),
                                   asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
             return;

@@ -181,7 +181,7 @@ struct Operand {
     // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
     // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
     DEVICE explicit Operand(const float (&x)[N]) {
-        UNROLL for (int i = 0; i < N; ++i) {
+        UNROLL_FOR (int i = 0; i < N; ++i) {
             const unsigned bits = __float_as_uint(x[i]), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
             big[i] = Passes == 3                 ? (bits + half) & 0xffffe000u
                      : How == Rounding::kNearest ? to_tf32(x[i])
@@ -206,7 +206,7 @@ struct KeptFactor : Operand<Passes, How, 4> {
         mma_tf32(parts, this->small, b.big);
         mma_tf32(parts, this->big, b.small);
         mma_tf32(parts, this->big, b.big);
-        UNROLL for (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
+        UNROLL_FOR (int i = 0; i < 4; ++i) sums[i] = __fadd_rn(sums[i], parts[i]);
     }
 };
 

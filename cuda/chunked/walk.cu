@@ -1,5 +1,5 @@
 // The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
-// and leaves for the other stages each chunk's state and what depends on it. In the notation of system.cuh and gradients.cu,
+// and leaves for the other stages each chunk's state and what depends on it. In the notation of gates.cuh and gradients.cu,
 // everything transposed, so that what a product makes is the left factor of the next in the same warp's registers (strips.cuh):
 //
 //   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
     const bool copies = !kMayHaveCopiers<T, Keys, Corrects> || copier || static_cast<int>(blockDim.x) == warps * kWarp;
     if (copier) warp -= warps;
     const int thread = warp * kWarp + warp_lane();
-    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, w.stages, Keys * parts, strips, parts);
+    const WalkLayout<T> shared(Carver(memory), Corrects, Backward, Decays, {Keys, parts, strips, w.stages});
     const int strip = warp % strips, part = warp / strips, first_key = part * Keys;
     const int blocks = gridDim.x / slice.heads, block = blockIdx.x % blocks, head_index = blockIdx.x / blocks;
     const int batch = (slice.first_head + head_index) / w.sizes.heads,
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             store_steps(state, rows_of_state(w.kept + kept * state_floats), first_key, opaque(keys));
             next_kept += interval;
         }
-        GivenStrip<T, kSteps> given;
+        Strip<kSteps, T> given;
         const auto add_given = [&](const float* by, const Pieces<T>& right) {
             if (gated) {
                 Strip<kSteps> scaled = given.widened();
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             start<kPasses, true>(grouped, state, found, write_keys);
             finish(grouped, state);
         } else {
-            UNROLL for (int j = 0; j < kBlocks; ++j) {
+            UNROLL_FOR (int j = 0; j < kBlocks; ++j) {
                 const int block = Backward ? kBlocks - 1 - j : j, row = kTileRows * block;
                 state.scale(&decays(block, 0));
                 if constexpr (Backward)
@@ -270,14 +270,12 @@ cudaError_t launch_kernel(const Walks<Factor<T>>& w, cudaStream_t stream) {
         const int identity = Corrects && w.probe ? w.blocks_of(w.sizes.key_dim) : 0;
         const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
                         w.count - w.probe);
-        const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w.stages,
-                                            w.keys_of_warp * w.parts, w.strips, w.parts)
-                                  .bytes;
+        const size_t shared = WalkLayout<T>(Carver(nullptr), Corrects, Backward, Decays, w).bytes;
         // As many warps again copy for the others, where multiprocessors have a block at most.
-        const int warps = w.strips * w.parts;
+        const int warps = w.strips * w.parts, asked = AskedPlan().threads;
         const bool fit = kMayHaveCopiers<T, keys, Corrects> && w.parts == 1 && 2 * warps <= kMostWarps;
         const bool alone = static_cast<int64_t>(grid.x) * grid.y <= multiprocessors();
-        const int copiers = fit && (w.asked_threads > 0 ? w.asked_threads > warps * kWarp : alone) ? warps : 0;
+        const int copiers = fit && (asked > 0 ? asked > warps * kWarp : alone) ? warps : 0;
         return launch(walk<T, keys, fours, Corrects, Backward, Decays>, grid, dim3((warps + copiers) * kWarp), shared,
                       stream, w);
     };

@@ -16,6 +16,7 @@ struct WalkStates {
 // Keys of a warp; warps that share a strip; strips of a block; chunks that it has room for.
 struct WalkShape {
     int keys_of_warp, parts, strips, stages;
+    __host__ DEVICE int key_rows() const { return keys_of_warp * parts; }
 };
 
 template <typename F>
@@ -32,13 +33,10 @@ struct Walks : WalkShape {
     float* kept;               // where the forward pass keeps states; null: nowhere
     float* passed;             // of a probe: what walks make of the identity, or their gates or decays multiplied
     int length, count;         // chunks of a walk; walks of the slice
-    int asked_threads;         // of a block; 0: as many as it should have
     int probe;                 // 1: only what walks make of zeros, and `passed`
     int record;                // 1: leaves the chunks' states and updates
 
-    __host__ DEVICE int blocks_of(int columns) const {
-        return (columns + kTileRows * strips - 1) / (kTileRows * strips);
-    }
+    __host__ DEVICE int blocks_of(int columns) const { return divide_up(columns, kTileRows * strips); }
 };
 
 // Matrices of several stages, side by side or one after another.
@@ -55,17 +53,17 @@ struct WalkLayout {
     float4* exchange;
     size_t bytes;
 
-    __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, bool decayed, int stages, int key_rows,
-                                   int strips, int parts)
-        : keys(carver, kSide, stages * key_rows), queries(carver, kSide, corrects && backward ? stages * key_rows : 0),
-          erase(carver, kSide, corrects && decayed ? stages * key_rows : 0),
-          values(carver.matrix<T>(stages * kSide, strips * kTileRows)),
-          inverse(carver.matrix<float>(corrects ? stages * kLowerRows : 0, kBlockSide)),
-          scores(carver.matrix<Factor<T>>(corrects && backward ? stages * kLowerRows : 0, kBlockSide)),
-          steps(carver.matrix<float>(stages, kWalkNumbers, 0)),
-          decays(carver.matrix<float>(decayed ? stages * (corrects ? kBlocks : 1) : 0,
-                                      corrects ? key_rows : key_rows + strips * kTileRows, 0)),
-          exchange(carver.take<float4>(!corrects || parts == 1 ? 0 : parts * strips * kSide / 8 * kWarp)),
+    __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, bool decayed, const WalkShape& of)
+        : keys(carver, kSide, of.stages * of.key_rows()),
+          queries(carver, kSide, corrects && backward ? of.stages * of.key_rows() : 0),
+          erase(carver, kSide, corrects && decayed ? of.stages * of.key_rows() : 0),
+          values(carver.matrix<T>(of.stages * kSide, of.strips * kTileRows)),
+          inverse(carver.matrix<float>(corrects ? of.stages * kLowerRows : 0, kBlockSide)),
+          scores(carver.matrix<Factor<T>>(corrects && backward ? of.stages * kLowerRows : 0, kBlockSide)),
+          steps(carver.matrix<float>(of.stages, kWalkNumbers, 0)),
+          decays(carver.matrix<float>(decayed ? of.stages * (corrects ? kBlocks : 1) : 0,
+                                      corrects ? of.key_rows() : of.key_rows() + of.strips * kTileRows, 0)),
+          exchange(carver.take<float4>(!corrects || of.parts == 1 ? 0 : of.parts * of.strips * kSide / 8 * kWarp)),
           bytes(carver.used) {}
 };
 

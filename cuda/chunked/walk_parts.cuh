@@ -26,10 +26,9 @@ DEVICE void copy_columns(const To& to, const Head<T>& from, int first, int colum
     const T* piece = from.data + own + static_cast<int64_t>(start + row) * stride;
     T* const place = &to(row, own);
     for (int down = 0; down < Rows;) {
-        UNROLL for (int i = 0; i < kTogether;
-                    ++i, down += rows_on,
-                    piece += static_cast<int64_t>(rows_on) * stride) if (kWhole || row + down < Rows)
-            copy_or_clear(place + (&to(down, 0) - to.data), piece, All || down < rows_there);
+        UNROLL_FOR (int i = 0; i < kTogether; ++i, down += rows_on, piece += static_cast<int64_t>(rows_on) * stride)
+            if (kWhole || row + down < Rows)
+                copy_or_clear(place + (&to(down, 0) - to.data), piece, All || down < rows_there);
         if (kTogether == kMost) return;
     }
 }
@@ -46,9 +45,10 @@ template <int N, typename T, typename F>
 DEVICE void each_place(Strip<N>& x, const Head<T>& rows, int start, int end, F f) {
     const int group = warp_lane() / 4, first = start + warp_lane() % 4 * 2;
     T* row = rows.data + first * rows.stride + group;
-    UNROLL for (int n = 0; n < N; ++n, row += 8 * rows.stride)
-        UNROLL for (int i = 0; i < 4; ++i) if (first + 8 * n + i % 2 < end && group + i / 2 * 8 < rows.dim)
-            f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
+    UNROLL_FOR (int n = 0; n < N; ++n, row += 8 * rows.stride)
+        UNROLL_FOR (int i = 0; i < 4; ++i)
+            if (first + 8 * n + i % 2 < end && group + i / 2 * 8 < rows.dim)
+                f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
 }
 
 // Writes a strip to a sequence's steps likewise.
@@ -74,13 +74,14 @@ DEVICE void multiply_by_inverse(Strip<kSide / 8>& found, const Strip<kSide / 8>&
                                 const LowerBlocks<float>& inverse) {
     const int lane = warp_lane();
     found = left;
-    UNROLL for (int e = 0; e < kSide / 8; e += 2) {  // the inner places of a block
+    UNROLL_FOR (int e = 0; e < kSide / 8; e += 2) {  // the inner places of a block
         const KeptFactor<Passes, Rounding::kCut> first(left.value[e]), second(left.value[e + 1]);
-        UNROLL for (int n = RowsInner ? 0 : e; n < (RowsInner ? e + 2 : kSide / 8); ++n) {
+        UNROLL_FOR (int n = RowsInner ? 0 : e; n < (RowsInner ? e + 2 : kSide / 8); ++n) {
             unsigned b[4];
             if constexpr (RowsInner) {
-                UNROLL for (int i = 0; i < 4; ++i) b[i] = __float_as_uint(
-                    inverse(8 * (e + i / 2) + lane % 4 * 2 + i % 2, 8 * n + place_in_inverse(lane / 4)));
+                UNROLL_FOR (int i = 0; i < 4; ++i)
+                    b[i] = __float_as_uint(
+                        inverse(8 * (e + i / 2) + lane % 4 * 2 + i % 2, 8 * n + place_in_inverse(lane / 4)));
             } else {
                 load_matrices<false>(b, &inverse(8 * n + lane % 8, 8 * e + lane / 8 * 4));
             }
@@ -94,9 +95,9 @@ DEVICE void multiply_by_inverse(Strip<kSide / 8>& found, const Strip<kSide / 8>&
 // read += state' keys' where keys are decayed within blocks: the state passes the blocks before each, 16 keys at a time.
 template <int Passes, bool Reverse, int N, typename T>
 DEVICE void read_blocks(Strip<kSide / 8>& read, Strip<N>& state, const Pieces<T>& keys, const Matrix<float>& decays) {
-    UNROLL for (int e = 0; e < N; e += 2) {
+    UNROLL_FOR (int e = 0; e < N; e += 2) {
         Strip<2> left = state.template part<2>(e);
-        UNROLL for (int i = 0; i < kBlocks; ++i) {
+        UNROLL_FOR (int i = 0; i < kBlocks; ++i) {
             const int block = Reverse ? kBlocks - 1 - i : i;
             multiply_kept<Passes, false, Part::kAll, false, Reverse>(read.template part<2>(2 * block), left,
                                                                      keys.from(kTileRows * block, 8 * e));
@@ -111,11 +112,12 @@ DEVICE void sum_parts_of(Strip<kSide / 8>& x, float4* exchange, int strip, int s
     const auto place = [&](int p, int n) -> float4& {
         return exchange[((p * strips + strip) * (kSide / 8) + n) * kWarp + lane];
     };
-    UNROLL for (int n = 0; n < kSide / 8; ++n) place(part, n) =
-        make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
+    UNROLL_FOR (int n = 0; n < kSide / 8; ++n)
+        place(part, n) = make_float4(x.value[n][0], x.value[n][1], x.value[n][2], x.value[n][3]);
     __syncthreads();
     x.clear();
-    for (int p = 0; p < parts; ++p) UNROLL for (int n = 0; n < kSide / 8; ++n) {
+    for (int p = 0; p < parts; ++p)
+        UNROLL_FOR (int n = 0; n < kSide / 8; ++n) {
             const float4 four = place(p, n);
             x.value[n][0] += four.x, x.value[n][1] += four.y, x.value[n][2] += four.z, x.value[n][3] += four.w;
         }

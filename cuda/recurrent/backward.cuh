@@ -54,7 +54,7 @@ struct BackwardOffsets : Offsets {
         constexpr int element = sizeof(typename Tile::A), keys = Tile::kKeys;
         const int values = Tile::padded(plan.warps), span = plan.span;
         table = take(kInputs * sizeof(Source));
-        UNROLL for (int i = 0; i < kInputs; ++i) {
+        UNROLL_FOR (int i = 0; i < kInputs; ++i) {
             const Sequence& input = backward_input(call, i);
             const bool used = i == kF ? decays_keys(M) : i == kZ ? M == kBoth : i == kE ? input.data != nullptr : true;
             const int width = has_key_dim(i) ? keys : values;
@@ -82,9 +82,9 @@ template <class Tile>
 DEVICE void put_slot(const typename Tile::A (&state)[Tile::kRows][Tile::kColumns], void* slots, int slot) {
     using Group = Pack<typename Tile::A, Tile::kColumns>;
     Group* const to = static_cast<Group*>(slots) + slot * Tile::kRows * blockDim.x + threadIdx.x;
-    UNROLL for (int r = 0; r < Tile::kRows; ++r) {
+    UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
         Group group;
-        UNROLL for (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
+        UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
         to[r * blockDim.x] = group;
     }
 }
@@ -93,9 +93,9 @@ template <class Tile>
 DEVICE void get_slot(typename Tile::A (&state)[Tile::kRows][Tile::kColumns], const void* slots, int slot) {
     using Group = Pack<typename Tile::A, Tile::kColumns>;
     const Group* const from = static_cast<const Group*>(slots) + slot * Tile::kRows * blockDim.x + threadIdx.x;
-    UNROLL for (int r = 0; r < Tile::kRows; ++r) {
+    UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
         const Group group = from[r * blockDim.x];
-        UNROLL for (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
+        UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
     }
 }
 
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     if (M == kBoth && call.log_value_decay.data) inputs |= 1u << kZ;
     if (M == kKeyDelta && call.erase.data) inputs |= 1u << kE;
     const unsigned advance_inputs = inputs & ~(1u << kQ | 1u << kDy);
-    UNROLL for (int i = 0; i < kInputs; ++i) {
+    UNROLL_FOR (int i = 0; i < kInputs; ++i) {
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
         const bool key = has_key_dim(i);
         table[i] = make_source(backward_input(call, i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
@@ -185,9 +185,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
 
     // One step of the state, which rules that correct have decayed; x.v is u for these.
     const auto update = [&](Operands& x) {
-        UNROLL for (int r = 0; r < R; ++r) {
+        UNROLL_FOR (int r = 0; r < R; ++r) {
             const A key = M == kScalar ? x.write * x.k[r] : x.k[r];
-            UNROLL for (int c = 0; c < C; ++c) {
+            UNROLL_FOR (int c = 0; c < C; ++c) {
                 A old = state[r][c];
                 if constexpr (M == kScalar) old *= x.gate;
                 if constexpr (divides_time(M)) old *= x.f[r];
@@ -201,27 +201,29 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         if constexpr (M == kKeyDelta) {
             read_keys<Tile>(keys_read, erase_rows + s * keys, place);
         } else {
-            UNROLL for (int r = 0; r < R; ++r) keys_read[r] = x.k[r];
+            UNROLL_FOR (int r = 0; r < R; ++r) keys_read[r] = x.k[r];
         }
     };
     const auto decay = [&](const Operands& x) {
-        UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) {
-            if constexpr (has_gate(M)) state[r][c] *= x.gate;
-            if constexpr (decays) state[r][c] *= x.f[r];
-        }
+        UNROLL_FOR (int r = 0; r < R; ++r)
+            UNROLL_FOR (int c = 0; c < C; ++c) {
+                if constexpr (has_gate(M)) state[r][c] *= x.gate;
+                if constexpr (decays) state[r][c] *= x.f[r];
+            }
     };
     const auto correct = [&](Operands& x, int s) {  // v becomes the error, and the state is decayed
         A retrieved[C] = {}, erase[R];
         erase_keys(erase, x, s);
         decay(x);
-        UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) retrieved[c] += erase[r] * state[r][c];
+        UNROLL_FOR (int r = 0; r < R; ++r)
+            UNROLL_FOR (int c = 0; c < C; ++c) retrieved[c] += erase[r] * state[r][c];
         sum_lanes<Tile::kKeyLanes, 1>(retrieved);
-        UNROLL for (int c = 0; c < C; ++c) x.v[c] -= retrieved[c];
+        UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] -= retrieved[c];
     };
     const auto write_values = [&](const A(&x)[C], A* row) {  // what all key lanes hold alike
         if (place.key_lane != 0) return;
         Pack<A, C> out;
-        UNROLL for (int c = 0; c < C; ++c) out.x[c] = x[c];
+        UNROLL_FOR (int c = 0; c < C; ++c) out.x[c] = x[c];
         *reinterpret_cast<Pack<A, C>*>(row + place.column) = out;
     };
 
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             Operands x = load(s);
             if constexpr (corrects(M)) {
                 correct(x, s);
-                UNROLL for (int c = 0; c < C; ++c) x.v[c] *= x.write;
+                UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] *= x.write;
             }
             update(x);
         }
@@ -248,11 +250,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             if constexpr (corrects(M)) {
                 correct(x, s);
                 write_values(x.v, part(at.errors) + s * values);
-                UNROLL for (int c = 0; c < C; ++c) x.v[c] *= x.write;
+                UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] *= x.write;
             }
             update(x);
             A dq[R] = {};
-            UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) dq[r] += state[r][c] * x.dy[c];
+            UNROLL_FOR (int r = 0; r < R; ++r)
+                UNROLL_FOR (int c = 0; c < C; ++c) dq[r] += state[r][c] * x.dy[c];
             put_row_sums<Tile>(dq, own(at.dq, s), place);
         }
         __syncwarp();
@@ -266,74 +269,79 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             A error[C];
             if constexpr (corrects(M)) {
                 read_values<Tile>(error, part(at.errors) + s * values, place);
-                UNROLL for (int c = 0; c < C; ++c) x.v[c] = x.write * error[c];
+                UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] = x.write * error[c];
             }
             A dk[R] = {}, dv[C] = {};
-            UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) {
-                grad[r][c] += x.q[r] * x.dy[c];
-                dk[r] += grad[r][c] * x.v[c];
-                dv[c] += grad[r][c] * x.k[r];
-            }
+            UNROLL_FOR (int r = 0; r < R; ++r)
+                UNROLL_FOR (int c = 0; c < C; ++c) {
+                    grad[r][c] += x.q[r] * x.dy[c];
+                    dk[r] += grad[r][c] * x.v[c];
+                    dv[c] += grad[r][c] * x.k[r];
+                }
             A d_gate = A(0), d_beta = A(0);
             if constexpr (M == kScalar) {
                 get_slot<Tile>(state, memory + at.inner, s);
                 A passed = A(0), written = A(0);
-                UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) passed +=
-                    state[r][c] * grad[r][c];
-                UNROLL for (int c = 0; c < C; ++c) written += dv[c] * x.v[c];
+                UNROLL_FOR (int r = 0; r < R; ++r)
+                    UNROLL_FOR (int c = 0; c < C; ++c) passed += state[r][c] * grad[r][c];
+                UNROLL_FOR (int c = 0; c < C; ++c) written += dv[c] * x.v[c];
                 A sum[1] = {x.gate * (call.complement ? passed - written : passed)};
                 sum_lanes<kWarp, 1>(sum);
                 d_gate = sum[0];
-                UNROLL for (int r = 0; r < R; ++r) dk[r] *= x.write;
-                UNROLL for (int c = 0; c < C; ++c) dv[c] *= x.write;
-                UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) grad[r][c] *= x.gate;
+                UNROLL_FOR (int r = 0; r < R; ++r) dk[r] *= x.write;
+                UNROLL_FOR (int c = 0; c < C; ++c) dv[c] *= x.write;
+                UNROLL_FOR (int r = 0; r < R; ++r)
+                    UNROLL_FOR (int c = 0; c < C; ++c) grad[r][c] *= x.gate;
             }
             if constexpr (divides_time(M)) {
                 get_slot<Tile>(state, memory + at.inner, s);
                 A df[R] = {}, dz[C] = {};
-                UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) {
-                    // The gradient is decayed first: what it becomes is what the sums need.
-                    grad[r][c] *= x.f[r];
-                    if constexpr (M == kBoth) grad[r][c] *= x.z[c];
-                    const A passed = state[r][c] * grad[r][c];
-                    df[r] += passed;
-                    if constexpr (M == kBoth) dz[c] += passed;
-                }
+                UNROLL_FOR (int r = 0; r < R; ++r)
+                    UNROLL_FOR (int c = 0; c < C; ++c) {
+                        // The gradient is decayed first: what it becomes is what the sums need.
+                        grad[r][c] *= x.f[r];
+                        if constexpr (M == kBoth) grad[r][c] *= x.z[c];
+                        const A passed = state[r][c] * grad[r][c];
+                        df[r] += passed;
+                        if constexpr (M == kBoth) dz[c] += passed;
+                    }
                 put_row_sums<Tile>(df, own(at.df, s), place);
                 if constexpr (M == kBoth) put_column_sums<Tile>(dz, part(at.dz) + s * values, place);
             }
             if constexpr (corrects(M)) {
                 sum_lanes<Tile::kKeyLanes, 1>(dv);
                 A sum[1] = {}, erase[R];
-                UNROLL for (int c = 0; c < C; ++c) {
+                UNROLL_FOR (int c = 0; c < C; ++c) {
                     sum[0] += dv[c] * error[c];
                     dv[c] *= x.write;
                 }
                 sum_lanes<Tile::kValueLanes, Tile::kKeyLanes>(sum);
                 d_beta = sum[0];
                 erase_keys(erase, x, s);
-                UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) grad[r][c] -= erase[r] * dv[c];
+                UNROLL_FOR (int r = 0; r < R; ++r)
+                    UNROLL_FOR (int c = 0; c < C; ++c) grad[r][c] -= erase[r] * dv[c];
                 write_values(dv, part(at.dv) + s * values);
                 if constexpr (needs_states(M)) {
                     get_slot<Tile>(state, memory + at.inner, s);
                     decay(x);
                     A df[R] = {}, de[R] = {};
-                    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) {
-                        df[r] += state[r][c] * grad[r][c];
-                        de[r] -= state[r][c] * dv[c];
-                        if constexpr (has_gate(M)) grad[r][c] *= x.gate;
-                        if constexpr (decays) grad[r][c] *= x.f[r];
-                    }
+                    UNROLL_FOR (int r = 0; r < R; ++r)
+                        UNROLL_FOR (int c = 0; c < C; ++c) {
+                            df[r] += state[r][c] * grad[r][c];
+                            de[r] -= state[r][c] * dv[c];
+                            if constexpr (has_gate(M)) grad[r][c] *= x.gate;
+                            if constexpr (decays) grad[r][c] *= x.f[r];
+                        }
                     if (apart) {
                         put_row_sums<Tile>(de, own(at.de, s), place);
                     } else {
-                        UNROLL for (int r = 0; r < R; ++r) dk[r] += de[r];
+                        UNROLL_FOR (int r = 0; r < R; ++r) dk[r] += de[r];
                     }
                     if constexpr (decays) {
                         put_row_sums<Tile>(df, own(at.df, s), place);
                     } else {
                         A passed[1] = {};
-                        UNROLL for (int r = 0; r < R; ++r) passed[0] += df[r];
+                        UNROLL_FOR (int r = 0; r < R; ++r) passed[0] += df[r];
                         sum_lanes<kWarp, 1>(passed);
                         d_gate = passed[0];
                     }
@@ -357,9 +365,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             read_values<Tile>(x.v, part(at.errors) + s * values, place);
             A dv[C], dk[R] = {};
             read_values<Tile>(dv, part(at.dv) + s * values, place);
-            UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) dk[r] -= state[r][c] * dv[c];
+            UNROLL_FOR (int r = 0; r < R; ++r)
+                UNROLL_FOR (int c = 0; c < C; ++c) dk[r] -= state[r][c] * dv[c];
             put_row_sums<Tile, true>(dk, own(at.dk, s), place);
-            UNROLL for (int c = 0; c < C; ++c) x.v[c] *= x.write;
+            UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] *= x.write;
             update(x);
         }
     };

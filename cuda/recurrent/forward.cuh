@@ -14,7 +14,7 @@ struct ForwardOffsets : Offsets {
     int table, raw[kDy], rows[kDy], gate, write, out;
     __host__ __device__ ForwardOffsets(const RuleForward& call, int steps, int keys, int values, int element) {
         table = take(kInputs * sizeof(Source));
-        UNROLL for (int i = 0; i < kDy; ++i) {
+        UNROLL_FOR (int i = 0; i < kDy; ++i) {
             const int width = has_key_dim(i) ? keys : values;
             const Sequence& input = forward_input(call, i);
             raw[i] = take(input.data ? steps * ((width * bytes_of(input.dtype) + 15) & ~15) : 0);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     if (decays && call.log_key_decay.data) inputs |= 1u << kF;
     if (M == kBoth && call.log_value_decay.data) inputs |= 1u << kZ;
     if (M == kKeyDelta && call.erase.data) inputs |= 1u << kE;
-    UNROLL for (int i = 0; i < kDy; ++i) {
+    UNROLL_FOR (int i = 0; i < kDy; ++i) {
         if (threadIdx.x != i || !(inputs >> i & 1)) continue;
         const bool key = has_key_dim(i);
         table[i] = make_source(forward_input(call, i), batch, head, key ? 0 : first, key ? sizes.key_dim : columns,
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
 
     A state[R][C];
     A keys_passed[R], values_passed[C];  // products of the segment's decays
-    UNROLL for (int r = 0; r < R; ++r) keys_passed[r] = A(1);
-    UNROLL for (int c = 0; c < C; ++c) values_passed[c] = A(1);
+    UNROLL_FOR (int r = 0; r < R; ++r) keys_passed[r] = A(1);
+    UNROLL_FOR (int c = 0; c < C; ++c) values_passed[c] = A(1);
     const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
     const int64_t in_segments = static_cast<int64_t>(segment) * gridDim.x + blockIdx.x;
@@ -145,18 +145,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 next = load(min(s + 1, steps - 1));  // before the store below, which might be to the same place
                 if constexpr (corrects(M)) {
                     A retrieved[C] = {};
-                    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) {
-                        if constexpr (has_gate(M)) state[r][c] *= x.gate;
-                        if constexpr (decays) state[r][c] *= x.f[r];
-                        retrieved[c] += (M == kKeyDelta ? x.e[r] : x.k[r]) * state[r][c];
-                    }
+                    UNROLL_FOR (int r = 0; r < R; ++r)
+                        UNROLL_FOR (int c = 0; c < C; ++c) {
+                            if constexpr (has_gate(M)) state[r][c] *= x.gate;
+                            if constexpr (decays) state[r][c] *= x.f[r];
+                            retrieved[c] += (M == kKeyDelta ? x.e[r] : x.k[r]) * state[r][c];
+                        }
                     sum_lanes<Tile::kKeyLanes, 1>(retrieved);
-                    UNROLL for (int c = 0; c < C; ++c) x.v[c] = x.write * (x.v[c] - retrieved[c]);
+                    UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] = x.write * (x.v[c] - retrieved[c]);
                 }
                 A out[C] = {};
-                UNROLL for (int r = 0; r < R; ++r) {
+                UNROLL_FOR (int r = 0; r < R; ++r) {
                     const A key = M == kScalar ? x.write * x.k[r] : x.k[r];
-                    UNROLL for (int c = 0; c < C; ++c) {
+                    UNROLL_FOR (int c = 0; c < C; ++c) {
                         A old = state[r][c];
                         if constexpr (M == kScalar) old *= x.gate;
                         if constexpr (back) old += key * x.v[c];
@@ -168,7 +169,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                     if constexpr (!results) keys_passed[r] *= x.f[r];
                 }
                 if constexpr (results) put_column_sums<Tile>(out, outs + s * values, place);
-                if constexpr (!results && M == kBoth) { UNROLL for (int c = 0; c < C; ++c) values_passed[c] *= x.z[c]; }
+                if constexpr (!results && M == kBoth) {
+                    UNROLL_FOR (int c = 0; c < C; ++c) values_passed[c] *= x.z[c];
+                }
             }
         }
     }
@@ -179,12 +182,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         slice.store(state, of_segment, place);
         A* const products = static_cast<A*>(segments.passed) + in_segments * (sizes.key_dim + sizes.value_dim);
         if (blockIdx.y == 0 && place.warp == 0 && place.value_lane == 0) {
-            UNROLL for (int r = 0; r < R; ++r) if (place.row(r) < sizes.key_dim) products[place.row(r)] =
-                keys_passed[r];
+            UNROLL_FOR (int r = 0; r < R; ++r)
+                if (place.row(r) < sizes.key_dim) products[place.row(r)] = keys_passed[r];
         }
         if (place.key_lane == 0) {
-            UNROLL for (int c = 0; c < C; ++c) if (place.column + c < columns)
-                products[sizes.key_dim + first + place.column + c] = values_passed[c];
+            UNROLL_FOR (int c = 0; c < C; ++c)
+                if (place.column + c < columns) products[sizes.key_dim + first + place.column + c] = values_passed[c];
         }
     }
 }

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         gate = exponential(gate);
     }
     if (Delta && call.beta.data) write = load_element<A>(call.beta.data, call.beta.dtype, offset(call.beta));
-    UNROLL for (int c = 0; c < kColumns; ++c) {
+    UNROLL_FOR (int c = 0; c < kColumns; ++c) {
         const bool inside = column + c < sizes.value_dim;
         v[c] = inside ? load_element<A>(call.v.data, call.v.dtype, offset(call.v) + column + c) : A(0);
         z[c] = inside && call.log_value_decay.data
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     const bool packed = sizes.value_dim % kColumns == 0 && call.state.row % kColumns == 0 &&
                         reinterpret_cast<uintptr_t>(base) % sizeof(Group) == 0;
     Group state[kStepRows];
-    UNROLL for (int r = 0; r < kStepRows; ++r) {
+    UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
         const A* const from = base + row * call.state.row;
         state[r] = Group{};
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         if (packed) {
             if (column < sizes.value_dim) state[r] = *reinterpret_cast<const Group*>(from);
         } else {
-            UNROLL for (int c = 0; c < kColumns; ++c) if (column + c < sizes.value_dim) state[r].x[c] = from[c];
+            UNROLL_FOR (int c = 0; c < kColumns; ++c)
+                if (column + c < sizes.value_dim) state[r].x[c] = from[c];
         }
     }
     __syncthreads();
@@ -78,37 +79,37 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         sum_lanes<kWarp / Lanes, Lanes>(x);
         if (threadIdx.x % kWarp < Lanes) {
             Group all;
-            UNROLL for (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
+            UNROLL_FOR (int c = 0; c < kColumns; ++c) all.x[c] = x[c];
             reinterpret_cast<Group*>(to)[threadIdx.x / kWarp * Lanes + lane] = all;
         }
         __syncthreads();
-        UNROLL for (int c = 0; c < kColumns; ++c) x[c] = A(0);
+        UNROLL_FOR (int c = 0; c < kColumns; ++c) x[c] = A(0);
         for (int w = 0; w < warps; ++w) {
             const Group part = reinterpret_cast<const Group*>(to)[w * Lanes + lane];
-            UNROLL for (int c = 0; c < kColumns; ++c) x[c] += part.x[c];
+            UNROLL_FOR (int c = 0; c < kColumns; ++c) x[c] += part.x[c];
         }
     };
 
     A retrieved[kColumns] = {};
-    UNROLL for (int r = 0; r < kStepRows; ++r) {
+    UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
         if (row >= sizes.key_dim) continue;
         const A decay = gate * f[row];
-        UNROLL for (int c = 0; c < kColumns; ++c) {
+        UNROLL_FOR (int c = 0; c < kColumns; ++c) {
             state[r].x[c] *= decay * z[c];
             if (Delta) retrieved[c] += e[row] * state[r].x[c];
         }
     }
     if (Delta) {
         sum_rows(retrieved, sums + warps * kBlock);
-        UNROLL for (int c = 0; c < kColumns; ++c) v[c] -= retrieved[c];
+        UNROLL_FOR (int c = 0; c < kColumns; ++c) v[c] -= retrieved[c];
     }
     A out[kColumns] = {};
-    UNROLL for (int r = 0; r < kStepRows; ++r) {
+    UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
         if (row >= sizes.key_dim) continue;
         const A key = write * k[row];
-        UNROLL for (int c = 0; c < kColumns; ++c) {
+        UNROLL_FOR (int c = 0; c < kColumns; ++c) {
             state[r].x[c] += key * v[c];
             out[c] += q[row] * state[r].x[c];
         }
@@ -116,13 +117,15 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         if (packed) {
             if (column < sizes.value_dim) *reinterpret_cast<Group*>(to) = state[r];
         } else {
-            UNROLL for (int c = 0; c < kColumns; ++c) if (column + c < sizes.value_dim) to[c] = state[r].x[c];
+            UNROLL_FOR (int c = 0; c < kColumns; ++c)
+                if (column + c < sizes.value_dim) to[c] = state[r].x[c];
         }
     }
     sum_rows(out, sums);
     if (threadIdx.x < Lanes) {
-        UNROLL for (int c = 0; c < kColumns; ++c) if (column + c < sizes.value_dim)
-            store_element(call.out.data, call.out.dtype, offset(call.out) + column + c, out[c]);
+        UNROLL_FOR (int c = 0; c < kColumns; ++c)
+            if (column + c < sizes.value_dim)
+                store_element(call.out.data, call.out.dtype, offset(call.out) + column + c, out[c]);
     }
 }
 

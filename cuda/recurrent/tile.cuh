@@ -88,9 +88,9 @@ struct Place {
 template <class Tile>
 DEVICE void read_keys(typename Tile::A (&x)[Tile::kRows], const typename Tile::A* row, const Place<Tile>& place) {
     using Group = Pack<typename Tile::A, Tile::kGroup>;
-    UNROLL for (int r = 0; r < Tile::kRows; r += Tile::kGroup) {
+    UNROLL_FOR (int r = 0; r < Tile::kRows; r += Tile::kGroup) {
         const Group group = *reinterpret_cast<const Group*>(row + place.row(r));
-        UNROLL for (int i = 0; i < Tile::kGroup; ++i) x[r + i] = group.x[i];
+        UNROLL_FOR (int i = 0; i < Tile::kGroup; ++i) x[r + i] = group.x[i];
     }
 }
 
@@ -98,7 +98,7 @@ template <class Tile>
 DEVICE void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Tile::A* row, const Place<Tile>& place) {
     using Group = Pack<typename Tile::A, Tile::kColumns>;
     const Group group = *reinterpret_cast<const Group*>(row + place.column);
-    UNROLL for (int c = 0; c < Tile::kColumns; ++c) x[c] = group.x[c];
+    UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) x[c] = group.x[c];
 }
 
 // ---- Sums over lanes ---------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ DEVICE void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Ti
 // Sums x over the Lanes lanes that differ by Stride, 2 Stride, ... Every lane gets all sums.
 template <int Lanes, int Stride, int N, typename A>
 DEVICE void sum_lanes(A (&x)[N]) {
-    UNROLL for (int offset = Stride; offset < Lanes * Stride; offset *= 2) {
-        UNROLL for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(kAllLanes, x[i], offset);
+    UNROLL_FOR (int offset = Stride; offset < Lanes * Stride; offset *= 2) {
+        UNROLL_FOR (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(kAllLanes, x[i], offset);
     }
 }
 
@@ -127,7 +127,7 @@ DEVICE int deal_sums(A (&x)[N], int lane) {
     } else {
         constexpr int half = Live / 2;
         const bool upper = lane & 1;
-        UNROLL for (int i = 0; i < half; ++i) {
+        UNROLL_FOR (int i = 0; i < half; ++i) {
             const A sent = upper ? x[i] : x[half + i];
             const A mine = upper ? x[half + i] : x[i];
             x[i] = mine + __shfl_xor_sync(kAllLanes, sent, Stride);
@@ -141,7 +141,7 @@ template <class Tile>
 DEVICE void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile::A* row, const Place<Tile>& place) {
     const int first = deal_sums<Tile::kKeyLanes, 1, Tile::kColumns>(x, place.key_lane);
     if (Tile::kKeyLanes <= Tile::kColumns || place.key_lane < Tile::kColumns) {
-        UNROLL for (int i = 0; i < kKept<Tile::kKeyLanes, Tile::kColumns>; ++i) row[place.column + first + i] = x[i];
+        UNROLL_FOR (int i = 0; i < kKept<Tile::kKeyLanes, Tile::kColumns>; ++i) row[place.column + first + i] = x[i];
     }
 }
 
@@ -150,7 +150,7 @@ template <class Tile, bool Add = false>
 DEVICE void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* row, const Place<Tile>& place) {
     const int first = deal_sums<Tile::kValueLanes, Tile::kKeyLanes, Tile::kRows>(x, place.value_lane);
     if (Tile::kValueLanes <= Tile::kRows || place.value_lane < Tile::kRows) {
-        UNROLL for (int i = 0; i < kKept<Tile::kValueLanes, Tile::kRows>; ++i) {
+        UNROLL_FOR (int i = 0; i < kKept<Tile::kValueLanes, Tile::kRows>; ++i) {
             typename Tile::A& to = row[place.row(first + i)];
             to = Add ? to + x[i] : x[i];
         }
@@ -171,32 +171,33 @@ struct StateSlice {
     }
     __device__ void load(A (&state)[Tile::kRows][Tile::kColumns], const A* at, const Place<Tile>& place) const {
         const bool packed = at != nullptr && whole(at);
-        UNROLL for (int r = 0; r < Tile::kRows; ++r) {
+        UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);
             const A* from = at + static_cast<int64_t>(row) * value_dim + place.column;
             const bool inside = at != nullptr && row < key_dim;
             if (packed) {
                 Group group{};
                 if (inside && place.column < columns) group = *reinterpret_cast<const Group*>(from);
-                UNROLL for (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
+                UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) state[r][c] = group.x[c];
             } else {
-                UNROLL for (int c = 0; c < Tile::kColumns; ++c) state[r][c] =
-                    inside && place.column + c < columns ? from[c] : A(0);
+                UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c)
+                    state[r][c] = inside && place.column + c < columns ? from[c] : A(0);
             }
         }
     }
     __device__ void store(const A (&state)[Tile::kRows][Tile::kColumns], A* at, const Place<Tile>& place) const {
         const bool packed = whole(at);
-        UNROLL for (int r = 0; r < Tile::kRows; ++r) {
+        UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);
             A* to = at + static_cast<int64_t>(row) * value_dim + place.column;
             if (row >= key_dim) continue;
             if (packed) {
                 Group group;
-                UNROLL for (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
+                UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) group.x[c] = state[r][c];
                 if (place.column < columns) *reinterpret_cast<Group*>(to) = group;
             } else {
-                UNROLL for (int c = 0; c < Tile::kColumns; ++c) if (place.column + c < columns) to[c] = state[r][c];
+                UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c)
+                    if (place.column + c < columns) to[c] = state[r][c];
             }
         }
     }
@@ -301,10 +302,11 @@ DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, 
             in = *reinterpret_cast<const Pack<T, 4>*>(memory + source.raw + step * raw_stride + first * sizeof(T));
         } else {
             const T* from = reinterpret_cast<const T*>(source.from + (time + step) * source.stride) + first;
-            UNROLL for (int j = 0; j < 4; ++j) if (first + j < source.dim) in.x[j] = from[j];
+            UNROLL_FOR (int j = 0; j < 4; ++j)
+                if (first + j < source.dim) in.x[j] = from[j];
         }
         Pack<A, 4> out;
-        UNROLL for (int j = 0; j < 4; ++j) {
+        UNROLL_FOR (int j = 0; j < 4; ++j) {
             A x = widen<A>(in.x[j]);
             if (source.logarithm) x = exponential(x);
             out.x[j] = first + j < source.dim ? x : A(0);
@@ -364,16 +366,20 @@ DEVICE void store_rows_as(const Sequence& sequence, int64_t first, int dim, cons
         A sums[4] = {};
         for (int part = 0; part < parts; ++part) {
             const auto in = *reinterpret_cast<const Pack<A, 4>*>(rows + part * part_stride + step * padded + at);
-            UNROLL for (int j = 0; j < 4; ++j) sums[j] += in.x[j];
+            UNROLL_FOR (int j = 0; j < 4; ++j) sums[j] += in.x[j];
         }
         T* const to = base + (time + step) * sequence.time + at;
-        if (add) { UNROLL for (int j = 0; j < 4; ++j) if (at + j < dim) sums[j] += widen<A>(to[j]); }
+        if (add) {
+            UNROLL_FOR (int j = 0; j < 4; ++j)
+                if (at + j < dim) sums[j] += widen<A>(to[j]);
+        }
         Pack<T, 4> out;
-        UNROLL for (int j = 0; j < 4; ++j) out.x[j] = narrow<T>(sums[j]);
+        UNROLL_FOR (int j = 0; j < 4; ++j) out.x[j] = narrow<T>(sums[j]);
         if (packed) {
             *reinterpret_cast<Pack<T, 4>*>(to) = out;
         } else {
-            UNROLL for (int j = 0; j < 4; ++j) if (at + j < dim) to[j] = out.x[j];
+            UNROLL_FOR (int j = 0; j < 4; ++j)
+                if (at + j < dim) to[j] = out.x[j];
         }
     }
 }
