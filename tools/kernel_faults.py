@@ -375,7 +375,7 @@ CUDA = (
         "slice.begin / interval), kept, 1};",
     ),
     Fault("cuda/chunked/gradients.cu", "{slice.begin > 0 ? between : nth_state", "{false ? between : nth_state"),
-    Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] += x *", "d_beta[j >= 8] -= x *"),
+    Fault("cuda/chunked/gradients.cu", "d_beta[half] += shared.d_right", "d_beta[half] -= shared.d_right"),
     Fault("cuda/chunked/gradients.cu", "{ d_beta[j >= 8] += x; }", "{ d_beta[j >= 8] -= x; }"),
     Fault("cuda/chunked/gradients.cu", "x *= -steps.from_start(row + j); });", "x *= -1.0f; });"),
     without(
@@ -441,7 +441,7 @@ CUDA = (
         "right.from(16 * e, 0) : right.from(0, 16 * e)",
         "right.from(16 * e, 0) : right.from(0, 0)",
     ),
-    Fault("cuda/chunked/rows.cuh", "see(j, 16 * e + place, x, y)", "see(j, place, x, y)"),
+    Fault("cuda/chunked/gradients.cu", "inner < 16 * blocks; inner += 4", "inner < 16; inner += 4"),
     Fault("cuda/chunked/rows.cuh", "n < N / 2 - 1; ++n)", "n < N / 2 - 2; ++n)"),
     Fault("cuda/chunked/rows.cuh", "part<2>(2 * n), 16 * n);", "part<2>(2 * n), 0);"),
     Fault(
@@ -584,7 +584,7 @@ CUDA = (
     without("cuda/chunked/gradients.cu", "multiply_kept<kPasses, true>(read, scores, shared.k);\n"),
     without("cuda/chunked/rows.cuh", "        sum += __shfl_xor_sync(kAllLanes, sum, 2);\n"),
     Fault("cuda/chunked/rows.cuh", "done(warp_lane() / 4 + 8 * half, sum)", "done(warp_lane() / 4, sum)"),
-    Fault("cuda/chunked/gradients.cu", "d_beta[j >= 8] += x * widen", "d_beta[0] += x * widen"),
+    Fault("cuda/chunked/gradients.cu", "d_beta[half] += shared", "d_beta[0] += shared"),
     Fault("cuda/chunked/gradients.cu", "if (start + row + j < time) store_step", "store_step"),
     Fault("cuda/chunked/gradients.cu", "thread >= kSide || start + thread >= time", "thread >= kSide"),
     Fault("cuda/chunked/gradients.cu", "at.head, start + thread, time) : 0.0f;", "at.head, start, time) : 0.0f;"),
@@ -649,7 +649,7 @@ CUDA = (
     Fault("cuda/chunked/gradients.cu", "steps.beta(row + t) * shared.erase.get", "shared.erase.get"),
     without("cuda/chunked/gradients.cu", "d_erase.dot(d_beta, shared.erase.from(row, 0));"),
     without("cuda/chunked/gradients.cu", "by_beta(d_erase);"),
-    Fault("cuda/chunked/gradients.cu", "if (p.erase.data == nullptr) {", "if (false) {"),
+    Fault("cuda/chunked/gradients.cu", "if (p.erase.data == nullptr)\n", "if (false)\n"),
     Fault("cuda/chunked/gradients.cu", "at.copy(shared.k, written,", "at.copy(shared.k, p.k,"),
     without(
         "cuda/chunked/gradients.cu",

@@ -14,7 +14,7 @@
 //
 // (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write strengths of 1 the entries
 // of T = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its diagonal
-// are inverted here, and T follows by substitution, in float32 by three products whatever the inputs are: its errors reach all later
+// are inverted by themselves, and T follows by substitution, in float32 by three products whatever the inputs are: its errors reach all later
 // steps.
 //
 // Backwards, with P = tril(D_ts Q K^T) and dS the gradient of the state at the chunk's end:

@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         multiply_rows<kPasses, false, Corrects>(d_scores, shared.d_out, row, shared.update, blocks);
         if constexpr (Corrects) {
             multiply_rows<kPasses, true, true>(d_system, shared.d_right, row, shared.update, blocks);
+#pragma unroll 1
             for (int inner = warp_lane() % 4; inner < 16 * blocks; inner += 4)
                 UNROLL_FOR (int half = 0; half < 2; ++half) {
                     const int t = row + warp_lane() / 4 + 8 * half;

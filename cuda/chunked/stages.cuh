@@ -247,7 +247,7 @@ RulePass pass_of(const Params& p) {
             std::is_same<Params, RuleBackward>::value};
 }
 
-// What is asked about a pass whose last stage is `Last`.
+// Answers about a pass whose last stage is `Last`.
 template <typename Last>
 ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {

@@ -134,7 +134,7 @@ constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
 // d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
 template <typename T, bool RowsInner, int N>
 DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
-    constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
+    [[maybe_unused]] constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
 #define FASTWEIGHTS_WGMMA(type)                                                                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \

@@ -176,9 +176,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 Strip<kSteps> scaled = given.widened();
                 scaled.scale(by);
                 start<kPasses, true, true>(grouped, state, scaled, right);
-            } else {
-                start<kPasses, true>(grouped, state, given, right);
+                return finish(grouped, state);
             }
+            start<kPasses, true>(grouped, state, given, right);
             finish(grouped, state);
         };
         if constexpr (!Corrects) {
