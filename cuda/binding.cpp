@@ -123,7 +123,6 @@ const Algorithms<RuleBackward> kBackwards{
 std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
                                                 int64_t interval) {
     const Rule rule = FAST_WEIGHTS_RULE;
-    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleForward>(rule, interval);
     const Sizes sizes = params.sizes;
@@ -144,7 +143,6 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
                         const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
     const Rule rule = FAST_WEIGHTS_RULE;
-    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleBackward>(rule, interval);
     const Sizes sizes = params.sizes;
@@ -188,7 +186,6 @@ void mark_changed(const Tensor& state) {
 
 Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
     const Rule rule = FAST_WEIGHTS_RULE;
-    const Tensor& v = rule.v;
     const c10::cuda::CUDAGuard guard(v.device());
     auto params = params_of<RuleStep>(rule, 0);
     const Sizes& sizes = params.sizes;
