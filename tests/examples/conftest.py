@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import product
+from multiprocessing import popen_fork
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -163,9 +164,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         if not Path(words[0]).name.startswith("fairseq-"):
             return subprocess.Popen(words, **how)
         import_module(f"fairseq_cli.{program(words)}")
-        process = multiprocessing.get_context("fork").Process(target=child, args=(words, how))
-        process.start()
-        return SimpleNamespace(pid=process.pid, returncode=None, wait=lambda timeout=None: process.join(timeout))
+        # Process.start would first wait for those that have ended, and a step's own wait would find none.
+        return popen_fork.Popen(multiprocessing.Process(target=child, args=(words, how)))
 
     monkeypatch.setattr(steps, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
 
