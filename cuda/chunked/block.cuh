@@ -48,16 +48,17 @@ struct Carver {
 // A matrix in shared memory whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as wgmma takes them without
 // swizzling: a column of pieces of 16 bytes each follows the other, with a gap of one, so that pieces of a row lie in
 // different banks. ldmatrix and elements by themselves are read off it as well as off rows. Numbers of 32 bits lie in rows as in
-// a Matrix: off pieces they were read in ways that spilled registers.
-template <typename T>
+// a Matrix: off pieces they were read in ways that spilled registers. `Distance`: an int, or one that the compiler knows.
+template <typename T, typename Distance = int>
 struct Pieces {
     using Element = T;
     static constexpr int kPiece = 16 / sizeof(T);
     static constexpr bool kInRows = sizeof(T) == 4;
     T* data;
-    int distance;  // from one column of pieces, or one row, to the next
+    Distance distance;  // from one column of pieces, or one row, to the next
 
-    __host__ __device__ Pieces(T* data, int distance) : data(data), distance(distance) {}
+    Pieces() = default;
+    __host__ __device__ Pieces(T* data, Distance distance) : data(data), distance(distance) {}
     __host__ __device__ Pieces(Carver& carver, int rows, int columns)
         : distance(kInRows ? columns + kPiece : (rows + 1) * kPiece) {
         data = carver.take<T>(kInRows ? rows * distance : columns / kPiece * distance);
@@ -66,6 +67,7 @@ struct Pieces {
         if constexpr (kInRows) return data[row * distance + column];
         return data[column / kPiece * distance + row * kPiece + column % kPiece];
     }
+    DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
     // From a row on, and a column that begins a piece.
     DEVICE Pieces from(int row, int column) const { return {&(*this)(row, column), distance}; }
 

@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             dk.dot(written_sums, own_k);
         }
         if constexpr (Gated && !Corrects) {
-            multiply_kept<kPasses, true>(dq, d_scores, shared.k);
-            if (complement && kRounded<T>) multiply_kept<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
+            multiply<kPasses, true>(dq, d_scores, shared.k);
+            if (complement && kRounded<T>) multiply<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
         } else {  // those in registers are not needed any more
             multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kSide / 16);
         }
@@ -262,9 +262,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 read.dot(d_beta, own_k);
                 by_beta(read);
                 read.dot(read_sums, own_k);
-                multiply_kept<kPasses, true>(read, scores, shared.k);
+                multiply<kPasses, true>(read, scores, shared.k);
             } else {  // <dA, G> is <dA K, K>, which all but cancels out if a key comes again and again
-                multiply_pairs<kPasses, true>(read, d_system, shared.k);
+                multiply<kPasses, true, true>(read, d_system, shared.k);
                 read.dot(d_beta, own_k);
                 by_beta(read);
             }

@@ -72,7 +72,7 @@ DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Row
         });
         UNROLL_FOR (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
             if (earlier * kSteps >= row) continue;
-            multiply_pairs<kPasses<T>, false>(pairs.part<2>(2 * earlier), left, written.from(earlier * kSteps, key));
+            multiply<kPasses<T>, false, true>(pairs.part<2>(2 * earlier), left, written.from(earlier * kSteps, key));
             left.scale(&totals(earlier, key));
         }
     }
@@ -231,8 +231,7 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
             if constexpr (Decays) {
                 add_decayed<T, Corrects, Backward>(pairs, shared, given, at, key);
             } else {
-                copies_wait<0>();
-                __syncthreads();
+                arrive();
                 multiply_rows<kPasses<T>, false, false>(pairs[1], shared.k, row, shared.k, Width);
                 if (scored) multiply_rows<kPasses<T>, false, false>(pairs[0], shared.readers[0], row, shared.k, Width);
             }

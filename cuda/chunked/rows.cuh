@@ -20,19 +20,15 @@ auto with_width(int keys, F f) {
     return f(std::integral_constant<int, 4>());
 }
 
-// A matrix in shared memory whose rows are 16 bytes longer than its columns.
+// Up to kSide rows in shared memory.
 template <typename T, int Columns>
-struct Rows {
-    using Element = T;
-    static constexpr int kColumns = Columns, stride = Columns + 16 / sizeof(T);
-    T* data;
+struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + 4 : (kSide + 1) * 8>> {
+    static constexpr int kColumns = Columns;
 
     Rows() = default;
-    __host__ __device__ explicit Rows(T* data) : data(data) {}
-    __host__ __device__ Rows(Carver& carver, int rows) : data(carver.take<T>(rows * stride)) {}
-    DEVICE T& operator()(int row, int column) const { return data[row * stride + column]; }
-    DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
-    DEVICE Rows from(int row, int column) const { return Rows(&(*this)(row, column)); }
+    __host__ __device__ Rows(Carver& carver, int rows) {
+        this->data = carver.take<T>(this->kInRows ? rows * this->distance : (rows > 0) * Columns / 8 * this->distance);
+    }
 };
 
 // Starts to copy up to `rows` rows, kSide at most, `stride` numbers apart, of which so many are there, and so many of their columns;
@@ -47,7 +43,7 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
     T* const place = &to(first, column);
     UNROLL_FOR (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
         if ((rows == kSide && kDown <= kSide) || first + row < rows)
-            copy_or_clear(place + row * to.stride, piece, row < there);
+            copy_or_clear(place + (&to(row, 0) - to.data), piece, row < there);
 }
 
 // Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
@@ -57,10 +53,12 @@ DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int star
     copy_pieces(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
-// Waits for all copies of all threads.
+// Waits for all copies of all threads, but for the last `Behind` groups.
+template <int Behind = 0>
 DEVICE void arrive() {
-    copies_commit();
-    copies_wait<0>();
+    if (Behind == 0) copies_commit();
+    copies_wait<Behind>();
+    if (in_groups()) show_to_groups();
     __syncthreads();
 }
 
@@ -74,8 +72,7 @@ DEVICE void each_part(int all, int part, Copy copy, Use use) {
             copy(first);
             arrive();
         } else {
-            copies_wait<Behind>();
-            __syncthreads();
+            arrive<Behind>();
         }
         use(first);
     }
@@ -90,24 +87,35 @@ DEVICE void load_rows(Strip<N>& strip, const From& from) {
     });
 }
 
-// sums += left right, where 16 rows of the left factor, from `row` on, are in shared memory as well, over 16 `blocks` inner
-// places. With `RowsInner` rows of `right` are the inner places, without they are the columns; of a `Turned` left factor places
-// are (inner, row).
+// sums += left right, as `start` and `finish` of a block's four strips.
+template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
+DEVICE void multiply(Strip<N>& sums, const Left& left, const Right& right) {
+    start<Passes, RowsInner, Split>(in_groups(), sums, left, right);
+    finish(in_groups(), sums);
+}
+
+// The same, where 16 rows of the left factor, from `row` on, this warp's own, are in shared memory as well, over 16 `blocks` inner
+// places; of a `Turned` left factor places are (inner, row).
 template <int Passes, bool Turned, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
 DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks) {
     using A = typename Left::Element;
     using B = typename Right::Element;
+    if constexpr (sizeof(A) == 2 && sizeof(B) == 2 && N % 8 == 0)
+        if (in_groups()) {
+            start_in_group<RowsInner, Turned, kSide / 16>(
+                sums, right, blocks, 1, [&](int e, int) { return left.template descriptor<Turned>(16 * e, 0); });
+            return finish(true, sums);
+        }
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
     const auto add = [&](int e) {
-        const Left own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
+        const auto own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
         Strip<2, A> part;
         if constexpr (sizeof(A) == 2)
             load_matrices<Turned>(part.value[0], Turned ? &own(third + low, second) : &own(second + low, third));
         else
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
-        multiply_kept<Passes, RowsInner, Part::kAll, sizeof(B) == 4, Split>(
-            sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
+        multiply<Passes, RowsInner, Split>(sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
     };
     if constexpr (kInHalves<Strip<2, A>, B>) {
         UNROLL_FOR (int e = 0; e < kSide / 16; ++e) {

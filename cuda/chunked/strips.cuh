@@ -220,34 +220,37 @@ DEVICE void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) 
     }
 }
 
-// sums += pairs right, as `multiply_kept` of pairs that are split.
-template <int Passes, bool RowsInner, int N, int M, typename Right>
-DEVICE void multiply_pairs(Strip<N>& sums, const Strip<M>& pairs, const Right& right) {
-    multiply_kept<Passes, RowsInner, Part::kAll, sizeof(typename Right::Element) == 4, true>(sums, pairs, right);
+// sums += left right by the warpgroup, begun, of `inner` blocks of 16 inner places, `Most` at most, and so many `parts` of the left
+// factor: left_of(block, part) is in registers, or a descriptor of one that may be `Turned`.
+template <bool RowsInner, bool Turned, int Most, int N, typename Right, typename Left>
+DEVICE void start_in_group(Strip<N>& sums, const Right& right, int inner, int parts, Left left_of) {
+    // The registers that they read are written.
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
+    UNROLL_FOR (int e = 0; e < Most; ++e) {
+        if (e >= inner) break;
+        UNROLL_FOR (int part = 0; part < parts; ++part)
+            UNROLL_FOR (int n = 0; n < N; n += kGroupColumns / 8)
+                multiply_in_group<typename Right::Element, RowsInner, Turned>(
+                    sums.value, n, left_of(e, part), right.template descriptor<RowsInner>(16 * e, 8 * n));
+    }
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(), asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
 }
 
 // The same as `multiply_kept`, of all of the right factor, begun: by the warpgroup, if the block's strips are `grouped` by
 // fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
-template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename T>
-DEVICE void start(bool grouped, Strip<N>& sums, const Left& left, const Pieces<T>& right) {
+template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
+DEVICE void start(bool grouped, Strip<N>& sums, const Left& left, const Right& right) {
+    using T = typename Right::Element;
     constexpr int M = Left::kGroups;
     if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
         if (grouped) {
             unsigned a[2][M / 2][4];
             UNROLL_FOR (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
-            // The registers that they read are written.
-            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
-            UNROLL_FOR (int e = 0; e < M / 2; ++e)
-                UNROLL_FOR (int part = 0; part <= Split; ++part)
-                    UNROLL_FOR (int n = 0; n < N; n += kGroupColumns / 8)
-                        multiply_in_group<T, RowsInner>(sums.value, n, a[part][e],
-                                                        right.template descriptor<RowsInner>(16 * e, 8 * n));
-            FASTWEIGHTS_OF_GROUPS(emulation::wgmma_commit(),
-                                  asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
-            return;
+            return start_in_group<RowsInner, false, M / 2>(
+                sums, right, M / 2, 1 + Split, [&](int e, int part) -> const unsigned (&)[4] { return a[part][e]; });
         }
     }
-    multiply_kept<Passes, RowsInner, Part::kAll, false, Split>(sums, left, right);
+    multiply_kept<Passes, RowsInner, Part::kAll, sizeof(T) == 4, Split>(sums, left, right);
 }
 template <int N>
 DEVICE void finish(bool grouped, Strip<N>& sums) {

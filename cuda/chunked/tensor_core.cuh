@@ -131,24 +131,46 @@ constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
 #define FASTWEIGHTS_OF_GROUPS(emulated, ...)
 #endif
 
-// d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places.
-template <typename T, bool RowsInner, int N>
-DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t right) {
-    [[maybe_unused]] constexpr bool kBrain = Stored<T>::kDType == kBFloat16;
-#define FASTWEIGHTS_WGMMA(type)                                                                                     \
+// True where there are such instructions.
+DEVICE bool in_groups() {
+    FASTWEIGHTS_OF_GROUPS(return emulation::has_wgmma(), return true);
+    return false;
+}
+
+// Shows them what this thread wrote to shared memory, also by copies that it has waited for, from the next barrier on.
+DEVICE void show_to_groups() {
+    FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
+}
+
+// d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places. The left factor is in registers or, as
+// the right one, where a descriptor says; places of a `Turned` one are (inner, row).
+#define FASTWEIGHTS_WGMMA(type, left, right, turned, ...)                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
-                 "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;\n"                                \
+                 "%26,%27,%28,%29,%30,%31}, " left ", " right ", 1, 1, 1" turned ";\n"                              \
                  : FASTWEIGHTS_FOUR("+f", d[first]), FASTWEIGHTS_FOUR("+f", d[first + 1]),                          \
                    FASTWEIGHTS_FOUR("+f", d[first + 2]), FASTWEIGHTS_FOUR("+f", d[first + 3]),                      \
                    FASTWEIGHTS_FOUR("+f", d[first + 4]), FASTWEIGHTS_FOUR("+f", d[first + 5]),                      \
                    FASTWEIGHTS_FOUR("+f", d[first + 6]), FASTWEIGHTS_FOUR("+f", d[first + 7])                       \
-                 : FASTWEIGHTS_FOUR("r", a), "l"(right), "n"(RowsInner))
-    FASTWEIGHTS_OF_GROUPS(emulation::wgmma(d[first], kGroupColumns, a, right, RowsInner, kBrain),
-                          if constexpr (kBrain) FASTWEIGHTS_WGMMA("bf16");
-                          else FASTWEIGHTS_WGMMA("f16"));
-#undef FASTWEIGHTS_WGMMA
+                 : __VA_ARGS__, "l"(b), "n"(RowsInner))
+#define FASTWEIGHTS_WGMMA_FOR(...)                \
+    if constexpr (Stored<T>::kDType == kBFloat16) \
+        FASTWEIGHTS_WGMMA("bf16", __VA_ARGS__);   \
+    else                                          \
+        FASTWEIGHTS_WGMMA("f16", __VA_ARGS__)
+template <typename T, bool RowsInner, bool Turned, int N>
+DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t b) {
+    FASTWEIGHTS_OF_GROUPS(emulation::wgmma(d[first], kGroupColumns, a, b, RowsInner, Stored<T>::kDType == kBFloat16),
+                          FASTWEIGHTS_WGMMA_FOR("{%32,%33,%34,%35}", "%36", ", %37", FASTWEIGHTS_FOUR("r", a)));
 }
+template <typename T, bool RowsInner, bool Turned, int N>
+DEVICE void multiply_in_group(float (&d)[N][4], int first, uint64_t a, uint64_t b) {
+    FASTWEIGHTS_OF_GROUPS(
+        emulation::wgmma(d[first], kGroupColumns, a, Turned, b, RowsInner, Stored<T>::kDType == kBFloat16),
+        FASTWEIGHTS_WGMMA_FOR("%32", "%34", ", %33, %35", "l"(a), "n"(Turned)));
+}
+#undef FASTWEIGHTS_WGMMA_FOR
+#undef FASTWEIGHTS_WGMMA
 
 // The type in which a matrix that is computed here is stored for products. Beside bfloat16 inputs it is rounded to
 // bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is

@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
     const bool gated = !Decays && w.pass.gated;
-    bool grouped = false;  // products are the warpgroup's
-    FASTWEIGHTS_OF_GROUPS(grouped = Fours && emulation::has_wgmma(), grouped = Fours);
+    const bool grouped = Fours && in_groups();  // products are the warpgroup's
     const auto of_stage = [&](const Pieces<T>& all, int stage) { return all.from(0, stage * Keys * parts); };
 
     // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
@@ -136,9 +135,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
                 copies_wait<kMostStages - 2>();
             else
                 copies_wait<0>();
-            if (grouped)  // what this thread wrote, also by copies that it has waited for, is shown to their products
-                FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(),
-                                      asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
+            if (grouped) show_to_groups();
         }
         __syncthreads();
     };

@@ -127,26 +127,43 @@ def unit_addresses(width: int, transposed: bool) -> tuple[np.ndarray, int, int]:
     return unit // width * between_blocks + row * width * 16 + swizzled * 16, between_blocks, 128 * width
 
 
-def multiply_in_group(probes, width, transposed, fault="none", change=0):
-    """The result, and the right one. `change` is added to the descriptor."""
+def in_memory(factor: np.ndarray, width: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """The bytes of a factor (inner, columns), and a descriptor of where it begins."""
+    address, leading, stride = unit_addresses(width, transposed)
+    memory = np.full(address.max() + 16, 0xFF, dtype=np.uint8)
+    rows = bfloat16_bits(factor if transposed else factor.T).reshape(*address.shape, 8)
+    for at, unit in zip(address.ravel(), rows.reshape(-1, 8), strict=True):
+        memory[at : at + 16] = unit.view(np.uint8)
+    return memory, leading // 16 << 16 | stride // 16 << 32 | {1: 0, 8: 1, 4: 2, 2: 3}[width] << 62
+
+
+def multiply_in_group(probes, width, transposed, fault="none", change=0, turned=None, change_left=0):
+    """The result, and the right one. The changes are added to descriptors; with `turned` the left factor has one too."""
     random = np.random.default_rng(width)
     a, c = random.integers(-8, 9, (64, 16)), random.integers(-8, 9, (64, 64))
     b = random.integers(-8, 9, (16, 64))
-    address, leading, stride = unit_addresses(width, transposed)
-    memory = np.full(address.max() + 16, 0xFF, dtype=np.uint8)
-    rows = bfloat16_bits(b if transposed else b.T).reshape(*address.shape, 8)
-    for at, unit in zip(address.ravel(), rows.reshape(-1, 8), strict=True):
-        memory[at : at + 16] = unit.view(np.uint8)
-    descriptor = leading // 16 << 16 | stride // 16 << 32 | {1: 0, 8: 1, 4: 2, 2: 3}[width] << 62
+    memory, descriptor = in_memory(b, width, transposed)
+    of_left = 0
+    if turned is not None:
+        start = -(-len(memory) // 1024) * 1024
+        left_memory, of_left = in_memory(a.T, width, turned)
+        memory = np.concatenate([memory, np.full(start - len(memory), 0xFF, dtype=np.uint8), left_memory])
+        of_left += start // 16 + change_left
     # A thread has two rows, and of each 8 columns two: accumulators; left factors likewise, in the order of mma.sync.
     thread, i = np.mgrid[:128, :32]
     row, column = thread // 32 * 16 + thread % 32 // 4 + i % 4 // 2 * 8, i // 4 * 8 + thread % 4 * 2 + i % 2
     d = c[row, column].astype(np.float32)
     thread, i = np.mgrid[:128, :8]
     left = bfloat16_bits(a[thread // 32 * 16 + thread % 32 // 4 + i // 2 % 2 * 8, i // 4 * 8 + thread % 4 * 2 + i % 2])
-    probes.run_multiply_in_group.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int, ctypes.c_uint64] + [ctypes.c_int] * 2
-    code = probes.run_multiply_in_group(
-        *map(pointer, (d, left, memory)), len(memory), descriptor + change, transposed, GROUP_FAULTS.index(fault)
+    run, number = probes.run_multiply_in_group, ctypes.c_uint64
+    code = run(
+        *map(pointer, (d, left, memory)),
+        len(memory),
+        number(of_left),
+        bool(turned),
+        number(descriptor + change),
+        transposed,
+        GROUP_FAULTS.index(fault),
     )
     return (probes.emulation_error().decode() if code else d), (c + a @ b)[row, column]
 
@@ -171,6 +188,15 @@ def test_wgmma_reads_by_its_descriptor_and_a_wrong_one_is_noticed(probes, width,
         assert isinstance(actual, str) or not np.array_equal(actual, expected)
     actual, expected = multiply_in_group(probes, width, transposed, change=1 << 10)
     assert "bytes into shared memory, of which the launch has" in actual
+
+
+@pytest.mark.parametrize(("width", "turned"), LAYOUTS)
+def test_wgmma_reads_a_left_factor_likewise(probes, width, turned):
+    actual, expected = multiply_in_group(probes, width, not turned, turned=turned)
+    assert np.array_equal(actual, expected)
+    for change in (1, 1 << 32):
+        actual, expected = multiply_in_group(probes, width, not turned, turned=turned, change_left=change)
+        assert isinstance(actual, str) or not np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("fault", GROUP_FAULTS[1:])

@@ -24,9 +24,10 @@ struct Accumulators {
     int products;  // still to come
 };
 struct GroupProduct {
-    float left[2][16];  // this thread's two rows
-    uint64_t right;     // a descriptor
-    float* registers;   // of the accumulators
+    float left[2][16];  // this thread's two rows, unless they are in shared memory as well
+    bool left_there, left_turned;
+    uint64_t left_at, right;  // descriptors
+    float* registers;         // of the accumulators
     bool transposed, bfloat16;
 };
 
@@ -104,9 +105,10 @@ void proxy_fence();
 // Shared memory as a descriptor names it, and `bytes` of it as wgmma sees them.
 unsigned shared_address(const void* pointer);
 const unsigned char* seen_by_proxy(unsigned address, int bytes);
-// wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{f16,bf16}: d += a b, a in registers, b in shared memory by a descriptor.
+// wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{f16,bf16}: d += a b, a in registers or, as b, in shared memory by a descriptor.
 // It happens at the wait for its group; until then `d`, `columns` / 2 registers, holds NaN.
 void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16);
+void wgmma(float* d, int columns, uint64_t a, bool turned, uint64_t b, bool transposed, bool bfloat16);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);

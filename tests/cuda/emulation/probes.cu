@@ -119,9 +119,10 @@ enum GroupFault {
     kThreeWarps,
 };
 
-// A product of a warpgroup: d (64, 64) += a (64, 16) b (16, 64), all of it as the registers and shared memory have it.
-__global__ void multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t descriptor,
-                                  int transposed, int fault) {
+// A product of a warpgroup: d (64, 64) += a (64, 16) b (16, 64), all of it as the registers and shared memory have it. With
+// `of_left`, that is not 0, a is in shared memory too.
+__global__ void multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t of_left,
+                                  int turned, uint64_t descriptor, int transposed, int fault) {
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int self = threadIdx.x;
     for (int i = 4 * self; i < bytes; i += 4 * blockDim.x) copy_async<4>(memory + i, b + i);
@@ -135,8 +136,13 @@ __global__ void multiply_in_group(float* d, const unsigned* a, const unsigned ch
     for (int i = 0; i < 32; ++i) sums[i] = d[32 * self + i];
     for (int i = 0; i < 4; ++i) left[i] = a[4 * self + i];
     if (fault != kNoFence) emulation::wgmma_fence();
-    if (fault != kThreeWarps || self >= kWarp)
-        emulation::wgmma(sums, 64, left, descriptor + (emulation::shared_address(memory) >> 4), transposed != 0, true);
+    const uint64_t start = emulation::shared_address(memory) >> 4, right = start + descriptor;
+    if (fault != kThreeWarps || self >= kWarp) {
+        if (of_left != 0)
+            emulation::wgmma(sums, 64, start + of_left, turned != 0, right, transposed != 0, true);
+        else
+            emulation::wgmma(sums, 64, left, right, transposed != 0, true);
+    }
     if (fault != kNoCommit) emulation::wgmma_commit();
     if (fault == kReplaced) {
         __syncthreads();
@@ -151,9 +157,10 @@ __global__ void multiply_in_group(float* d, const unsigned* a, const unsigned ch
 
 }  // namespace
 
-extern "C" int run_multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes,
-                                     uint64_t descriptor, int transposed, int fault) {
-    return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, descriptor, transposed, fault);
+extern "C" int run_multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t of_left,
+                                     int turned, uint64_t descriptor, int transposed, int fault) {
+    return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, of_left, turned, descriptor,
+                  transposed, fault);
 }
 
 extern "C" int run_transpose(unsigned* out, const unsigned* in) {

@@ -127,8 +127,9 @@ uint32_t movmatrix(uint32_t pair) {
 
 namespace {
 
-// The address of element (inner, column) of a right factor of 16-bit elements. In units of 16 bytes, 8 elements, it lies as
-// PTX's canonical layouts say: rows of `width` units, 1 without swizzling, in which units change places by the row's number.
+// The address of element (inner, column) of a factor of 16-bit elements; a left one has rows in the place of columns. In units of
+// 16 bytes, 8 elements, it lies as PTX's canonical layouts say: rows of `width` units, 1 without swizzling, in which units change
+// places by the row's number.
 unsigned address_of(uint64_t descriptor, bool transposed, int inner, int column) {
     const auto bytes = [&](int bit) { return static_cast<unsigned>(descriptor >> bit & 0x3fff) << 4; };
     constexpr unsigned kWidths[] = {1, 8, 4, 2};
@@ -143,7 +144,17 @@ unsigned address_of(uint64_t descriptor, bool transposed, int inner, int column)
     return (address ^ ((address >> 7 & (width - 1)) << 4)) + along % 8 * 2;
 }
 
-void finish(const GroupProduct& product) {
+float read(uint64_t descriptor, bool transposed, int inner, int column, bool bfloat16) {
+    uint16_t bits;
+    std::memcpy(&bits, seen_by_proxy(address_of(descriptor, transposed, inner, column), 2), 2);
+    return decoded(bits, bfloat16);
+}
+
+void finish(GroupProduct& product) {
+    for (int i = 0; product.left_there && i < 32; ++i) {
+        const int row = current->number / 32 % 4 * 16 + lane() / 4 + i / 16 * 8;
+        product.left[i / 16][i % 16] = read(product.left_at, product.left_turned, i % 16, row, product.bfloat16);
+    }
     auto& all = current->accumulators;
     const auto found =
         std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.registers == product.registers; });
@@ -152,9 +163,8 @@ void finish(const GroupProduct& product) {
         const int column = static_cast<int>(i / 4 * 8 + 2 * member + i % 2);
         double products[16];
         for (int k = 0; k < 16; ++k) {
-            uint16_t bits;
-            std::memcpy(&bits, seen_by_proxy(address_of(product.right, product.transposed, k, column), 2), 2);
-            products[k] = static_cast<double>(product.left[i % 4 / 2][k]) * decoded(bits, product.bfloat16);
+            const float right = read(product.right, product.transposed, k, column, product.bfloat16);
+            products[k] = static_cast<double>(product.left[i % 4 / 2][k]) * right;
         }
         found->sums[i] = cut_off_sum(found->sums[i], products);
     }
@@ -163,14 +173,33 @@ void finish(const GroupProduct& product) {
     all.erase(found);
 }
 
-}  // namespace
+void begin(const GroupProduct& product, int columns) {
+    float* const d = product.registers;
+    auto& all = current->accumulators;
+    auto found = std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.registers == d; });
+    if (found == all.end()) found = all.insert(found, {d, std::vector<float>(d, d + columns / 2), 0});
+    ++found->products;
+    std::fill_n(d, columns / 2, NAN);
+    current->products.push_back(product);
+}
 
-void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16) {
+void meet_in_wgmma(int columns, uint64_t b, bool transposed, bool bfloat16, uint64_t a, bool turned) {
     if (!has_wgmma()) fail("wgmma, which the device does not have");
     if (!current->shows_registers) fail("wgmma without a wgmma.fence since the last commit");
-    meet_group(b, 12 + transposed + 2 * bfloat16 + 4 * columns);
+    meet_group(b ^ a << 32 ^ a >> 32, 12 + transposed + 2 * bfloat16 + 4 * turned + 8 * columns);
+}
+
+}  // namespace
+
+void wgmma(float* d, int columns, uint64_t a, bool turned, uint64_t b, bool transposed, bool bfloat16) {
+    meet_in_wgmma(columns, b, transposed, bfloat16, a, turned);
+    begin({{}, true, turned, a, b, d, transposed, bfloat16}, columns);
+}
+
+void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16) {
+    meet_in_wgmma(columns, b, transposed, bfloat16, 0, false);
     const Slot* slots = meet(0xffffffffu, 12, a, 4 * sizeof(uint32_t));
-    GroupProduct product{{}, b, d, transposed, bfloat16};
+    GroupProduct product{{}, false, false, 0, b, d, transposed, bfloat16};
     for (int k = 0; k < 16; ++k)
         for (int half = 0; half < 2; ++half) {
             uint16_t bits;
@@ -178,12 +207,7 @@ void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed
             std::memcpy(&bits, registers + 4 * (half + k / 8 * 2) + k % 2 * 2, sizeof bits);
             product.left[half][k] = decoded(bits, bfloat16);
         }
-    auto& all = current->accumulators;
-    auto found = std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.registers == d; });
-    if (found == all.end()) found = all.insert(found, {d, std::vector<float>(d, d + columns / 2), 0});
-    ++found->products;
-    std::fill_n(d, columns / 2, NAN);
-    current->products.push_back(product);
+    begin(product, columns);
 }
 
 void wgmma_fence() { current->shows_registers = true; }
@@ -197,7 +221,7 @@ void wgmma_commit() {
 void wgmma_wait(int pending) {
     auto& groups = current->product_groups;
     while (groups.size() > static_cast<size_t>(pending)) {
-        for (const GroupProduct& product : groups.front()) finish(product);
+        for (GroupProduct& product : groups.front()) finish(product);
         groups.erase(groups.begin());
     }
 }
