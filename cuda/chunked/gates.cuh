@@ -106,12 +106,10 @@ struct ChunkSteps {
             copy_async<16>(numbers + i, from + i);
     }
 
-    // Takes a strip whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s < t or, with
-    // `Diagonal`, with s <= t, times D_ts; 0 for others.
-    template <bool Diagonal>
+    // Takes a strip whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s <= t, times
+    // D_ts; 0 for others.
     DEVICE void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
-        if constexpr (!Gated)
-            return pairs.each([&](int s, int j, float& x) { x = s + !Diagonal <= row + j ? x : 0.0f; });
+        if constexpr (!Gated) return pairs.each([&](int s, int j, float& x) { x = s <= row + j ? x : 0.0f; });
         const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
         UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
             Strip<2>& part = pairs.template part<2>(2 * block);
@@ -128,7 +126,7 @@ struct ChunkSteps {
                 x *= to_middle.x * left[row + t];
                 y *= own && s + 1 == t ? 1.0f : to_middle.y * left[row + t];
             });
-            if (own) part.each([](int s, int t, float& x) { x = s + !Diagonal <= t ? x : 0.0f; });
+            if (own) part.each([](int s, int t, float& x) { x = s <= t ? x : 0.0f; });
         }
     }
 };

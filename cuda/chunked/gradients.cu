@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
         mirror(d_scores, shared.d_scores);
         if constexpr (Corrects) mirror(d_system, shared.pairs);
     } else {
-        steps.template keep_pairs<true>(d_scores, row);
-        if constexpr (Corrects) steps.template keep_pairs<false>(d_system, row);
+        steps.keep_pairs(d_scores, row);
+        if constexpr (Corrects) steps.keep_pairs(d_system, row);
         if constexpr (Gated) {  // what each pair's gates let through
             Strip<kSide / 8> inside = scores;
             inside.each_with(d_scores, [](float& x, float y) { x *= y; });
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             scores = d_system;  // whose place they take
             by_beta(scores);
         } else {
-            steps.template keep_pairs<true>(scores, row);
+            steps.keep_pairs(scores, row);
             if constexpr (Gated) scores.scale(steps.strengths());
         }
         scores.write(shared.pairs.from(row, 0));

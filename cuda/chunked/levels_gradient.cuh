@@ -48,10 +48,12 @@ constexpr float kToNearest = 1.0f + 1.0f / 2048;
 
 // Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
 // strips to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
-// is in a warp's own of `rows`. So a barrier before these two levels' products is enough.
+// is in a warp's own of `rows`. So a barrier before these two levels' products is enough. Rows are longer than columns by 8, so
+// that pairs of four rows lie in different banks.
 template <int Keys>
 struct LevelRows {
-    Rows<float, Keys> rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
+    using Floats = Rows<float, Keys, 8>;
+    Floats rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
 
     LevelRows() = default;
     __host__ __device__ explicit LevelRows(Carver& carver)
@@ -62,6 +64,7 @@ struct LevelRows {
 template <typename T, int Keys>
 struct BlockGradients {
     static constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
+    using Floats = typename LevelRows<Keys>::Floats;
     const LevelRows<Keys>& shared;
     const int block, row, column;
     const bool there;
@@ -80,7 +83,7 @@ struct BlockGradients {
         __syncthreads();
     }
 
-    DEVICE void find_columns(Strip<Keys / 8>& strip, const Rows<float, Keys>& by) {
+    DEVICE void find_columns(Strip<Keys / 8>& strip, const Floats& by) {
         __syncwarp();
         strip.write(by.from(row, 0));
         __syncwarp();
@@ -112,9 +115,17 @@ struct BlockGradients {
         return sum;
     }
 
+    // Rows of a block in the order 0, 4, 1, 5, 2, 6, 3, 7 of each 8: what four lanes read at once lies in different banks.
+    struct MixedRows {
+        using Element = float;
+        const Floats& rows;
+        int first;
+        static DEVICE int row_of(int place) { return place / 8 * 8 + place % 8 / 2 + place % 2 * 4; }
+        DEVICE float operator()(int place, int column) const { return rows(first + row_of(place), column); }
+    };
     template <int Level>
     DEVICE void add_level(const Rows<float, kSide>& weights) {
-        const Rows<float, Keys>& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
+        const Floats& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
         UNROLL_FOR (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
         UNROLL_FOR (int t = 0; t < kSteps; ++t) {
@@ -125,10 +136,12 @@ struct BlockGradients {
         sums.clear();
         const auto add = [&](int other) {
             Strip<2> pairs;
-            load_rows(pairs, weights.from(row, other * kSteps));
-            if constexpr (Level < kLevelsOfBlock)
-                pairs.each([](int s, int t, float& x) { x = parts(Level, t, s) ? x : 0.0f; });
-            multiply_kept<kPasses, true>(sums, pairs, x.from(other * kSteps, 0));
+            pairs.each([&](int place, int t, float& weight) {
+                const int s = MixedRows::row_of(place);
+                const bool parted = Level >= kLevelsOfBlock || parts(Level, t, s);
+                weight = parted ? weights(row + t, other * kSteps + s) : 0.0f;
+            });
+            multiply_kept<kPasses, true>(sums, pairs, MixedRows{x, other * kSteps});
         };
         if constexpr (Level < kLevelsOfBlock) {
             __syncwarp();

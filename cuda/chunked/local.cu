@@ -237,16 +237,14 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
             }
         }
         if constexpr (!Decays) {
-            steps.template keep_pairs<true>(pairs[0], row);
-            steps.template keep_pairs<false>(pairs[1], row);
+            steps.keep_pairs(pairs[0], row);
+            steps.keep_pairs(pairs[1], row);
         }
         const auto store = [&](const auto& to, Pairs from) {
             UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
                 const bool own = Decays && block == kBlocks - 1;
                 const int first = own ? row : block * kBlockSide;
-                if (own || first < row + !Decays)
-                    from.part<2>(2 * block).each_pair(
-                        [&](int s, int t, float x, float y) { put_pair(&to(row, first) + t * to.stride + s, x, y); });
+                if (own || first < row + !Decays) from.part<2>(2 * block).store(&to(row, first), to.stride, kBlockSide);
             }
         };
         const auto square = [&](auto* all) { return slice.lower_of(all, at.local, at.n); };

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
     } else {
         each_part<1>(slice.key_rows, kKeys, copy_keys,
                      [&](int) { multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width); });
-        steps.template keep_pairs<true>(scores, row);
+        steps.keep_pairs(scores, row);
         if constexpr (Gated && !Corrects) scores.scale(steps.strengths());
     }
     for (int value = 0; value < slice.columns; value += value_part) {

@@ -20,9 +20,9 @@ auto with_width(int keys, F f) {
     return f(std::integral_constant<int, 4>());
 }
 
-// Up to kSide rows in shared memory.
-template <typename T, int Columns>
-struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + 4 : (kSide + 1) * 8>> {
+// Up to kSide rows in shared memory; of 32 bits they are `Longer` than columns.
+template <typename T, int Columns, int Longer = 4>
+struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + Longer : (kSide + 1) * 8>> {
     static constexpr int kColumns = Columns;
 
     Rows() = default;

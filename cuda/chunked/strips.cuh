@@ -10,6 +10,15 @@
 
 namespace fairseq_fastweights {
 
+// Of 16 numbers of 16 bits that four lanes have, a pair of the first 8 and one of the others each, exchanged in twos so that a lane
+// has four neighbours to write, and four lanes the 32 bytes that memory takes at once; which the first of a lane's is.
+DEVICE uint2 neighbours_of(unsigned one, unsigned two) {
+    const bool odd = warp_lane() % 2;
+    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
+    return make_uint2(odd ? other : one, odd ? two : other);
+}
+DEVICE int first_of_four() { return warp_lane() % 2 * 8 + warp_lane() % 4 / 2 * 4; }
+
 // Its numbers are in float32 or, of a sequence's of 16 bits, as they are stored: no left factor needs these in another way.
 template <int N, typename T = float>
 struct Strip {
@@ -101,23 +110,20 @@ struct Strip {
     }
 
     // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
-    // multiple of 4. Two lanes exchange pairs of 16 bits, so that each writes four neighbours, and four lanes the 32 bytes that
-    // memory takes at once.
+    // multiple of 4.
     template <typename F, typename Stride>
     DEVICE void store(F* to, Stride stride, int places, int rows = kTileRows) {
         if constexpr (sizeof(F) == 2) {
             static_assert(N % 2 == 0, "two groups of places are exchanged");
-            const int group = warp_lane() / 4, member = warp_lane() % 4, odd = member % 2;
-            const int first = 8 * odd + member / 2 * 4;
+            const int group = warp_lane() / 4, first = first_of_four();
             UNROLL_FOR (int half = 0; half < 2; ++half) {
                 F* const row = to + (group + 8 * half) * stride + first;
                 const int left = group + 8 * half < rows ? places - first : 0;
                 UNROLL_FOR (int n = 0; n < N; n += 2) {
                     const float *const x = &value[n][2 * half], *const y = &value[n + 1][2 * half];
-                    const unsigned one = narrow_pair<F>(x[0], x[1]).bits(), two = narrow_pair<F>(y[0], y[1]).bits();
-                    const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
-                    if (8 * n < left)
-                        *reinterpret_cast<uint2*>(row + 8 * n) = make_uint2(odd ? other : one, odd ? two : other);
+                    const uint2 four =
+                        neighbours_of(narrow_pair<F>(x[0], x[1]).bits(), narrow_pair<F>(y[0], y[1]).bits());
+                    if (8 * n < left) *reinterpret_cast<uint2*>(row + 8 * n) = four;
                 }
             }
             return;

@@ -54,16 +54,19 @@ DEVICE void each_place(Strip<N>& x, const Head<T>& rows, int start, int end, F f
 // Writes a strip to a sequence's steps likewise.
 template <int N, typename T>
 DEVICE void store_steps(Strip<N>& x, const Head<T>& to, int start, int end) {
-    const int group = warp_lane() / 4, twice = warp_lane() % 4 * 2;
-    if constexpr (sizeof(T) == 2) {
-        T* const first = to.data + (start + group) * to.stride + twice;
-        if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 4 == 0)
-            return x.each_pair([&](int place, int j, float one, float two) {
-                const unsigned pair = transpose_matrix(narrow_pair<T>(one, two).bits());
-                T* const at = first + (place - twice) * to.stride + (j - group);
-                if (start + (place - twice) + group < end) *reinterpret_cast<unsigned*>(at) = pair;
-            });
-    }
+    if constexpr (sizeof(T) == 2)
+        if (to.dim >= kTileRows && (reinterpret_cast<uintptr_t>(to.data) | to.stride * sizeof(T)) % 8 == 0) {
+            const int first = start + warp_lane() / 4;
+            UNROLL_FOR (int n = 0; n < N; ++n) {
+                const auto transposed = [&](int i) {
+                    return transpose_matrix(narrow_pair<T>(x.value[n][i], x.value[n][i + 1]).bits());
+                };
+                const uint2 four = neighbours_of(transposed(0), transposed(2));
+                if (first + 8 * n < end)
+                    *reinterpret_cast<uint2*>(to.data + (first + 8 * n) * to.stride + first_of_four()) = four;
+            }
+            return;
+        }
     each_place(x, to, start, end, [](float from, T& number) { number = narrow<T>(from); });
 }
 
