@@ -8,16 +8,38 @@
 
 namespace fairseq_fastweights {
 
-// Rows of `stride` elements.
-template <typename T>
+// A matrix whose rows lie one after another or, `InPieces`, whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as
+// wgmma takes them without swizzling: a column of pieces of 16 bytes each follows the other, with a gap of one, so that pieces of a
+// row lie in different banks. ldmatrix and elements by themselves are read off it as well as off rows. `Distance`: an int, or one
+// that the compiler knows.
+template <typename T, bool InPieces = false, typename Distance = int>
 struct Matrix {
     using Element = T;
+    static constexpr int kPiece = 16 / sizeof(T);
+    static constexpr bool kInPieces = InPieces;
     T* data;
-    int stride;
-    DEVICE T& operator()(int row, int column) const { return data[row * stride + column]; }
-    DEVICE float get(int row, int column) const { return widen<float>(data[row * stride + column]); }
+    Distance stride;  // from one row, or one column of pieces, to the next
+
+    DEVICE T& operator()(int row, int column) const {
+        if constexpr (InPieces) return data[column / kPiece * stride + row * kPiece + column % kPiece];
+        return data[row * stride + column];
+    }
+    DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
+    // From a row on, and of pieces a column that begins one.
     DEVICE Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
+
+    // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
+    template <bool RowsInner>
+    DEVICE uint64_t descriptor(int inner, int column) const {
+        const uint64_t eight_rows = 8, eight_columns = stride / kPiece;  // in units of 16 bytes, as all here
+        const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
+                               (RowsInner ? eight_columns : eight_rows) << 32;
+        return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
+    }
 };
+
+template <typename T, typename Distance = int>
+using Pieces = Matrix<T, sizeof(T) == 2, Distance>;
 
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
 struct Carver {
@@ -40,44 +62,13 @@ struct Carver {
     // Rows that are `longer` by 8 floats are for floats of which a warp reads 4 rows of 8 columns, or pairs, at once.
     template <typename T>
     __host__ __device__ Matrix<T> matrix(int rows, int columns, int longer = 16 / static_cast<int>(sizeof(T))) {
-        const int stride = columns + longer;
-        return Matrix<T>{take<T>(rows * stride), stride};
+        return {take<T>(rows * (columns + longer)), columns + longer};
     }
-};
-
-// A matrix in shared memory whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as wgmma takes them without
-// swizzling: a column of pieces of 16 bytes each follows the other, with a gap of one, so that pieces of a row lie in
-// different banks. ldmatrix and elements by themselves are read off it as well as off rows. Numbers of 32 bits lie in rows as in
-// a Matrix: off pieces they were read in ways that spilled registers. `Distance`: an int, or one that the compiler knows.
-template <typename T, typename Distance = int>
-struct Pieces {
-    using Element = T;
-    static constexpr int kPiece = 16 / sizeof(T);
-    static constexpr bool kInRows = sizeof(T) == 4;
-    T* data;
-    Distance distance;  // from one column of pieces, or one row, to the next
-
-    Pieces() = default;
-    __host__ __device__ Pieces(T* data, Distance distance) : data(data), distance(distance) {}
-    __host__ __device__ Pieces(Carver& carver, int rows, int columns)
-        : distance(kInRows ? columns + kPiece : (rows + 1) * kPiece) {
-        data = carver.take<T>(kInRows ? rows * distance : columns / kPiece * distance);
-    }
-    DEVICE T& operator()(int row, int column) const {
-        if constexpr (kInRows) return data[row * distance + column];
-        return data[column / kPiece * distance + row * kPiece + column % kPiece];
-    }
-    DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
-    // From a row on, and a column that begins a piece.
-    DEVICE Pieces from(int row, int column) const { return {&(*this)(row, column), distance}; }
-
-    // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
-    template <bool RowsInner>
-    DEVICE uint64_t descriptor(int inner, int column) const {
-        const uint64_t eight_rows = 8, eight_columns = distance / kPiece;  // in units of 16 bytes, as all here
-        const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
-                               (RowsInner ? eight_columns : eight_rows) << 32;
-        return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
+    // The same in pieces, but for numbers of 32 bits: off pieces they were read in ways that spilled registers.
+    template <typename T>
+    __host__ __device__ Pieces<T> pieces(int rows, int columns) {
+        if constexpr (sizeof(T) == 4) return matrix<T>(rows, columns);
+        return {take<T>(columns * (rows + 1)), 8 * (rows + 1)};
     }
 };
 

@@ -25,8 +25,6 @@ namespace {
 
 // The dimensions whose gradients a launch finds: all or, where values decay, keys or values, which have the place of keys then.
 enum class Side { kUndecayed, kDecayed, kKeys, kValues };
-template <Side Of>
-using SideOf = std::integral_constant<Side, Of>;
 constexpr Side first_side(bool decays, bool values) {
     return values ? Side::kKeys : decays ? Side::kDecayed : Side::kUndecayed;
 }
@@ -236,10 +234,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             of.add_passing(passed);
             passed = 0.0f;
             store(T(), p.dk, of.strip_of(of.d_early));
-            if (p.d_log_key_decay.dtype == kFloat32)
-                store(float(), p.d_log_key_decay, of.strip_of(of.d_log));
-            else
-                store(T(), p.d_log_key_decay, of.strip_of(of.d_log));
+            const Strip<kKeys / 8> d_log = of.strip_of(of.d_log);
+            p.d_log_key_decay.dtype == kFloat32 ? store(float(), p.d_log_key_decay, d_log)
+                                                : store(T(), p.d_log_key_decay, d_log);
             continue;
         }
         const auto own_q = shared.q.from(row, 0), own_k = shared.k.from(row, 0);
@@ -250,8 +247,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
             dk.dot(written_sums, own_k);
         }
         if constexpr (Gated && !Corrects) {
-            multiply<kPasses, true>(dq, d_scores, shared.k);
-            if (complement && kRounded<T>) multiply<kPasses, true>(dq, d_scores.template rest<T>(), shared.k);
+            multiply<kPasses, true>(in_groups(), dq, d_scores, shared.k);
+            if (complement && kRounded<T>)
+                multiply<kPasses, true>(in_groups(), dq, d_scores.template rest<T>(), shared.k);
         } else {  // those in registers are not needed any more
             multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kSide / 16);
         }
@@ -262,9 +260,9 @@ __global__ void __launch_bounds__(kStripThreads, sizeof(T) == 2 ? 2 : 1)
                 read.dot(d_beta, own_k);
                 by_beta(read);
                 read.dot(read_sums, own_k);
-                multiply<kPasses, true>(read, scores, shared.k);
+                multiply<kPasses, true>(in_groups(), read, scores, shared.k);
             } else {  // <dA, G> is <dA K, K>, which all but cancels out if a key comes again and again
-                multiply<kPasses, true, true>(read, d_system, shared.k);
+                multiply<kPasses, true, true>(in_groups(), read, d_system, shared.k);
                 read.dot(d_beta, own_k);
                 by_beta(read);
             }
@@ -387,9 +385,10 @@ struct Gradients {
                                   dim3(kStripThreads), plan.last_shared, stream, of, written, from, plan.value_part);
                 });
             };
-            error = find(SideOf<first_side(decays, values)>(), of_keys, slice);
+            error = find(std::integral_constant<Side, first_side(decays, values)>(), of_keys, slice);
             if constexpr (values)
-                if (error == cudaSuccess) error = find(SideOf<Side::kValues>(), of_values, slice.swapped());
+                if (error == cudaSuccess)
+                    error = find(std::integral_constant<Side, Side::kValues>(), of_values, slice.swapped());
             return error;
         });
     }

@@ -62,22 +62,11 @@ DEVICE float load_gates(OfBlock& gates, const Sequence& logs, int batch, int hea
         UNROLL_FOR (int t = 0; t < kSteps; ++t, from += stride) gates[t] = t < there ? widen<float>(*from) : 0.0f;
     };
     // Logs of decays may be float32 beside inputs of 16 bits.
-    if (logs.dtype == kFloat32)
-        load(static_cast<const float*>(logs.data) + first);
-    else
-        load(static_cast<const T*>(logs.data) + first);
+    logs.dtype == kFloat32 ? load(static_cast<const float*>(logs.data) + first)
+                           : load(static_cast<const T*>(logs.data) + first);
     float sum = 0.0f;
-    UNROLL_FOR (float& gate : gates) {
-        sum += gate;
-        gate = expf(gate);
-    }
+    UNROLL_FOR (float& gate : gates) sum += gate, gate = expf(gate);
     return sum;
-}
-
-DEVICE float product_of(const OfBlock& gates) {
-    float product = 1.0f;
-    UNROLL_FOR (int t = 0; t < kSteps; ++t) product *= gates[t];
-    return product;
 }
 
 // The decays of the blocks between a block and `middle`, the number of the first block behind a middle; `totals` has those of blocks.
@@ -94,10 +83,7 @@ DEVICE void scale_from_start(OfBlock& scale, const OfBlock& gates, float by, int
     UNROLL_FOR (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
 }
 DEVICE void scale_to_end(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
-    UNROLL_FOR (int s = first + count - 1; s >= first; --s) {
-        scale[s] = by;
-        by *= gates[s];
-    }
+    UNROLL_FOR (int s = first + count - 1; s >= first; --s) scale[s] = by, by *= gates[s];
 }
 
 // scale(t) = F_tm in second halves of a level, F_mt in first ones.

@@ -78,8 +78,9 @@ struct BlockGradients {
     DEVICE BlockGradients(const LevelRows<Keys>& shared, int row, const Place<F>& at, const Sequence& logs, int first,
                           int dim)
         : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {
-        load_gates<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
-        if (there) shared.totals(block, column) = product_of(gates);
+        const float log =
+            load_gates<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
+        if (there) shared.totals(block, column) = expf(log);
         __syncthreads();
     }
 
@@ -96,7 +97,10 @@ struct BlockGradients {
             if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
         Strip<Keys / 8> strip;
-        load_rows(strip, shared.rows.from(row, 0));
+        strip.each_pair([&](int place, int t, float& x, float& y) {
+            const auto pair = *reinterpret_cast<const Pair<float>*>(&shared.rows(row + t, place));
+            x = pair.x, y = pair.y;
+        });
         return strip;
     }
 
@@ -182,7 +186,7 @@ struct BlockGradients {
     }
     // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
     DEVICE void add_passing(float whole) {
-        whole *= between(shared.totals, column, block, 0) * product_of(gates) *
+        whole *= between(shared.totals, column, block, 0) * shared.totals(block, column) *
                  between(shared.totals, column, block, kBlocks);
         for (int to = 0; there && to < kBlocks; ++to) {
             const float passed = to < block ? to_earlier : to > block ? to_later : 0.0f;

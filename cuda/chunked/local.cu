@@ -72,7 +72,8 @@ DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Row
         });
         UNROLL_FOR (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
             if (earlier * kSteps >= row) continue;
-            multiply<kPasses<T>, false, true>(pairs.part<2>(2 * earlier), left, written.from(earlier * kSteps, key));
+            multiply<kPasses<T>, false, true>(false, pairs.part<2>(2 * earlier), left,
+                                              written.from(earlier * kSteps, key));
             left.scale(&totals(earlier, key));
         }
     }
@@ -208,9 +209,7 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
     const typename ChunkSteps<Gated>::Step own_step(given.beta, given.log_gate, at.batch, at.head, start, time);
     const bool scored = Corrects ? Decays || Backward : slice.scores != nullptr;  // P is wanted
     const auto copy_keys = [&](int key) {
-        const auto copy = [&](const typename Shared::Keys& to, const Sequence& x) {
-            copy_steps(to, Head<T>(x, at.batch, at.head, key, given.sizes.key_dim), start, time);
-        };
+        const auto copy = [&](const auto& to, const Sequence& x) { at.copy(to, x, key, given.sizes.key_dim); };
         copy(shared.k, given.k);
         if (scored) copy(shared.readers[0], given.q);
         if constexpr (Corrects && Decays) copy(shared.readers[1], given.erase.data ? given.erase : given.k);

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);
-                multiply<kPasses, !Corrects, Decays>(part, scores, update);
+                multiply<kPasses, !Corrects, Decays>(in_groups(), part, scores, update);
             });
         }
         out.store_rows(at.template part_of<T>(p.out, value, p.sizes.value_dim), values, start + row, time);

@@ -1,6 +1,6 @@
 // Code of the stages that take all chunks at once: a block is a chunk of a head, each of its four warps has 16 of its steps,
 // and what a warp finds of their pairs stays in its registers (strips.cuh). Distances in shared memory are known to the compiler,
-// which makes of most addresses a constant: by count, what these stages waited for was arithmetic on addresses.
+// which makes of most addresses a constant.
 #pragma once
 
 #include "gates.cuh"
@@ -27,7 +27,7 @@ struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + L
 
     Rows() = default;
     __host__ __device__ Rows(Carver& carver, int rows) {
-        this->data = carver.take<T>(this->kInRows ? rows * this->distance : (rows > 0) * Columns / 8 * this->distance);
+        this->data = carver.take<T>((this->kInPieces ? (rows > 0) * Columns / 8 : rows) * this->stride);
     }
 };
 
@@ -44,13 +44,6 @@ DEVICE void copy_pieces(const Rows<T, Columns>& to, const T* from, Stride stride
     UNROLL_FOR (int row = 0; row < kSide; row += kDown, piece += kDown * stride)
         if ((rows == kSide && kDown <= kSide) || first + row < rows)
             copy_or_clear(place + (&to(row, 0) - to.data), piece, row < there);
-}
-
-// Starts to copy a chunk's steps from `start` on; zeros where the tensor ends.
-template <typename T, int Columns>
-DEVICE void copy_steps(const Rows<T, Columns>& to, const Head<T>& from, int start, int time) {
-    if (!from.in_pieces(Columns)) return copy_elements<Columns>(to, from, kSide, start, time);
-    copy_pieces(to, from.data + start * from.stride, from.stride, kSide, time - start, from.dim);
 }
 
 // Waits for all copies of all threads, but for the last `Behind` groups.
@@ -78,24 +71,8 @@ DEVICE void each_part(int all, int part, Copy copy, Use use) {
     }
 }
 
-// The places of a strip, from rows in shared memory, a row for each column.
-template <int N, typename From>
-DEVICE void load_rows(Strip<N>& strip, const From& from) {
-    strip.each_pair([&](int place, int j, float& x, float& y) {
-        const auto pair = *reinterpret_cast<const Pair<typename From::Element>*>(&from(j, place));
-        x = widen<float>(pair.x), y = widen<float>(pair.y);
-    });
-}
-
-// sums += left right, as `start` and `finish` of a block's four strips.
-template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
-DEVICE void multiply(Strip<N>& sums, const Left& left, const Right& right) {
-    start<Passes, RowsInner, Split>(in_groups(), sums, left, right);
-    finish(in_groups(), sums);
-}
-
-// The same, where 16 rows of the left factor, from `row` on, this warp's own, are in shared memory as well, over 16 `blocks` inner
-// places; of a `Turned` left factor places are (inner, row).
+// sums += left right, where 16 rows of the left factor, from `row` on, this warp's own, are in shared memory as well, over 16 `blocks`
+// inner places; of a `Turned` left factor places are (inner, row).
 template <int Passes, bool Turned, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
 DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right& right, int blocks) {
     using A = typename Left::Element;
@@ -108,23 +85,17 @@ DEVICE void multiply_rows(Strip<N>& sums, const Left& left, int row, const Right
         }
     // Lane l names row l % 8 of the 8 x 8 matrix l / 8.
     const int lane = warp_lane(), low = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
-    const auto add = [&](int e) {
+#pragma unroll(kInHalves<Strip<2, A>, B> ? kSide / 16 : 1)
+    for (int e = 0; e < kSide / 16; ++e) {
+        if (e >= blocks) break;
         const auto own = Turned ? left.from(16 * e, row) : left.from(row, 16 * e);
         Strip<2, A> part;
         if constexpr (sizeof(A) == 2)
             load_matrices<Turned>(part.value[0], Turned ? &own(third + low, second) : &own(second + low, third));
         else
             part.each([&](int place, int j, float& x) { x = Turned ? own(place, j) : own(j, place); });
-        multiply<Passes, RowsInner, Split>(sums, part, RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
-    };
-    if constexpr (kInHalves<Strip<2, A>, B>) {
-        UNROLL_FOR (int e = 0; e < kSide / 16; ++e) {
-            if (e >= blocks) break;
-            add(e);
-        }
-    } else {
-#pragma unroll 1
-        for (int e = 0; e < blocks; ++e) add(e);
+        multiply<Passes, RowsInner, Split>(false, sums, part,
+                                           RowsInner ? right.from(16 * e, 0) : right.from(0, 16 * e));
     }
 }
 
@@ -172,7 +143,9 @@ struct Place {
     }
     template <typename T, int Columns>
     DEVICE void copy(const Rows<T, Columns>& to, const Sequence& x, int first, int dim) const {
-        copy_steps(to, part_of<T>(x, first, dim), start, sizes.time);
+        const Head<T> from = part_of<T>(x, first, dim);
+        if (!from.in_pieces(Columns)) return copy_elements<Columns>(to, from, kSide, start, sizes.time);
+        copy_pieces(to, from.data + start * from.stride, from.stride, kSide, sizes.time - start, from.dim);
     }
     // Rows that the walk left, one of the chunk's steps for each value.
     DEVICE void copy_transposed(const Rows<F, kSide>& to, F* all, int value, int values) const {

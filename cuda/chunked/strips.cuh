@@ -48,9 +48,7 @@ struct Strip {
     // f(inner place, column of the strip, float& value) for this lane's elements, groups of 8 places one after another.
     template <typename F>
     DEVICE void each(F f) {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
-        UNROLL_FOR (int n = 0; n < N; ++n)
-            UNROLL_FOR (int i = 0; i < 4; ++i) f(8 * n + 2 * member + i % 2, group + i / 2 * 8, value[n][i]);
+        each_pair([&](int place, int j, float& x, float& y) { f(place, j, x), f(place + 1, j, y); });
     }
 
     // f(float& value, other value) with the elements of another strip.
@@ -248,14 +246,13 @@ template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, 
 DEVICE void start(bool grouped, Strip<N>& sums, const Left& left, const Right& right) {
     using T = typename Right::Element;
     constexpr int M = Left::kGroups;
-    if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0) {
+    if constexpr (kInHalves<Left, T> && N % 8 == 0 && M % 8 == 0)
         if (grouped) {
             unsigned a[2][M / 2][4];
             UNROLL_FOR (int e = 0; e < M / 2; ++e) narrow_places<T>(a[0][e], a[1][e], left, e);
             return start_in_group<RowsInner, false, M / 2>(
                 sums, right, M / 2, 1 + Split, [&](int e, int part) -> const unsigned (&)[4] { return a[part][e]; });
         }
-    }
     multiply_kept<Passes, RowsInner, Part::kAll, sizeof(T) == 4, Split>(sums, left, right);
 }
 template <int N>
@@ -265,6 +262,11 @@ DEVICE void finish(bool grouped, Strip<N>& sums) {
                           sums.each([](int, int, float& x) {
                               asm volatile("" : "+f"(x)::"memory");
                           }));  // not read before
+}
+template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
+DEVICE void multiply(bool grouped, Strip<N>& sums, const Left& left, const Right& right) {
+    start<Passes, RowsInner, Split>(grouped, sums, left, right);
+    finish(grouped, sums);
 }
 
 }  // namespace fairseq_fastweights

@@ -172,11 +172,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             if (gated) {
                 Strip<kSteps> scaled = given.widened();
                 scaled.scale(by);
-                start<kPasses, true, true>(grouped, state, scaled, right);
-                return finish(grouped, state);
+                return multiply<kPasses, true, true>(grouped, state, scaled, right);
             }
-            start<kPasses, true>(grouped, state, given, right);
-            finish(grouped, state);
+            multiply<kPasses, true>(grouped, state, given, right);
         };
         if constexpr (!Corrects) {
             given.load(values, strip * kTileRows);
@@ -230,8 +228,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
             found.scale(steps + kToEnd);
         }
         if constexpr (!Decays) {
-            start<kPasses, true>(grouped, state, found, write_keys);
-            finish(grouped, state);
+            multiply<kPasses, true>(grouped, state, found, write_keys);
         } else {
             UNROLL_FOR (int j = 0; j < kBlocks; ++j) {
                 const int block = Backward ? kBlocks - 1 - j : j, row = kTileRows * block;

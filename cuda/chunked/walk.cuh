@@ -54,9 +54,9 @@ struct WalkLayout {
     size_t bytes;
 
     __host__ __device__ WalkLayout(Carver carver, bool corrects, bool backward, bool decayed, const WalkShape& of)
-        : keys(carver, kSide, of.stages * of.key_rows()),
-          queries(carver, kSide, corrects && backward ? of.stages * of.key_rows() : 0),
-          erase(carver, kSide, corrects && decayed ? of.stages * of.key_rows() : 0),
+        : keys(carver.pieces<T>(kSide, of.stages * of.key_rows())),
+          queries(carver.pieces<T>(kSide, corrects && backward ? of.stages * of.key_rows() : 0)),
+          erase(carver.pieces<T>(kSide, corrects && decayed ? of.stages * of.key_rows() : 0)),
           values(carver.matrix<T>(of.stages * kSide, of.strips * kTileRows)),
           inverse(carver.matrix<float>(corrects ? of.stages * kLowerRows : 0, kBlockSide)),
           scores(carver.matrix<Factor<T>>(corrects && backward ? of.stages * kLowerRows : 0, kBlockSide)),
