@@ -1,6 +1,5 @@
 // Code of the stages that take all chunks at once: a block is a chunk of a head, each of its four warps has 16 of its steps,
-// and what a warp finds of their pairs stays in its registers (strips.cuh). Distances in shared memory are known to the compiler,
-// which makes of most addresses a constant.
+// and what a warp finds of their pairs stays in its registers (strips.cuh). Distances in shared memory are known to the compiler.
 #pragma once
 
 #include "gates.cuh"
@@ -20,9 +19,10 @@ auto with_width(int keys, F f) {
     return f(std::integral_constant<int, 4>());
 }
 
-// Up to kSide rows in shared memory; of 32 bits they are `Longer` than columns.
+// Up to kSide rows in shared memory; of 32 bits they are `Longer` than columns. Columns of pieces have such gaps that what eight lanes
+// copy lies in different banks.
 template <typename T, int Columns, int Longer = 4>
-struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + Longer : (kSide + 1) * 8>> {
+struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + Longer : 8 * kSide + 8 * 64 / Columns>> {
     static constexpr int kColumns = Columns;
 
     Rows() = default;

@@ -13,9 +13,8 @@ namespace fairseq_fastweights {
 // f(a, b), each as an integral constant; f(corrects, gated, decays, values) of a pass.
 template <typename F>
 auto with_flags(bool a, bool b, F f) {
-    const std::true_type yes{};
-    const std::false_type no{};
-    return a ? (b ? f(yes, yes) : f(yes, no)) : (b ? f(no, yes) : f(no, no));
+    const auto with_a = [&](auto of_a) { return b ? f(of_a, std::true_type()) : f(of_a, std::false_type()); };
+    return a ? with_a(std::true_type()) : with_a(std::false_type());
 }
 
 template <typename F>

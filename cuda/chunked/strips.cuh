@@ -225,10 +225,9 @@ DEVICE void multiply_kept(Strip<N>& sums, const Left& left, const Right& right) 
 }
 
 // sums += left right by the warpgroup, begun, of `inner` blocks of 16 inner places, `Most` at most, and so many `parts` of the left
-// factor: left_of(block, part) is in registers, or a descriptor of one that may be `Turned`.
+// factor: left_of(block, part) is in registers that are written before, or a descriptor of one that may be `Turned`.
 template <bool RowsInner, bool Turned, int Most, int N, typename Right, typename Left>
 DEVICE void start_in_group(Strip<N>& sums, const Right& right, int inner, int parts, Left left_of) {
-    // The registers that they read are written.
     FASTWEIGHTS_OF_GROUPS(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
     UNROLL_FOR (int e = 0; e < Most; ++e) {
         if (e >= inner) break;

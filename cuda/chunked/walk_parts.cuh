@@ -16,7 +16,9 @@ DEVICE void copy_columns(const To& to, const Head<T>& from, int first, int colum
     constexpr bool kWhole = Warps > 0 && kMost * kLeastOn == Rows;  // all lanes have as many
     // So many at a time: in float32 registers would not do for more.
     constexpr int kTogether = Warps > 0 || (sizeof(T) == 2 && kMost < 4) ? kMost : sizeof(T) == 2 ? 4 : 1;
-    const int lane = warp_lane(), own = first + lane % kAcross * kPiece, row = warp * kDown + lane / kAcross;
+    const int lane = warp_lane(), own = first + lane % kAcross * kPiece, nth = lane / kAcross;
+    const int row =
+        warp * kDown + (kDown == 8 ? nth % 2 * 4 + nth / 2 : nth);  // a row and the fourth from it: other banks
     if (Warps > 0) warps = Warps;
     const int stride = static_cast<int>(from.stride);  // of 32 bits: registers are few
     if (!All && !(from.in_pieces(columns) && from.stride == stride))

@@ -23,6 +23,8 @@ FLAGS = "-std=c++17 -fPIC -DFASTWEIGHTS_EMULATION -Wall -Wno-unknown-pragmas -fn
 KERNELS, EMULATOR = "-Og", "-O2"
 # A GPU faults on a float4 at an odd address; the host would read it. The emulator makes an error of the trap.
 TRAPS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+# Each access calls a hook, and is found again by the line it is in.
+COUNTED = ("-fsanitize=thread", "-g1")
 OF_THE_GPU, OF_THE_CPU = (f"TORCH_LIBRARY_IMPL(fairseq_fastweights, {key}, m)" for key in ("CUDA", "CPU"))
 
 
@@ -33,13 +35,16 @@ def compiler() -> str | None:
 
 
 def build(
-    sources: Sequence[Path] | None = None, extra_flags: Sequence[str] | None = None, binding: bool = False
+    sources: Sequence[Path] | None = None,
+    extra_flags: Sequence[str] | None = None,
+    binding: bool = False,
+    counts: bool = False,
 ) -> Path:
     """Compiles `sources` (None: cuda/**/*.cu) and the emulator, each file once for what it reads, to a shared library.
 
     `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses. With
     `binding` the library has cuda/binding.cpp as well: torch loads it, and runs the operators that this registers, but
-    for CPU tensors.
+    for CPU tensors. With `counts` kernels tell emulation/accesses.cpp of each access.
 
     Raises:
         RuntimeError: with the compiler's output, if a file does not compile.
@@ -62,7 +67,8 @@ def build(
         return made
 
     with FileLock(folder / "lock"):  # test processes run side by side
-        work = [(path, KERNELS) for path in (sorted(ROOT.glob("cuda/**/*.cu")) if sources is None else sources)]
+        kernels = (KERNELS, *COUNTED) if counts else (KERNELS,)
+        work = [(path, *kernels) for path in (sorted(ROOT.glob("cuda/**/*.cu")) if sources is None else sources)]
         work += [(path, EMULATOR) for path in sorted(SHIM.glob("*.cpp"))]
         if binding:
             torch_build = Torch.find()

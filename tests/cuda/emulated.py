@@ -65,6 +65,9 @@ class Emulator:
         self.library.emulation_error.restype = c_char_p
         self.library.emulation_schedule.argtypes = [c_int64]
         self.library.emulation_device.argtypes = [c_int32, c_int32]
+        self.library.emulation_watch.argtypes = [c_void_p, c_int64]
+        self.library.emulation_counted.restype = c_int64
+        self.library.emulation_count_of.argtypes = [c_int64, c_void_p]
         self.workspaces: dict[str, int] = {}  # bytes that the last launch of an operation asked for
 
     @contextmanager
@@ -167,6 +170,7 @@ class Emulator:
             if tensor is None:
                 continue
             value: object = tensor.data_ptr() or None
+            self._watch(tensor)
             if kind is StridedSequence:
                 value = StridedSequence(tensor.data_ptr(), *tensor.stride()[:3], DTYPES[tensor.dtype])
             elif kind is StepState:
@@ -174,12 +178,18 @@ class Emulator:
             setattr(params, name, value)
         self._call(operation, way + (f"_{algorithm}" if algorithm else ""), params)
 
+    def _watch(self, tensor: Tensor) -> None:
+        """Accesses of the tensor are counted, if any are (tools/kernel_accesses.py)."""
+        memory = tensor.untyped_storage()
+        self.library.emulation_watch(memory.data_ptr(), memory.nbytes())
+
     def _call(self, operation: str, name: str, params: ctypes.Structure) -> None:
         workspace, size, start = torch.empty(0), 0, 0
         if name != "step":
             size = self.workspaces[operation] = self._bytes_of(name, params)
             workspace = torch.full((size + 512,), 0xFF, dtype=torch.uint8)  # NaN in every type
             start = -workspace.data_ptr() % 256
+            self._watch(workspace)
             params.workspace = workspace.data_ptr() + start if size else None
         code = getattr(self.library, f"fastweights_{name}")(ctypes.byref(params), None)
         if code != 0:

@@ -6,6 +6,12 @@ import ctypes
 
 import numpy as np
 import pytest
+import torch
+from kernel_accesses import PLAN, Count, count, kernels_of
+
+from tests.cuda.build import SHIM, build
+from tests.cuda.emulated import Emulator
+from tests.ops.rules import RULE
 
 PROBES = ("right", "missing barrier", "divergent barrier", "divergent warp", "beyond shared", "before shared")
 PROBES += ("misaligned", "missing wait", "uninitialised", "absent lane", "overtaken")
@@ -107,6 +113,39 @@ def test_tensor_cores_cut_sums_off(probes, kind):
     assert (d[0] == 1).all() and (d[1:8] == 1 + digit).all() and (d[8:] == -1 - digit).all()
 
 
+@pytest.mark.parametrize(
+    ("stride", "wide", "wavefronts", "sectors"),
+    # Of 32 lanes' numbers of 4 bytes, then of 16: a word of each bank at a time, 32 bytes of global memory.
+    [(1, 0, 1, 4), (2, 0, 2, 8), (3, 0, 1, 12), (8, 0, 8, 32), (32, 0, 32, 32), (1, 1, 4, 16), (2, 1, 8, 32)],
+)
+def test_accesses_are_counted(cxx, stride, wide, wavefronts, sectors):
+    library = build((SHIM / "probes.cu",), counts=True)
+    probes = Emulator(library)
+    numbers, out = torch.zeros(32 * 32 * 4), torch.zeros(32 * 4)
+    probes.library.emulation_count()
+    for x in (numbers, out):
+        probes.library.emulation_watch(x.data_ptr(), x.nbytes)
+    run = probes.library.run_move
+    assert run(ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(numbers.data_ptr()), stride, wide) == 0
+    [kernel] = kernels_of(probes, library)
+    shared, whole = kernel.sum(shared=True), kernel.sum(shared=False)
+    least = (1, 4) if not wide else (4, 16)
+    assert kernel.blocks == 1 and shared == Count(2, 2 * wavefronts, 2 * least[0])
+    assert whole == Count(2, sectors + least[1], 2 * least[1])
+    assert kernel.name.startswith("move<float") and all(
+        line.startswith("emulation/probes.cu:") for _, line in kernel.lines
+    )
+
+
+@pytest.mark.emulated
+def test_stages_for_all_chunks_wait_for_no_bank(emulator, monkeypatch):
+    monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", PLAN)
+    for kernel in count(RULE["delta"], 64, 64, torch.bfloat16):
+        if kernel.name.startswith(("gradients", "outputs")):
+            shared = kernel.sum(shared=True)
+            assert shared.asked == shared.needed > 500, kernel
+
+
 GROUP_FAULTS = ("none", "not shown", "shown too early", "no fence", "no commit", "no wait", "replaced", "three warps")
 
 
@@ -138,7 +177,7 @@ def in_memory(factor: np.ndarray, width: int, transposed: bool) -> tuple[np.ndar
 
 
 def multiply_in_group(probes, width, transposed, fault="none", change=0, turned=None, change_left=0):
-    """The result, and the right one. The changes are added to descriptors; with `turned` the left factor has one too."""
+    """The result, and the right one. Changes are added to descriptors; with `turned` the left factor has one too."""
     random = np.random.default_rng(width)
     a, c = random.integers(-8, 9, (64, 16)), random.integers(-8, 9, (64, 64))
     b = random.integers(-8, 9, (16, 64))

@@ -387,6 +387,7 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t bytes, cons
         const uint64_t n = schedule == 1 ? blocks - 1 - i : i;
         block_index = {static_cast<unsigned>(n % grid.x), static_cast<unsigned>(n / grid.x % grid.y),
                        static_cast<unsigned>(n / grid.x / grid.y)};
+        count_block(kernel);
         run_block();
     }
     current = nullptr;
@@ -395,7 +396,10 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t bytes, cons
 
 unsigned char* dynamic_shared() { return shared; }
 
+bool in_shared(const void* place) { return place >= shared && place < shared + shared_bytes; }
+
 void block_barrier() {
+    count_meeting();
     const uint64_t seen = block_phase;
     if (++block_arrived == thread_count) {
         bool shows = false, hides = false;
@@ -414,6 +418,7 @@ void block_barrier() {
 }
 
 void meet_group(uint64_t what, int kind) {
+    count_meeting();
     if (thread_count % kGroupThreads) fail("a warpgroup of fewer than %d threads", kGroupThreads);
     Group& group = groups[current->number / kGroupThreads];
     if (group.arrived == 0)
@@ -431,6 +436,7 @@ void meet_group(uint64_t what, int kind) {
 }
 
 const Slot* meet(unsigned mask, int kind, const void* mine, size_t bytes) {
+    count_meeting();
     const int self = lane();
     const int lanes = std::min(32, thread_count - current->number / 32 * 32);
     if (lanes < 32 && mask >> lanes) fail("mask %08x names lanes that the block does not have", mask);
@@ -460,6 +466,8 @@ void warp_barrier(unsigned mask) { meet(mask, 0, nullptr, 0); }
 void copy_async(void* to, const void* from, int bytes, int valid) {
     if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
         fail("an asynchronous copy of %d bytes is not aligned to them", bytes);
+    accessed(__builtin_return_address(0), to, bytes);
+    accessed(static_cast<char*>(__builtin_return_address(0)) - 1, from, valid);  // another instruction than the write
     std::memset(to, 0xff, bytes);
     current->open.push_back({static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), valid});
     if (valid < bytes) current->open.push_back({static_cast<unsigned char*>(to) + valid, nullptr, bytes - valid});

@@ -58,6 +58,12 @@ unsigned char* dynamic_shared();
 
 inline int lane() { return current->number & 31; }
 
+// For accesses.cpp: an access by an instruction; a warp's or a block's meeting; a block's beginning, null after the last one.
+void accessed(const void* by, const void* place, int bytes);
+void count_meeting();
+void count_block(const void* kernel);
+bool in_shared(const void* place);
+
 void block_barrier();
 // A warpgroup's threads, who must all bring the same.
 void meet_group(uint64_t what, int kind);

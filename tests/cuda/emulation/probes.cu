@@ -108,6 +108,17 @@ __global__ void transpose(unsigned* out, const unsigned* in) {
     out[threadIdx.x] = emulation::movmatrix(in[threadIdx.x]);
 }
 
+// Through shared memory, numbers of neighbours `stride` numbers apart.
+template <typename T>
+__global__ void move(T* out, const T* in, int stride) {
+    FASTWEIGHTS_SHARED_MEMORY(memory);
+    T* const shared = reinterpret_cast<T*>(memory);
+    const int own = threadIdx.x * stride;
+    shared[own] = in[own];
+    __syncthreads();
+    out[threadIdx.x] = shared[own];
+}
+
 enum GroupFault {
     kNone,
     kNotShown,
@@ -161,6 +172,15 @@ extern "C" int run_multiply_in_group(float* d, const unsigned* a, const unsigned
                                      int turned, uint64_t descriptor, int transposed, int fault) {
     return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, of_left, turned, descriptor,
                   transposed, fault);
+}
+
+extern "C" int run_move(void* out, const void* in, int stride, int wide) {
+    const auto run = [&](auto number) {
+        using T = decltype(number);
+        return launch(move<T>, dim3(1), dim3(32), 32 * stride * sizeof(T), nullptr, static_cast<T*>(out),
+                      static_cast<const T*>(in), stride);
+    };
+    return wide ? run(float4()) : run(float());
 }
 
 extern "C" int run_transpose(unsigned* out, const unsigned* in) {

@@ -95,6 +95,7 @@ uint32_t to_tf32(float x) {
 
 void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed) {
     if (reinterpret_cast<uintptr_t>(row) % 16) fail("a row of ldmatrix is not aligned to 16 bytes");
+    if (lane() < 8 * count) accessed(__builtin_return_address(0), row, 16);
     const Slot* slots = meet(0xffffffffu, transposed ? 9 : 10, &row, sizeof row);
     const int self = lane();
     for (int m = 0; m < count; ++m) {
@@ -191,12 +192,20 @@ void meet_in_wgmma(int columns, uint64_t b, bool transposed, bool bfloat16, uint
 
 }  // namespace
 
+// What a warpgroup's product reads of shared memory, 16 bytes a wavefront's eighth, as its first warp's.
+void count_factors(const void* by, int columns) {
+    if (current->number % 128 < 8)
+        for (int i = 0; i < columns / 4; ++i) accessed(by, dynamic_shared() + 16 * lane(), 16);
+}
+
 void wgmma(float* d, int columns, uint64_t a, bool turned, uint64_t b, bool transposed, bool bfloat16) {
+    count_factors(__builtin_return_address(0), columns + 64);
     meet_in_wgmma(columns, b, transposed, bfloat16, a, turned);
     begin({{}, true, turned, a, b, d, transposed, bfloat16}, columns);
 }
 
 void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16) {
+    count_factors(__builtin_return_address(0), columns);
     meet_in_wgmma(columns, b, transposed, bfloat16, 0, false);
     const Slot* slots = meet(0xffffffffu, 12, a, 4 * sizeof(uint32_t));
     GroupProduct product{{}, false, false, 0, b, d, transposed, bfloat16};

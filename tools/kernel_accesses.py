@@ -1,0 +1,153 @@
+"""Counts what the chunked CUDA kernels ask of memory, without a GPU: the emulator of the tests runs them.
+
+    python tools/kernel_accesses.py delta "gated delta" --keys 64 --values 64 --lines 8
+
+For each kernel of a forward and a backward pass it prints, of a block on average, wavefronts of shared memory and
+sectors of global memory (32 bytes), each with those that bank conflicts and gaps cost; with --lines the lines of code
+that cost the most of these. A multiprocessor has one wavefront a cycle. A number that the compiler for GPUs would keep
+in a register is counted each time that the source reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# By name: mypy, which looks after this folder, does not look after those.
+build: Any = import_module("tests.cuda.build").build
+Emulator: Any = import_module("tests.cuda.emulated").Emulator
+RULE: dict[str, Any] = import_module("tests.ops.rules").RULE
+
+DTYPES = ("bfloat16", "float16", "float32")
+PLAN = "columns=64"
+
+
+@dataclass
+class Count:
+    """Of one instruction, or of several: accesses of warps; wavefronts or sectors, and those that would do."""
+
+    accesses: int = 0
+    asked: int = 0
+    needed: int = 0
+
+    def __iadd__(self, other: Count) -> Count:
+        self.accesses += other.accesses
+        self.asked += other.asked
+        self.needed += other.needed
+        return self
+
+    def of_block(self, blocks: int) -> str:
+        return f"{self.asked / blocks:.0f} ({(self.asked - self.needed) / blocks:.0f})"
+
+
+@dataclass
+class Kernel:
+    """A kernel's blocks, and its counts of shared and of global memory, by lines of code, the innermost first."""
+
+    name: str
+    blocks: int
+    lines: dict[tuple[bool, str], Count]
+
+    def sum(self, shared: bool) -> Count:
+        total = Count()
+        for (of_shared, _), count in self.lines.items():
+            if of_shared == shared:
+                total += count
+        return total
+
+
+def counted(emulator: Any) -> Iterator[tuple[int, int, int, bool, Count]]:
+    """Of each instruction that was counted: kernel, address, the kernel's blocks, if it is of shared memory, count."""
+    row = (ctypes.c_int64 * 7)()
+    for i in range(emulator.library.emulation_counted()):
+        emulator.library.emulation_count_of(i, row)
+        kernel, address, blocks, accesses, asked, needed, shared = row
+        yield kernel, address, blocks, bool(shared), Count(accesses, asked, needed)
+
+
+def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str, str]]]:
+    """The function and "file:line" of each address in the loaded library, the innermost of inlined ones first."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    start = next(int(line.split("-")[0], 16) for line in mapped if line.endswith(str(library)))
+    words = ["addr2line", "-afiC", "-e", str(library), *(hex(address - start - 1) for address in addresses)]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    found: list[list[str]] = []
+    for line in lines:
+        if re.fullmatch("0x[0-9a-f]+", line):
+            found.append([])
+        else:
+            found[-1].append(line)
+    return {
+        address: list(zip(of[::2], (re.sub(r"^.*/cuda/|\s.*", "", x) for x in of[1::2]), strict=True))
+        for address, of in zip(addresses, found, strict=True)
+    }
+
+
+def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
+    """What was counted since `emulation_count`, by kernel."""
+    rows = list(counted(emulator))
+    found = places(library, sorted({row[0] + 1 for row in rows} | {row[1] for row in rows}))
+    kernels: dict[int, Kernel] = {}
+    for kernel, address, blocks, shared, count in rows:
+        name = re.sub(
+            r"fairseq_fastweights::|\(anonymous namespace\)::|__nv_|^void |\((?!Side).*", "", found[kernel + 1][0][0]
+        )
+        known = kernels.setdefault(kernel, Kernel(name, blocks, defaultdict(Count)))
+        lines = [line for _, line in found[address] if not re.match(r"emulation/.*\.(h|cpp):", line)]
+        known.lines[shared, " < ".join(lines[:4])] += count
+    return list(kernels.values())
+
+
+def count(rule: Any, keys: int, values: int, dtype: torch.dtype, time: int = 256) -> list[Kernel]:
+    """The kernels of both passes of a rule, for one sequence with one head."""
+    library = build([*sorted(ROOT.glob("cuda/chunked/*.cu")), ROOT / "cuda/choice.cu"], counts=True)
+    emulator = Emulator(library)
+    inputs = rule.inputs(B=1, T=time, H=1, K=keys, V=values, dtype=dtype)
+    emulator.library.emulation_count()
+    emulator.run(inputs, interval=time, algorithm="chunked")
+    return kernels_of(emulator, library)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Counts what the chunked CUDA kernels ask of memory, without a GPU.")
+    parser.add_argument("rules", nargs="*", default=["delta"], help=f"of {', '.join(RULE)} (default: delta)")
+    parser.add_argument("--keys", type=int, default=64)
+    parser.add_argument("--values", type=int, default=64)
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument("--lines", type=int, default=0, help="lines of code to show for each kernel")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.rules if name not in RULE]:
+        parser.error(f"no such rule: {unknown[0]!r} (of {', '.join(RULE)})")
+    if shutil.which("addr2line") is None:
+        parser.error("needs addr2line, of binutils")
+    os.environ.setdefault("FASTWEIGHTS_CUDA_PLAN", PLAN)
+    for name in options.rules:
+        print(f"{name}, {options.keys} keys, {options.values} values, {options.dtype}")
+        for kernel in count(RULE[name], options.keys, options.values, getattr(torch, options.dtype)):
+            shared, whole = (kernel.sum(shared).of_block(kernel.blocks) for shared in (True, False))
+            print(f"  {kernel.name}: wavefronts {shared}, sectors {whole}, of each of {kernel.blocks} blocks")
+            costly = sorted(kernel.lines.items(), key=lambda item: item[1].needed - item[1].asked)
+            for (of_shared, line), of_line in costly[: options.lines]:
+                accesses = f"{of_line.accesses / kernel.blocks:.0f} {'shared' if of_shared else 'global'}"
+                print(f"    {of_line.of_block(kernel.blocks):>12} in {accesses}: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
