@@ -268,7 +268,10 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "if (inner >= first)", "if (inner > first)"),
     Fault("cuda/chunked/local.cu", "products.from(row, row)", "products.from(first, first)"),
     Fault("cuda/chunked/gates.cuh", "= own.beta * from_chunk;", "= own.beta;"),
-    without("cuda/chunked/local.cu", "            steps.keep_pairs(pairs[0], row);\n"),
+    without(
+        "cuda/chunked/local.cu",
+        "        if constexpr (!Decays)\n            UNROLL_FOR (Pairs& of : pairs) steps.keep_pairs(of, row);\n",
+    ),
     Fault("cuda/chunked/local.cu", "    __syncthreads();\n    // Substitution", "    // Substitution"),
     Fault("cuda/chunked/local.cu", "at.copy(to, x, key, given", "at.copy(to, x, 0, given"),
     Fault(
@@ -578,7 +581,7 @@ CUDA = (
     Fault("cuda/chunked/local.cu", "&to(below, 0) + first * kBlockSide", "&to(below, 0)"),
     without("cuda/chunked/local.cu", "pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });"),
     Fault("cuda/chunked/local.cu", "first < row + !Decays", "first < row"),
-    Fault("cuda/chunked/local.cu", "&to(row, first), to.stride", "&to(row, 0), to.stride"),
+    Fault("cuda/chunked/local.cu", "&to(row, first), &to", "&to(row, 0), &to"),
     Fault("cuda/chunked/local.cu", "copy(shared.readers[0], given.q);", "copy(shared.readers[0], given.k);"),
     # Gradients
     without("cuda/chunked/gradients.cu", "        if constexpr (Corrects) steps.keep_pairs(d_system, row);\n"),

@@ -9,37 +9,36 @@
 namespace fairseq_fastweights {
 
 // A matrix whose rows lie one after another or, `InPieces`, whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as
-// wgmma takes them without swizzling: a column of pieces of 16 bytes each follows the other, with a gap of one, so that pieces of a
-// row lie in different banks. ldmatrix and elements by themselves are read off it as well as off rows. `Distance`: an int, or one
-// that the compiler knows.
-template <typename T, bool InPieces = false, typename Distance = int>
+// wgmma takes them without swizzling: a column of pieces of 16 bytes each follows the other, with a gap between, so that pieces of a
+// row lie in different banks. ldmatrix and elements by themselves are read off it as well as off rows.
+template <typename T, bool InPieces = false, int Stride = 0>
 struct Matrix {
     using Element = T;
     static constexpr int kPiece = 16 / sizeof(T);
-    static constexpr bool kInPieces = InPieces;
     T* data;
-    Distance stride;  // from one row, or one column of pieces, to the next
+    int distance = Stride;  // from one row, or one column of pieces, to the next; `Stride`, if the compiler knows it
+    __host__ DEVICE int stride() const { return Stride > 0 ? Stride : distance; }
 
     DEVICE T& operator()(int row, int column) const {
-        if constexpr (InPieces) return data[column / kPiece * stride + row * kPiece + column % kPiece];
-        return data[row * stride + column];
+        if constexpr (InPieces) return data[column / kPiece * stride() + row * kPiece + column % kPiece];
+        return data[row * stride() + column];
     }
     DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
     // From a row on, and of pieces a column that begins one.
-    DEVICE Matrix from(int row, int column) const { return {&(*this)(row, column), stride}; }
+    DEVICE Matrix from(int row, int column) const { return {&(*this)(row, column), distance}; }
 
     // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
     template <bool RowsInner>
     DEVICE uint64_t descriptor(int inner, int column) const {
-        const uint64_t eight_rows = 8, eight_columns = stride / kPiece;  // in units of 16 bytes, as all here
+        const uint64_t eight_rows = 8, eight_columns = stride() / kPiece;  // in units of 16 bytes, as all here
         const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
                                (RowsInner ? eight_columns : eight_rows) << 32;
         return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
     }
 };
 
-template <typename T, typename Distance = int>
-using Pieces = Matrix<T, sizeof(T) == 2, Distance>;
+template <typename T, int Stride = 0>
+using Pieces = Matrix<T, sizeof(T) == 2, Stride>;
 
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
 struct Carver {

@@ -235,15 +235,14 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
                 if (scored) multiply_rows<kPasses<T>, false, false>(pairs[0], shared.readers[0], row, shared.k, Width);
             }
         }
-        if constexpr (!Decays) {
-            steps.keep_pairs(pairs[0], row);
-            steps.keep_pairs(pairs[1], row);
-        }
+        if constexpr (!Decays)
+            UNROLL_FOR (Pairs& of : pairs) steps.keep_pairs(of, row);
         const auto store = [&](const auto& to, Pairs from) {
             UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
                 const bool own = Decays && block == kBlocks - 1;
                 const int first = own ? row : block * kBlockSide;
-                if (own || first < row + !Decays) from.part<2>(2 * block).store(&to(row, first), to.stride, kBlockSide);
+                if (own || first < row + !Decays)
+                    from.part<2>(2 * block).store(&to(row, first), &to(1, 0) - &to(0, 0), kBlockSide);
             }
         };
         const auto square = [&](auto* all) { return slice.lower_of(all, at.local, at.n); };

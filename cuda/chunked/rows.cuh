@@ -22,12 +22,12 @@ auto with_width(int keys, F f) {
 // Up to kSide rows in shared memory; of 32 bits they are `Longer` than columns. Columns of pieces have such gaps that what eight lanes
 // copy lies in different banks.
 template <typename T, int Columns, int Longer = 4>
-struct Rows : Pieces<T, std::integral_constant<int, sizeof(T) == 4 ? Columns + Longer : 8 * kSide + 8 * 64 / Columns>> {
+struct Rows : Pieces<T, sizeof(T) == 4 ? Columns + Longer : 8 * kSide + 8 * 64 / Columns> {
     static constexpr int kColumns = Columns;
 
     Rows() = default;
     __host__ __device__ Rows(Carver& carver, int rows) {
-        this->data = carver.take<T>((this->kInPieces ? (rows > 0) * Columns / 8 : rows) * this->stride);
+        this->data = carver.take<T>((sizeof(T) == 4 ? rows : (rows > 0) * Columns / 8) * this->stride());
     }
 };
 

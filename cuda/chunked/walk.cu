@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) walk(const Walks<Factor<T>>
         const Matrix<float> decays = shared.decays.from(stage * kDecayRows, first_key);
         const Matrix<T> values = shared.values.from(stage * kSide, 0);
         const auto lower = [&](const auto& all) {
-            return LowerBlocks<typename std::decay_t<decltype(all)>::Element>{&all(stage * kLowerRows, 0), all.stride};
+            return LowerBlocks<typename std::decay_t<decltype(all)>::Element>{&all(stage * kLowerRows, 0),
+                                                                              all.stride()};
         };
         if (records)
             state.store(slice.state_of(reverse ? slice.d_states : slice.states, head_index, n) +
