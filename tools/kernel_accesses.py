@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # By name: mypy, which looks after this folder, does not look after those.
-build: Any = import_module("tests.cuda.build").build
+build, compiler = (getattr(import_module("tests.cuda.build"), name) for name in ("build", "compiler"))
 Emulator: Any = import_module("tests.cuda.emulated").Emulator
 RULE: dict[str, Any] = import_module("tests.ops.rules").RULE
 
@@ -84,7 +84,7 @@ def counted(emulator: Any) -> Iterator[tuple[int, int, int, bool, Count]]:
 def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str, str]]]:
     """The function and "file:line" of each address in the loaded library, the innermost of inlined ones first."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
-    start = next(int(line.split("-")[0], 16) for line in mapped if line.endswith(str(library)))
+    start = next(int(line.split("-")[0], 16) for line in mapped if line.endswith(str(library.resolve())))
     words = ["addr2line", "-afiC", "-e", str(library), *(hex(address - start - 1) for address in addresses)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     found: list[list[str]] = []
@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.rules if name not in RULE]:
         parser.error(f"no such rule: {unknown[0]!r} (of {', '.join(RULE)})")
-    if shutil.which("addr2line") is None:
-        parser.error("needs addr2line, of binutils")
+    if shutil.which("addr2line") is None or "clang" in str(compiler()):
+        parser.error("needs g++ (not clang++), and addr2line, of binutils")
     os.environ.setdefault("FASTWEIGHTS_CUDA_PLAN", PLAN)
     for name in options.rules:
         print(f"{name}, {options.keys} keys, {options.values} values, {options.dtype}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 
 import numpy as np
 import pytest
@@ -113,12 +114,18 @@ def test_tensor_cores_cut_sums_off(probes, kind):
     assert (d[0] == 1).all() and (d[1:8] == 1 + digit).all() and (d[8:] == -1 - digit).all()
 
 
+def skip_without_counts(cxx: str) -> None:
+    if "clang" in cxx or shutil.which("addr2line") is None:
+        pytest.skip("needs g++ and addr2line")
+
+
 @pytest.mark.parametrize(
     ("stride", "wide", "wavefronts", "sectors"),
     # Of 32 lanes' numbers of 4 bytes, then of 16: a word of each bank at a time, 32 bytes of global memory.
     [(1, 0, 1, 4), (2, 0, 2, 8), (3, 0, 1, 12), (8, 0, 8, 32), (32, 0, 32, 32), (1, 1, 4, 16), (2, 1, 8, 32)],
 )
 def test_accesses_are_counted(cxx, stride, wide, wavefronts, sectors):
+    skip_without_counts(cxx)
     library = build((SHIM / "probes.cu",), counts=True)
     probes = Emulator(library)
     numbers, out = torch.zeros(32 * 32 * 4), torch.zeros(32 * 4)
@@ -138,7 +145,8 @@ def test_accesses_are_counted(cxx, stride, wide, wavefronts, sectors):
 
 
 @pytest.mark.emulated
-def test_stages_for_all_chunks_wait_for_no_bank(emulator, monkeypatch):
+def test_stages_for_all_chunks_wait_for_no_bank(cxx, monkeypatch):
+    skip_without_counts(cxx)
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", PLAN)
     for kernel in count(RULE["delta"], 64, 64, torch.bfloat16):
         if kernel.name.startswith(("gradients", "outputs")):
