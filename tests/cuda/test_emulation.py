@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from kernel_accesses import PLAN, Count, count, kernels_of
+from kernel_accesses import PLAN, Count, count, kernels_of, main
 
 from tests.cuda.build import SHIM, build
 from tests.cuda.emulated import Emulator
@@ -142,6 +142,12 @@ def test_accesses_are_counted(cxx, stride, wide, wavefronts, sectors):
     assert kernel.name.startswith("move<float") and all(
         line.startswith("emulation/probes.cu:") for _, line in kernel.lines
     )
+
+
+def test_an_unknown_rule_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["delta", "lstm"])
+    assert "no such rule: 'lstm' (of sum, gated, " in capsys.readouterr().err
 
 
 @pytest.mark.emulated
