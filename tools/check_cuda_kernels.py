@@ -24,8 +24,8 @@ from native_toolchain import Nvcc, Unavailable, generate_code_flags
 
 ARCHITECTURES = (80, 90)
 SMALL_SPILLS = {
-    "gradients<__": 28,
-    "gradients<float, ": 220,
+    "gradients<__": 100,
+    "gradients<float, ": 300,
     "outputs<float, ": 80,
     "walk<__": 28,
     "walk<float, ": 180,
