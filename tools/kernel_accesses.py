@@ -40,7 +40,7 @@ PLAN = "columns=64"
 
 @dataclass
 class Count:
-    """Of one instruction, or of several: accesses of warps; wavefronts or sectors, and those that would do."""
+    """Counts of one instruction, or of several: accesses of warps; wavefronts or sectors, and those that would do."""
 
     accesses: int = 0
     asked: int = 0
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def counted(emulator: Any) -> Iterator[tuple[int, int, int, bool, Count]]:
-    """Of each instruction that was counted: kernel, address, the kernel's blocks, if it is of shared memory, count."""
+    """Each instruction that was counted: kernel, address, the kernel's blocks, if it is of shared memory, count."""
     row = (ctypes.c_int64 * 7)()
     for i in range(emulator.library.emulation_counted()):
         emulator.library.emulation_count_of(i, row)
@@ -100,7 +100,7 @@ def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str,
 
 
 def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
-    """What was counted since `emulation_count`, by kernel."""
+    """The counts since `emulation_count`, by kernel."""
     rows = list(counted(emulator))
     found = places(library, sorted({row[0] + 1 for row in rows} | {row[1] for row in rows}))
     kernels: dict[int, Kernel] = {}

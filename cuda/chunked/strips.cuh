@@ -10,7 +10,7 @@
 
 namespace fairseq_fastweights {
 
-// Of 16 numbers of 16 bits that four lanes have, a pair of the first 8 and one of the others each, exchanged in twos so that a lane
+// Exchanges 16 numbers of 16 bits that four lanes have, a pair of the first 8 and one of the others each, in twos, so that a lane
 // has four neighbours to write, and four lanes the 32 bytes that memory takes at once; which the first of a lane's is.
 DEVICE uint2 neighbours_of(unsigned one, unsigned two) {
     const bool odd = warp_lane() % 2;
