@@ -42,7 +42,6 @@ CORPORA = "a program of its own that downloads published corpora; its lines have
 HUB = "downloads a published model, when its user asks for that one"
 
 LISTED = {
-    "fairseq_fastweights/conversion/former_names.py: import_module, import_module": OF_ITS_OWN,
     "fairseq_fastweights/integrations/transformers.py: import_module, import_module": OF_ITS_OWN,
     "fairseq_fastweights/ops/libraries.py: ctypes.CDLL, torch.ops.load_library": "kernels, compiled with the package",
     "patches/files/fairseq/archives.py: extractall": "for a Python without the filter; the archive was checked",

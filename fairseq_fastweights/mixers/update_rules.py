@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import TypeVar
 
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.ops import RULES, Gate, Rule
+from fairseq_fastweights.ops import RULES
 
 _Entry = TypeVar("_Entry")
 
@@ -17,32 +16,6 @@ UPDATE_RULES = {name: rule for name, rule in RULES.items() if rule.feature_map i
 
 DELTA_RULES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)
 """The forms of the delta rule."""
-
-delta_rule_of_mao = RULES["delta-mao"]
-
-
-def UpdateRule(
-    operation: Callable[..., Any],
-    gates: Sequence[Gate],
-    feature_map: str,
-    normalization: frozenset[str],
-    corrects: bool = False,
-    ordered: bool = True,
-) -> Rule:
-    """Makes a rule of its operation and of what layers make of it, which were two records before `ops.Rule`.
-
-    Here the gate "forget" is what the operation takes as "log_forget", if `log` is set.
-    """
-    named = tuple(replace(gate, name=f"log_{gate.name}") if gate.log else gate for gate in gates)
-    rule = operation if isinstance(operation, Rule) else Rule("own", named, operation, takes_starts=True)
-    return replace(
-        rule,
-        gates=named,
-        feature_map=feature_map,
-        normalization=normalization,
-        corrects=corrects,
-        ordered=ordered,
-    )
 
 
 NORMALIZATIONS = ("sum", "attention", "removal")

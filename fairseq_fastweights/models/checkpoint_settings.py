@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +21,8 @@ from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
 
-# Of the buffer that the settings are in; and what it was called before.
 NAME = "settings_version"
-_FORMER_NAME = "settings"
+"""The name of the buffer that holds the settings."""
 
 
 def settings_of(options: Any, mixers: Sequence[str], dictionary: Dictionary) -> Tensor:
@@ -80,35 +78,6 @@ def describe_mixers(mixers: Sequence[tuple[str, nn.Module | None]], prefix: str 
     return settings
 
 
-def _upgrade(settings: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Converts settings of earlier versions to today's, for a model with a number of layers.
-
-    In the first versions a model had one update rule, and softmax attention in the layers that were listed.
-    """
-    settings = dict(settings)
-    listed = settings.pop("softmax attention layers", None)
-    for prefix in ("", "encoder ", "decoder ", "cross "):
-        rule = settings.pop(f"{prefix}update rule", None)
-        if rule is None and (prefix or listed is None):
-            continue
-        rule = "softmax" if rule in (None, "none, softmax attention") else rule
-        names = ["softmax" if number in (listed or ()) else rule for number in range(1, layers + 1)]
-        settings[f"{prefix}mixers"] = together(names)
-        for name in ("feature map", "feature dim", "normalization", "read-out scale", "fast weight heads"):
-            if f"{prefix}{name}" in settings:
-                settings[f"{prefix}{rule} {name}"] = settings.pop(f"{prefix}{name}")
-    for name in ("rotary dim", "rotary base"):
-        if name in settings:
-            settings[f"softmax {name}"] = settings.pop(name)
-    return settings
-
-
-def _count_layers(state_dict: dict[str, Any], module: str) -> int:
-    """The number of layers of the module that has these parameters."""
-    numbers = (re.match(rf"{re.escape(module)}\.layers\.(\d+)\.", name) for name in state_dict)
-    return len({number[1] for number in numbers if number})
-
-
 def together(names: list[str]) -> str | list[str]:
     """The names, or one name if all are the same."""
     return names[0] if len(set(names)) == 1 else names
@@ -146,17 +115,9 @@ def encode(settings: dict[str, Any]) -> Tensor:
 
 
 def read(state_dict: dict[str, Any], module: str) -> dict[str, Any] | None:
-    """Reads the settings of a module in a checkpoint, in today's words; None if it has none, as of other models."""
-    _rename_former(state_dict, module)
+    """Reads the settings of a module in a checkpoint; None if it has none, as those of other models."""
     codes = state_dict.get(f"{module}.{NAME}")
-    return None if codes is None else _upgrade(decode(codes), _count_layers(state_dict, module))
-
-
-def _rename_former(state_dict: dict[str, Any], prefix: str) -> None:
-    """Renames the settings of the module `prefix` in checkpoints of earlier versions."""
-    former = f"{prefix}.{_FORMER_NAME}"
-    if former in state_dict:
-        state_dict.setdefault(f"{prefix}.{NAME}", state_dict.pop(former))
+    return None if codes is None else decode(codes)
 
 
 def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
@@ -180,7 +141,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     ]
     if different:
         raise InvalidInput("the checkpoint does not fit the model: " + "; ".join(different))
-    state_dict[f"{prefix}.{NAME}"] = own  # the same, in today's words
+    state_dict[f"{prefix}.{NAME}"] = own
 
 
 def decode(codes: Tensor) -> dict[str, Any]:

@@ -28,19 +28,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.checks import BackendUnavailable, Gate, GateInput, check_values, state_dtype
+from fairseq_fastweights.ops.checks import BackendUnavailable, Gate, check_values, state_dtype
 from fairseq_fastweights.ops.choice import BACKENDS
-from fairseq_fastweights.ops.operations import OPERATIONS, RULES, Operation, Rule
+from fairseq_fastweights.ops.operations import RULES, Rule
 from fairseq_fastweights.ops.scan import selective_scan
 
 __all__ = [
     "BACKENDS",
-    "OPERATIONS",
     "RULES",
     "BackendUnavailable",
     "Gate",
-    "GateInput",
-    "Operation",
     "Rule",
     "check_values",
     "chosen_backend",

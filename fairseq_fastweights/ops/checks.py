@@ -96,10 +96,6 @@ class Gate:
         return f"{self.name.removeprefix('log_')}_proj"
 
 
-GateInput = Gate
-"""Its former name."""
-
-
 def check_inputs(
     q: Tensor,
     k: Tensor,

@@ -264,10 +264,6 @@ def no_steps(
     return torch.zeros_like(v) + depends, state
 
 
-Operation = Rule
-"""Its former name."""
-
-
 def _row(
     name: str, gates: tuple[Gate, ...], row: Implementation, kernel: Kernel, kind: type[Rule] = Rule, **others: Any
 ) -> Rule:
@@ -365,6 +361,3 @@ RULES = {
     )
 }
 """The rules by name."""
-
-OPERATIONS = RULES
-"""Their former name."""

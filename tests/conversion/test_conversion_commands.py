@@ -15,7 +15,6 @@ from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, train
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import byte_level
-from tests.models.test_checkpoints import with_former_name
 from tests.tasks.conftest import losses as losses_in
 
 LINES = ["the cat sat on the mat", "and  the other cats   sat there,", "Grüße: that is the theme 🎉", "x"]
@@ -78,22 +77,21 @@ def test_training_starts_at_the_sources_perplexity_and_converts_back(converted, 
     assert all(torch.equal(before.read(n), after.read(n)) for n in before.shapes) is same
 
 
-def test_other_types_and_former_names_convert_back_but_no_other_mixers(converted, tmp_path, capsys):
+def test_other_types_convert_back_but_no_other_mixers(converted, tmp_path, capsys):
     import transformers
 
     state = torch.load(converted.ours / "model.pt", weights_only=True)
-    half = {n: w.half() if w.is_floating_point() else w for n, w in state["model"].items()}
-    state["model"] = with_former_name(half)
-    torch.save(state, tmp_path / "former.pt")
-    back = ["to-huggingface", str(converted.ours), str(tmp_path / "back"), "--checkpoint", str(tmp_path / "former.pt")]
+    state["model"] = {n: w.half() if w.is_floating_point() else w for n, w in state["model"].items()}
+    torch.save(state, tmp_path / "half.pt")
+    back = ["to-huggingface", str(converted.ours), str(tmp_path / "back"), "--checkpoint", str(tmp_path / "half.pt")]
     assert main(back) == 0, capsys.readouterr().err
     before, after = WeightFiles(converted.theirs), WeightFiles(tmp_path / "back")
     assert all(torch.equal(before.read(n).half(), after.read(n)) for n in before.shapes)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").dtype == torch.float16
     # As of a model that was trained with fast weights.
-    settings = json.loads(bytes(state["model"]["decoder.settings"].tolist())) | {"mixers": "delta"}
-    state["model"]["decoder.settings"] = torch.tensor(list(json.dumps(settings).encode()))
-    torch.save(state, tmp_path / "former.pt")
+    settings = json.loads(bytes(state["model"]["decoder.settings_version"].tolist())) | {"mixers": "delta"}
+    state["model"]["decoder.settings_version"] = torch.tensor(list(json.dumps(settings).encode()))
+    torch.save(state, tmp_path / "half.pt")
     back[2] = str(tmp_path / "refused")
     assert main(back) == 2 and not (tmp_path / "refused").exists()
     assert "mixers is 'delta' in the checkpoint and 'softmax' in the model" in capsys.readouterr().err

@@ -13,11 +13,8 @@ import torch
 import transformers
 from torch import nn
 
-from fairseq_fastweights.conversion import former_names
-from fairseq_fastweights.conversion.families import table
 from fairseq_fastweights.conversion.options_and_config import config_of
 from fairseq_fastweights.conversion.to_huggingface.own_classes import weights_of
-from fairseq_fastweights.conversion.transfer import weights
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
 from fairseq_fastweights.mixers.registry import MIXERS
@@ -224,25 +221,3 @@ def test_nothing_of_it_needs_fairseq():
     folders = {path.relative_to(package).parts[0] for path in seen if path.parent != package}
     assert folders == {"huggingface", "mixers", "ops"} and len(seen) > 40
     assert Path(package / "mixers" / "registry.py") in seen
-
-
-@pytest.mark.parametrize("name", former_names.MODULES)
-def test_a_module_that_has_moved_says_where_it_is(name, monkeypatch) -> None:
-    former, present = (f"{former_names.PACKAGE}.{module}" for module in (name, former_names.MODULES[name]))
-    monkeypatch.delitem(sys.modules, former, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{former} has moved to {present}"):
-        found = importlib.import_module(former)
-    assert found is importlib.import_module(present)
-
-
-def test_former_modules_that_are_folders_now_have_what_they_had() -> None:
-    from fairseq_fastweights.conversion import families, transfer
-
-    with pytest.warns(
-        DeprecationWarning, match="families.FAMILIES has moved to fairseq_fastweights.conversion.families"
-    ):
-        assert families.FAMILIES is table.FAMILIES
-    with pytest.warns(DeprecationWarning, match="has moved"):
-        assert transfer.transfer is weights.transfer
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = transfer.nothing

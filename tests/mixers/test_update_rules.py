@@ -11,20 +11,7 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import memory_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
-from fairseq_fastweights.mixers.update_rules import Gate, UpdateRule, parse_normalization
-
-
-def test_a_rule_in_two_records_as_they_were_is_a_rule():
-    gates = Gate("beta", per="head", log=False), Gate("forget", per="key", log=True)
-    two = ops.Operation("own", (ops.GateInput("beta", per="head"), gates[1]), ops.OPERATIONS["sum"].reference)
-    rule = UpdateRule(two, gates, "identity", frozenset({"sum"}), corrects=True)
-    assert [gate.projection for gate in rule.gates] == ["beta_proj", "forget_proj"] and rule.inputs[4] == "log_forget"
-    assert (rule.name, rule.feature_map, rule.normalization, rule.corrects) == ("own", "identity", {"sum"}, True)
-    inputs = *torch.rand(3, 1, 5, 2, 4).unbind(0), torch.rand(1, 5, 2)
-    starts = torch.tensor([[False, True, False, True, False]])
-    of_a_function = UpdateRule(ops.delta_rule, gates[:1], "elu", frozenset())
-    found, expected = (rule(*inputs, starts=starts) for rule in (of_a_function, ops.delta_rule))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+from fairseq_fastweights.mixers.update_rules import parse_normalization
 
 
 @pytest.mark.parametrize("backend", ["chunkwise", "native"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -157,48 +156,6 @@ def test_a_checkpoint_of_other_settings_is_refused_where_layers_are_pruned(fairs
         with pytest.raises(ValueError, match=named):
             prune(fairseq, saved.state_dict(), flags, "0,2")
         assert_unchanged(saved, before)
-
-
-def with_former_settings(state_dict: dict[str, torch.Tensor], softmax: list[int]) -> dict[str, torch.Tensor]:
-    """Settings of the sum rule as they were before layers were mixers: one rule, and a list of softmax layers."""
-    settings = checkpoint_settings.decode(state_dict["decoder.settings_version"])
-    del settings["mixers"]
-    former = {name.removeprefix("sum ").removeprefix("softmax "): value for name, value in settings.items()}
-    former |= {"softmax attention layers": softmax, "update rule": "sum"}
-    return {**state_dict, "decoder.settings_version": checkpoint_settings.encode(former)}
-
-
-@pytest.mark.parametrize(("flags", "number"), [(SUM, 1), (f"{SUM} --rotary-dim 4", 2)])
-def test_former_hybrids_load_only_where_their_softmax_layers_are(fairseq, text, flags, number):
-    """The sum rule has softmax attention's parameters: settings alone tell the layers apart."""
-    saved = fairseq.build(f"{flags} --softmax-attention-layers {number}")
-    state_dict = with_former_settings(saved.state_dict(), [number])
-    before = dict(state_dict)
-    for layers in (",", str(3 - number), "all"):
-        model = fairseq.build(f"{flags} --softmax-attention-layers {layers}")
-        with pytest.raises(ValueError, match=r"mixers is .* in the checkpoint and .* in the model"):
-            model.load_state_dict(state_dict)
-        assert all(state_dict[name] is x for name, x in before.items()), "a refusal has changed the checkpoint"
-    model = fairseq.build(f"{flags} --softmax-attention-layers {number}", seed=1)
-    model.load_state_dict(state_dict)
-    assert torch.equal(model(text(2, 6))[0], saved(text(2, 6))[0])
-    whole = fairseq.build(f"--decoder-layers 4 {flags} --softmax-attention-layers 4")
-    former = with_former_settings(whole.state_dict(), [4])
-    pruned = prune(fairseq, former, f"{flags} --softmax-attention-layers 4", "0,3")
-    assert torch.equal(pruned.decoder.layers[1].fc1.weight, whole.decoder.layers[3].fc1.weight)
-
-
-def with_former_name(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights as they were saved when its settings had the name of no version."""
-    return {re.sub(r"\.settings_version$", ".settings", name): x for name, x in state.items()}
-
-
-def test_a_checkpoint_with_the_former_name_of_its_settings_loads(fairseq):
-    state = with_former_name(fairseq.build("--feature-map elu").state_dict())
-    assert "decoder.settings" in state and "decoder.settings_version" not in state
-    fairseq.build("--feature-map elu").load_state_dict(dict(state), strict=True)
-    with pytest.raises(ValueError, match="feature map is 'elu' in the checkpoint and 'tanh' in the model"):
-        fairseq.build("--feature-map tanh").load_state_dict(dict(state))
 
 
 def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
