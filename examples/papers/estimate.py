@@ -233,7 +233,7 @@ def main(arguments: list[str], tables: dict[str, Table]) -> int:
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="rows of TABLE (default: all)")
     gpus, precisions = RECORD["gpus"], ("bf16", "fp16", "fp32")
     parser.add_argument("--gpu", choices=gpus, default="H100", help=f"{', '.join(gpus)} (default: %(default)s)")
-    parser.add_argument("--precision", choices=precisions, default="bf16", help="(default: %(default)s)")
+    parser.add_argument("--precision", choices=precisions, help="(default: the first of these that the GPU has)")
     options = parser.parse_args(arguments)
     if options.rows and not options.table:
         parser.error("--rows goes with TABLE")
@@ -244,6 +244,7 @@ def main(arguments: list[str], tables: dict[str, Table]) -> int:
             if row not in tables[options.table].rows:
                 raise RowError(f"ROW is {row}; it must be one of {', '.join(tables[options.table].rows)}")
         rows = [(name, row) for name, table in chosen.items() for row in options.rows or table.rows]
-        print(report(rows, options.gpu, options.precision, tables))
+        precision = options.precision or next(name for name in precisions if name in gpus[options.gpu]["teraflops"])
+        print(report(rows, options.gpu, precision, tables))
 
     return run_to_the_end(work, RowError)

@@ -293,6 +293,7 @@ def test_the_bounds_are_what_was_worked_out_by_hand() -> None:
 @pytest.mark.slow
 def test_the_page_of_gpus_has_the_estimates_of_all_rows(reproduce) -> None:
     assert reproduce("estimate")[0].strip() in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "one V100, fp16" in reproduce("estimate", "mao-table2", "--gpu", "V100")[0]
     assert "ROW is decay-99; it must" in reproduce("estimate", "mao-table3", "--rows", "decay-99", fails=True)[1]
 
 
