@@ -1,171 +1,228 @@
-"""Reads files of `torch.save` by the safe loader, without using more memory than a small multiple of their size.
+"""Reads files of `torch.save` without running what is in them, within a small multiple of their size.
 
-The safe loader runs no code, but it believes what a file says about sizes: it inflates records, and makes an array of
-as many bytes as it is asked for. What could ask for more than the file holds is refused before it is loaded; what was
-loaded is compared with the file's size before anything is done with it. It knows torch alone, so that
+torch's own loader is asked for nothing: it believes what a file says about sizes, and finds other records in it than
+a check before it did. The records (`zip_records`) and pickles (`checkpoint_pickles`) that are checked here are those
+that the tensors are made of, from the file that is open. It knows torch and NumPy alone, so that
 `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
-import pickletools
 import struct
-import zipfile
-from typing import Any, BinaryIO
+import sys
+from typing import IO, Any, BinaryIO, cast
 
+import numpy as np
 import torch
 
 # Relative, to be found in fairseq, too.
-from .digests import name_within, parts_of, tensors_in
+from .checkpoint_pickles import Loader, Unpickler
+from .digests import name_within, parts_of
+from .zip_records import CheckpointError, Record, is_archive, records_in
 
-_ZIP = b"PK\x03\x04"
+_MULTIPLE, _MORE = 3, 2**25
+"""What values may take: so many times the file's size, and these bytes in files of any size."""
 _EXPANDED = 2**26
 """Bytes that expanded tensors may claim in files of any size."""
-_COPIES = 2**20
-"""Characters that a pickle may repeat in files of any size."""
 _DEPTH = 100
 """The deepest nesting of plain values: what handles them calls itself for each level."""
-_SHARED = 10_000
-"""How many plain values may be there by reference alone, in files of any size."""
-_MAKERS = ("bytearray", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy")
-"""What the safe loader would call, that makes much of little."""
-_PICKLES = 5
-"""How many pickles there are in a file of the format of before torch 1.6, before its numbers."""
+_VALUE, _SHARED, _REPEATED = 100, 2**20, 8
+"""How much one plain value counts for; how much may be there by reference alone; how often all may be, on average."""
+_ALIGNED = 64
+"""Bytes; what is not where such a multiple begins is read, as no number may lie across two places."""
+_NUMBERS = (int, float, complex, bool, type(None), torch.dtype, torch.device)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
+"""The first two pickles of a file in the format from before torch 1.6."""
 
 
-class TooLargeError(ValueError):
-    """A file asks for more than it could hold; the message's words follow the file's name."""
-
-
-def load(file: BinaryIO, mapped: str | os.PathLike[str] | None = None) -> Any:
+def load(file: BinaryIO, mapped: bool = False) -> Any:
     """The contents of an open file of `torch.save`, on the CPU.
 
     Args:
-        file: the file, at its beginning.
-        mapped: its path, for numbers to be read only once they are needed, if it is an archive; None to read all.
+        file: the file.
+        mapped: True for numbers to be read only once they are needed, if it is an archive.
 
     Raises:
-        TooLargeError: if it asks for more than it could hold.
-        Exception: whatever torch raises, if it is damaged or holds something else than tensors and plain values.
+        CheckpointError: if it is damaged, asks for more than it could hold, or for anything that no checkpoint needs.
     """
-    size, archive = os.fstat(file.fileno()).st_size, is_archive(file)
-    if reason := why_inflated(file) if archive else _why_copied(file, _PICKLES):
-        raise TooLargeError(reason)
-    if mapped is not None and archive:
-        state = torch.load(mapped, map_location="cpu", weights_only=True, mmap=True)
-    else:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    if reason := _why_absurd(size, state):
-        raise TooLargeError(f"is refused: {reason}")
+    size = os.fstat(file.fileno()).st_size
+    state = _load_archive(file, size, mapped) if is_archive(file) else _load_legacy(file, size)
+    _check(size, state)
     return state
 
 
-def is_archive(file: BinaryIO) -> bool:
-    """True if an open file begins as zip archives do; it is then where it was."""
-    at = file.tell()
-    file.seek(0)
-    start = file.read(len(_ZIP))
-    file.seek(at)
-    return start == _ZIP
+def outline(file: BinaryIO) -> Any:
+    """As `load`, with None in the place of each tensor, of which nothing is read.
 
-
-def why_inflated(file: BinaryIO) -> str | None:
-    """Why an archive is not to be read: it would be more than there is of it; the file is then where it was."""
-    at = file.tell()
-    try:
-        file.seek(0)
-        with zipfile.ZipFile(file) as archive:
-            records = archive.infolist()
-    except Exception:  # what it raises depends on where the directory is damaged
-        return "is cut short or damaged: the directory at its end cannot be read"
-    finally:
-        file.seek(at)
-    for record in records:
-        if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-            return f"is damaged: its record {record.filename} is compressed, which torch.save never does"
-    claimed, size = sum(record.file_size for record in records), os.fstat(file.fileno()).st_size
-    if claimed > size:
-        return f"is damaged: its records have {claimed:,} bytes together; the file has {size:,}"
-    for record in records:
-        if record.filename.endswith("data.pkl"):
-            file.seek(record.header_offset + 26)
-            lengths = struct.unpack("<HH", file.read(4).ljust(4, b"\0"))  # of the name, and of what fills up
-            file.seek(sum(lengths), os.SEEK_CUR)
-            pickle = io.BytesIO(file.read(record.file_size))
-            file.seek(at)
-            if reason := _why_copied(pickle, 1):
-                return reason
-    return None
-
-
-def _why_copied(file: BinaryIO, pickles: int) -> str | None:
-    """Why pickles, one after the other, are not to be read; the file is then where it was.
-
-    A string is there once and referred to from then on. What is made of each reference, as the bytes of an array are,
-    has its size again.
+    Raises:
+        CheckpointError: as `load` does.
     """
-    start, repeated, last, known = file.tell(), 0, 0, dict[Any, int]()
-    try:
-        for _ in range(pickles):
-            for code, value, _ in pickletools.genops(file):
-                if code.name == "GLOBAL" and str(value).endswith(_MAKERS):
-                    return f"is refused: it asks for {str(value).replace(' ', '.')}, which no checkpoint needs"
-                if code.name.endswith("BINPUT"):
-                    known[value] = last
-                elif code.name.endswith("BINGET"):
-                    repeated += known.get(value, 0)
-                last = len(value) if isinstance(value, str) and code.name != "GLOBAL" else 0
-        if repeated > max(_COPIES, file.tell() - start):
-            return f"is refused: its strings have {repeated:,} characters where they are repeated"
-    except Exception:  # the safe loader, which stops at the same places, says what is wrong
+
+    def load_nothing(key: str, numel: int, itemsize: int) -> None:
         return None
-    finally:
-        file.seek(start)
-    return None
+
+    size = os.fstat(file.fileno()).st_size
+    if is_archive(file):
+        state = _unpickle(file, records_in(file), size, load_nothing)
+    else:
+        with _mapping(file) as content:
+            _, state = _unpickle_legacy(content, size, load_nothing)
+    _check(size, state)
+    return state
 
 
-def _why_absurd(size: int, state: Any) -> str | None:
-    """Why what a file of this size held is not to be used: it claims more, or is what nothing that is saved is."""
-    known = dict[int, tuple[int, int]]()
-    try:
-        written, _ = _count_values("", state, known)
-    except TooLargeError as error:
-        return str(error)
-    there = sum(parts for _, parts in known.values())
-    if written > 8 * there + _SHARED:
-        return f"of its {there:,} values there are {written:,} where they are repeated"
-    seen, held, claimed = set(), 0, 0
-    for name, tensor in tensors_in(state):
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            return f"{name} is {'quantized' if tensor.is_quantized else 'sparse or nested'}; it must be a plain tensor"
-        if tensor.is_meta:
-            return f"{name} has shape {tuple(tensor.shape)}, and no numbers"
-        storage = tensor.untyped_storage()
-        held += storage.nbytes() if storage.data_ptr() not in seen else 0
-        seen.add(storage.data_ptr())
-        # A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not.
-        claimed += tensor.nbytes if tensor.nbytes > storage.nbytes() else 0
-        if held > size or claimed > max(size, _EXPANDED):
-            return f"{name} has shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes; the file has {size:,}"
-    return None
+def _load_archive(file: BinaryIO, size: int, mapped: bool) -> Any:
+    records, storages = records_in(file), dict[str, torch.UntypedStorage]()
+    # A copy-on-write mapping of the file that is open: whoever writes to a weight leaves the file alone.
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if mapped else None
+    whole = torch.frombuffer(content, dtype=torch.uint8).untyped_storage() if content else None
+
+    def load_storage(key: str, numel: int, itemsize: int) -> torch.UntypedStorage:
+        record, nbytes = records.get(f"data/{key}"), numel * itemsize
+        if record is None or record.size != nbytes:
+            there = f"which has {record.size:,}" if record else "which is missing"
+            raise CheckpointError(f"is damaged: a tensor needs {nbytes:,} bytes of its record data/{key[:50]}, {there}")
+        if key not in storages:
+            if whole is not None and record.begin % _ALIGNED == 0:
+                storages[key] = whole[record.begin : record.begin + nbytes]
+            else:
+                storages[key] = _empty(nbytes)
+                _fill(storages[key], file, record.begin)
+        return storages[key]
+
+    return _unpickle(file, records, size, load_storage)
 
 
-def _count_values(name: str, value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-    """How many plain values there are where those that are repeated count each time, and how many parts it has.
+def _unpickle(file: BinaryIO, records: dict[str, Record], size: int, load_storage: Loader) -> Any:
+    """The value of an archive."""
+    order = _read(file, records["byteorder"]) if "byteorder" in records else b"little"
+    if order != sys.byteorder.encode():
+        raise CheckpointError(f"is refused: its byte order is {order[:20]!r}; that of this machine is {sys.byteorder}")
+    if "data.pkl" not in records:
+        raise CheckpointError("is damaged or no checkpoint: it has no record data.pkl")
+    return Unpickler(io.BytesIO(_read(file, records["data.pkl"])), _MULTIPLE * size + _MORE, load_storage).load()
 
-    `known` gets those of all collections.
+
+def _read(file: BinaryIO, record: Record) -> bytes:
+    file.seek(record.begin)
+    return file.read(record.size)
+
+
+def _load_legacy(file: BinaryIO, size: int) -> Any:
+    storages, itemsizes, held = dict[str, torch.UntypedStorage](), dict[str, int](), 0
+
+    def load_storage(key: str, numel: int, itemsize: int) -> torch.UntypedStorage:
+        nonlocal held
+        if key not in storages:
+            held += numel * itemsize
+            if held > size:
+                raise CheckpointError(f"is refused: its tensors have at least {held:,} bytes; the file has {size:,}")
+            storages[key], itemsizes[key] = _empty(numel * itemsize), itemsize
+        if len(storages[key]) != numel * itemsize:
+            raise CheckpointError(f"is damaged: its storage {key[:50]} has two sizes")
+        return storages[key]
+
+    with _mapping(file) as content:
+        unpickler, state = _unpickle_legacy(content, size, load_storage)
+        keys, at = unpickler.load(), content.tell()
+    if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(storages):
+        raise CheckpointError("is damaged: its storages are not those that its tensors need")
+    for key in keys:  # each has its number of numbers before it
+        file.seek(at)
+        (numel,) = struct.unpack("<q", file.read(8).ljust(8, b"\xff"))
+        if numel * itemsizes[key] != len(storages[key]):
+            raise CheckpointError(f"is cut short or damaged: its storage {key[:50]} has {numel:,} numbers")
+        _fill(storages[key], file, at + 8)
+        at += 8 + len(storages[key])
+    return state
+
+
+def _unpickle_legacy(content: mmap.mmap, size: int, load_storage: Loader) -> tuple[Unpickler, Any]:
+    """What reads the rest, and the value of a file in the format from before torch 1.6."""
+    unpickler = Unpickler(cast(IO[bytes], content), _MULTIPLE * size + _MORE, load_storage)
+    magic, version, machine = (unpickler.load() for _ in range(3))
+    if (magic, version) != (_MAGIC, _VERSION) or type(machine) is not dict:
+        raise CheckpointError("is damaged or no checkpoint: it does not begin as torch.save begins")
+    if machine.get("little_endian") is not (sys.byteorder == "little"):
+        raise CheckpointError(f"is refused: its byte order is another than that of this machine, {sys.byteorder}")
+    return unpickler, unpickler.load()
+
+
+def _mapping(file: BinaryIO) -> mmap.mmap:
+    file.seek(0)
+    if not file.read(1):
+        raise CheckpointError("is empty (0 bytes)")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _empty(nbytes: int) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def _fill(storage: torch.UntypedStorage, file: BinaryIO, begin: int) -> None:
+    """Reads all of a storage."""
+    file.seek(begin)
+    view = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
+    if len(view) and file.readinto(view) != len(view):  # type: ignore[attr-defined]  # which every open file has
+        raise CheckpointError(f"is cut short or damaged: {len(view):,} bytes are missing at {begin:,}")
+
+
+def _check(size: int, state: Any) -> None:
+    """Raises `CheckpointError` if a value of a file of this size claims more, or is none that is saved."""
+    counted = _Counted(size)
+    written = counted.add("", "", state)
+    if written > _REPEATED * counted.there + _SHARED:
+        raise CheckpointError(f"is refused: of {counted.there:,} bytes, its values have {written:,} where repeated")
+
+
+class _Counted:
+    """Counts values: where those that are repeated count each time, and where they count once.
+
+    Args:
+        size: that of the file.
     """
-    parts = parts_of(value)
-    if parts is None:
-        return 1, 0
-    if id(value) not in known:
-        if depth > _DEPTH:
-            raise TooLargeError(f"{name} is nested more than {_DEPTH} levels deep")
-        known[id(value)] = 0, 0
-        written = [_count_values(name_within(name, key), x, known, depth + 1)[0] for key, x in parts]
-        known[id(value)] = 1 + sum(written), len(written)
-    elif not known[id(value)][0]:
-        raise TooLargeError(f"{name} holds itself")
-    return known[id(value)]
+
+    def __init__(self, size: int) -> None:
+        self.size, self.there, self.claimed = size, 0, 0
+        self.known = dict[int, int]()  # how much each collection and each text counts, 0 as long as it is being counted
+
+    def add(self, name: str, key: Any, value: Any, depth: int = 0) -> int:
+        """Counts the part `key` of what is called `name`."""
+        if type(value) in _NUMBERS:
+            self.there += _VALUE
+            return _VALUE
+        if id(value) in self.known:
+            if not self.known[id(value)]:
+                raise CheckpointError(f"is refused: {name_within(name, key)} holds itself")
+            return self.known[id(value)]
+        self.there += _VALUE
+        self.known[id(value)], found = 0, _VALUE
+        if type(value) in (str, bytes):
+            self.there += len(value)
+            found += len(value)
+        elif type(value) in _TENSORS:
+            self._claim(name_within(name, key), value)
+        elif type(value) is not np.ndarray:
+            name, parts = name_within(name, key), parts_of(value)
+            if parts is None:
+                raise CheckpointError(f"is refused: {name} is {type(value).__name__}, which no checkpoint needs")
+            if depth > _DEPTH:
+                raise CheckpointError(f"is refused: {name} is nested more than {_DEPTH} levels deep")
+            for part, x in parts:
+                found += self.add(name, part, x, depth + 1)
+                found += 0 if type(part) is int else self.add(name, part, part, depth + 1)
+        self.known[id(value)] = found
+        return found
+
+    def _claim(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
+        self.claimed += tensor.nbytes if tensor.nbytes > tensor.untyped_storage().nbytes() else 0
+        if self.claimed > max(self.size, _EXPANDED):
+            shape = tuple(tensor.shape)
+            raise CheckpointError(
+                f"is refused: {name} has shape {shape}, {tensor.nbytes:,} bytes; the file has {self.size:,}"
+            )

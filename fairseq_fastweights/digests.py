@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,8 +30,9 @@ DIGESTS = "digests"
 THREADS = min(8, os.cpu_count() or 1)
 """How many CRCs are worked out at once: they let go of Python's lock."""
 
-_LONGEST = 200
-"""Characters of a tensor's name and of each of its parts: a file may nest keys of any length."""
+_COLLECTIONS = (dict, argparse.Namespace, list, tuple, set, frozenset)
+_LONGEST, _LONGEST_TEXT = 200, 10_000
+"""Characters of a tensor's name and of each of its parts, as a file may nest keys of any length; of a short text."""
 
 
 def with_digests(state: Any) -> Any:
@@ -77,6 +79,10 @@ def _fingerprint(value: Any, crcs: dict[tuple[int, int], int]) -> bytes:
         parts = [b"tensor", _tensor_fingerprint(value, crcs)]
     elif isinstance(value, dict):
         parts = [b"dict", *(_fingerprint(x, crcs) for entry in value.items() for x in entry)]
+    elif isinstance(value, _COLLECTIONS):
+        parts = [type(value).__name__.encode(), *(_fingerprint(x, crcs) for _, x in parts_of(value) or ())]
+    elif isinstance(value, str) and len(value) > _LONGEST_TEXT:  # which repr could make ten times as long
+        parts = [b"text", value.encode("utf-8", "surrogatepass")]
     else:
         return repr(value).encode()
     return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
@@ -103,18 +109,22 @@ def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield name, value
-        stack += [(name_within(name, key), x) for key, x in parts_of(value) or ()]
+        parts = parts_of(value) or ()
+        stack += [(name_within(name, key), x) for key, x in parts if isinstance(x, (torch.Tensor, *_COLLECTIONS))]
 
 
 def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """The parts of a plain value, by keys or numbers; None if it is no collection."""
+    if isinstance(value, OrderedDict) and vars(value):  # the versions of modules, which torch notes beside weights
+        return [*value.items(), *vars(value).items()]
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, argparse.Namespace):
         return vars(value).items()
-    return enumerate(value) if isinstance(value, (list, tuple, set, frozenset)) else None
+    return enumerate(value) if isinstance(value, _COLLECTIONS) else None
 
 
 def name_within(name: str, key: Any) -> str:
     """The name of a part of what is called `name`; as short as a message needs."""
-    return f"{name[:_LONGEST]}.{str(key)[:_LONGEST]}".lstrip(".")
+    shown = str(key)[:_LONGEST]
+    return f"{name[:_LONGEST]}.{shown if shown.isprintable() else ascii(shown)}".lstrip(".")

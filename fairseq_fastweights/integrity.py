@@ -16,11 +16,8 @@ import argparse
 import logging
 import mmap
 import os
-import re
 import stat
-import struct
 import sys
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +28,15 @@ from typing import Any, BinaryIO
 import torch
 
 # Relative, to be found in fairseq, too.
-from .bounded_loading import TooLargeError, is_archive, load, why_inflated
+from .bounded_loading import load
 from .checkpoint_updates import num_updates
 from .digests import DIGESTS, THREADS, crc32, is_changed, model_digest, storage_crcs
 from .text_files import FileError
+from .zip_records import CheckpointError, Record, is_archive, records_in
 
 logger = logging.getLogger(__name__)
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_ENCRYPTED, _FOLDER = 0x2061, 0x10  # among a record's flags, among its attributes
 _OTHER_DIGEST = "is damaged: what it holds under model has not the digest that is noted"
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -108,15 +105,11 @@ def damage_of(file: BinaryIO, loaded: Mapping[tuple[int, int], int] | None = Non
 
 
 def _damage_of_archive(file: BinaryIO, loaded: Mapping[tuple[int, int], int]) -> str | None:
-    if inflated := why_inflated(file):
-        return inflated
     try:
-        torch._C.PyTorchFileReader(file)  # which minds other parts of the directory than Python does
-        with zipfile.ZipFile(file) as archive:
-            records = archive.infolist()
-    except Exception:  # what they raise depends on where the directory is damaged
-        return "is cut short or damaged: the directory at its end cannot be read"
-    if not any(record.CRC for record in records):
+        records = list(records_in(file).values())
+    except CheckpointError as error:
+        return str(error)
+    if not any(record.crc for record in records):
         return None  # as torch.serialization.set_crc32_options(False) lets torch write it
     with (
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -124,51 +117,29 @@ def _damage_of_archive(file: BinaryIO, loaded: Mapping[tuple[int, int], int]) ->
         ThreadPoolExecutor(THREADS) as pool,
     ):
         complaints = list(pool.map(partial(_damage_of_record, view), records, _are_loaded(records, loaded)))
-    found = (f"its record {x.filename} {said}" for x, said in zip(records, complaints, strict=True) if said)
+    found = (f"its record {x.name} {said}" for x, said in zip(records, complaints, strict=True) if said)
     return next((f"is damaged: {first}" for first in found), None)
 
 
-def _are_loaded(records: list[zipfile.ZipInfo], loaded: Mapping[tuple[int, int], int]) -> list[bool]:
+def _are_loaded(records: list[Record], loaded: Mapping[tuple[int, int], int]) -> list[bool]:
     """True for each record that matches what was loaded: as many storages with its CRC as records."""
     found = Counter((size, crc) for (_, size), crc in loaded.items())
-    noted = Counter((record.file_size, record.CRC) for record in records)
-    return [found[key] >= noted[key] for key in ((record.file_size, record.CRC) for record in records)]
+    noted = Counter((record.size, record.crc) for record in records)
+    return [found[key] >= noted[key] for key in ((record.size, record.crc) for record in records)]
 
 
-def _damage_of_record(view: memoryview, record: zipfile.ZipInfo, is_loaded: bool) -> str | None:
-    """Looks where torch looks: after the record's header, whose lengths count, for the size that the directory says."""
-    if record.flag_bits & _ENCRYPTED or record.external_attr & _FOLDER:  # torch would read what memory holds by chance
-        return "is encrypted or a folder, which torch.save never writes"
-    header = bytes(view[record.header_offset : record.header_offset + 30])
-    if len(header) < 30 or not header.startswith(_ZIP):
-        return "is not where the directory says"
-    name_size, extra_size = struct.unpack("<HH", header[26:30])
-    name_at = record.header_offset + 30
-    name = bytes(view[name_at : name_at + name_size])
-    if name != record.orig_filename.encode():
-        return f"is called {name[:60]!r} where it stands"
-    begin = name_at + name_size + extra_size
-    content = view[begin : begin + record.file_size]
-    if len(content) != record.file_size:
-        return f"has {len(content)} bytes of {record.file_size}"
-    found = record.CRC if is_loaded else crc32(content)
-    content.release()
-    if found != record.CRC:
-        return f"is not what was written (CRC-32 {found:08x}, and noted is {record.CRC:08x})"
+def _damage_of_record(view: memoryview, record: Record, is_loaded: bool) -> str | None:
+    found = record.crc if is_loaded else crc32(view[record.begin : record.begin + record.size])
+    if found != record.crc:
+        return f"is not what was written (CRC-32 {found:08x}, and noted is {record.crc:08x})"
     return None
 
 
 def _damage_of_pickle(file: BinaryIO) -> str | None:
     try:
-        state = load(file)
-    except TooLargeError as error:
+        return _OTHER_DIGEST if is_changed(load(file)) else None
+    except CheckpointError as error:
         return str(error)
-    except Exception as error:  # what a damaged file raises depends on where it is damaged
-        if unknown := re.search(r"(?<=GLOBAL )\S+", str(error)):
-            return f"is damaged, or holds something else than tensors and plain values ({unknown[0]})"
-        reason = str(error).removeprefix("Weights only load failed. ").split(". ")[0].splitlines()
-        return f"is cut short or damaged ({reason[0] if reason else type(error).__name__})"
-    return _OTHER_DIGEST if is_changed(state) else None
 
 
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
@@ -246,11 +217,9 @@ def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
         return False, complain(path, damage)
     try:
         with open(path, "rb") as file:
-            state = load(file, mapped=path)
-    except TooLargeError as error:
+            state = load(file, mapped=True)
+    except CheckpointError as error:
         return False, f"{path} {error}"
-    except Exception as error:
-        return True, f"{path} is whole; it cannot be read further: {str(error).splitlines()[0]}"
     if not isinstance(state, dict) or "model" not in state:
         return True, f"{path} is whole; it holds {type(state).__name__}, no model"
     noted = {None: "none is noted", False: "as noted", True: "another one is noted"}[is_changed(state)]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fairseq_fastweights import integrity, model_sizes, safetensors_digests
-from fairseq_fastweights.bounded_loading import load
+from fairseq_fastweights import model_sizes, safetensors_digests
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _NAMES = ("model*.safetensors", "pytorch_model*.bin")
@@ -74,13 +74,7 @@ def _weights_in(file: Path, config: FastWeightConfig) -> dict[str, tuple[int, ..
 
 def _described_in(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
-    if damage := integrity.why_damaged(file):
-        raise InvalidInput(f"{file} {damage}")
-    with file.open("rb") as opened:
-        try:
-            state = load(opened, mapped=file)
-        except Exception as error:
-            raise InvalidInput(f"{file} {' '.join(str(error).split())[:300]}") from None
+    state = load_safely(file)
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise InvalidInput(f"{file}: it must hold weights by name, and nothing else")
     names = {weight.dtype: str(weight.dtype).removeprefix("torch.") for weight in state.values()}

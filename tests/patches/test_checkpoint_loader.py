@@ -114,7 +114,7 @@ def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: 
             r"cannot be loaded.*a NumPy array of shape \(-1, -2\) with 16 bytes",
         ),
         (b"", "empty"),
-        (b"no checkpoint", "no checkpoint .Unsupported operand 110"),
+        (b"no checkpoint", "no checkpoint .torch.save writes no opcode b'n'"),
         *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
         *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
         *[(saved(checkpoint(), zipped=False, keep=keep), "cut short") for keep in (0.1, 0.3, 0.6, 0.9, 0.95, 0.99)],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import integrity, safetensors_digests
-from fairseq_fastweights.bounded_loading import TooLargeError, is_archive, load
+from fairseq_fastweights.bounded_loading import load
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import FileError, read_text
+from fairseq_fastweights.zip_records import CheckpointError, is_archive
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
@@ -119,23 +119,12 @@ def load_safely(path: Path) -> Any:
         raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
     with file:
         try:
-            state = load(file, mapped=path)
-        except TooLargeError as error:
-            raise InvalidInput(integrity.complain(path, str(error))) from None
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
-            if is_archive(file) and (damage := integrity.damage_of(file)):
-                raise InvalidInput(integrity.complain(path, damage)) from None
-            raise InvalidInput(f"{path}: {_complaint(error)}") from None
+            state = load(file, mapped=True)
+        except CheckpointError as error:
+            damage = integrity.damage_of(file) if is_archive(file) else None
+            raise InvalidInput(integrity.complain(path, damage or str(error))) from None
         integrity.check_loaded(file, path, state)
     return state
-
-
-def _complaint(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if isinstance(error, pickle.UnpicklingError):
-        what = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
-        return f"refused: it holds something else than tensors, or is broken ({what.strip()})"
-    return f"the file is broken ({_first_line(error)})"
 
 
 def _shards(index: Path) -> list[Path]:
