@@ -23,7 +23,7 @@ from .checkpoint_pickles import Loader, Unpickler
 from .digests import name_within, parts_of
 from .zip_records import CheckpointError, Record, is_archive, records_in
 
-_MULTIPLE, _MORE = 3, 2**25
+_MULTIPLE, _MORE = 3, 2**24
 """What values may take: so many times the file's size, and these bytes in files of any size."""
 _EXPANDED = 2**26
 """Bytes that expanded tensors may claim in files of any size."""
@@ -192,14 +192,13 @@ class _Counted:
 
     def add(self, name: str, key: Any, value: Any, depth: int = 0) -> int:
         """Counts the part `key` of what is called `name`."""
+        self.there += _VALUE
         if type(value) in _NUMBERS:
-            self.there += _VALUE
             return _VALUE
         if id(value) in self.known:
             if not self.known[id(value)]:
                 raise CheckpointError(f"is refused: {name_within(name, key)} holds itself")
             return self.known[id(value)]
-        self.there += _VALUE
         self.known[id(value)], found = 0, _VALUE
         if type(value) in (str, bytes):
             self.there += len(value)
@@ -209,7 +208,9 @@ class _Counted:
         elif type(value) is not np.ndarray:
             name, parts = name_within(name, key), parts_of(value)
             if parts is None:
-                raise CheckpointError(f"is refused: {name} is {type(value).__name__}, which no checkpoint needs")
+                raise CheckpointError(
+                    f"is refused: {name or 'it'} is {type(value).__name__}, which no checkpoint needs"
+                )
             if depth > _DEPTH:
                 raise CheckpointError(f"is refused: {name} is nested more than {_DEPTH} levels deep")
             for part, x in parts:

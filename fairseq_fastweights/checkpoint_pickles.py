@@ -341,6 +341,8 @@ def _fill(
 
 
 def _number(_: Unpickler, kind: _DType, data: bytes) -> Any:
+    if type(kind) is not _DType or type(data) is not bytes:
+        raise ValueError("a NumPy number without a type or bytes")
     return np.frombuffer(data, kind.dtype, count=1)[0].item()
 
 
@@ -399,7 +401,7 @@ def _never(_: Unpickler, *arguments: Any) -> None:
     raise ValueError("a call of what is only named")
 
 
-_DTYPES = {name: x for name in dir(torch) if isinstance(x := getattr(torch, name), torch.dtype)}
+_DTYPES = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _STORAGES = {
     "Half": torch.float16,
     **{"BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +74,7 @@ def format_examples(source: Sequence[str], reference: Sequence[str], outputs: di
 
 def count_copies(checkpoint: Path) -> int:
     """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
-    import torch
+    from fairseq_fastweights.conversion.files.weight_files import load_safely
 
-    torch.serialization.add_safe_globals([Namespace])  # fairseq's settings are there, too
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
+    state = load_safely(checkpoint)["model"]
     return sum(value.numel() for name, value in state.items() if _COPY.search(name))

@@ -30,19 +30,24 @@ def check_folder(folder: Path, config: FastWeightConfig) -> None:
         ValueError: if a file is damaged, or holds something else than weights; or if there are too many layers.
     """
     files = [file for pattern in _NAMES for file in sorted(folder.glob(pattern))]
-    weights = sum(len(_weights_in(file, config)) for file in files)
+    weights = sum(len(_weights_in(file, config, {})) for file in files)
     layers = config.num_hidden_layers
     if files and layers > model_sizes.most_layers(weights):
         raise InvalidInput(f"{folder}: num_hidden_layers is {layers} in config.json, and there are {weights} weights")
 
 
-def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig) -> None:
+def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig) -> dict[str, Tensor] | None:
     """Checks the files of a model that was made without numbers, and that they could hold most of it.
+
+    Returns:
+        the weights in files of torch.save, to be read by nobody else; None if there are none.
 
     Raises:
         ValueError: if a file is damaged, or holds something else than weights; or if the model is too large.
     """
-    held = {file: sum(math.prod(shape) for shape in _weights_in(Path(file), config).values()) for file in files}
+    loaded = dict[str, Tensor]()
+    shapes = {file: _weights_in(Path(file), config, loaded).values() for file in files}
+    held = {file: sum(map(math.prod, shapes[file])) for file in shapes}
     tensors = sorted([*model.parameters(), *model.buffers()], key=lambda tensor: tensor.numel())
     wanted, size = 4 * sum(tensor.numel() for tensor in tensors), 4 * sum(held.values())
     if held and wanted > model_sizes.most_bytes(size):
@@ -52,10 +57,13 @@ def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig
             f"{setting} in config.json, and it asks for a tensor of shape {shape} in a model of {wanted:,} bytes in "
             f"float32; the weights in {Path(next(iter(held))).parent} have {size:,}"
         )
+    return loaded or None
 
 
-def _weights_in(file: Path, config: FastWeightConfig) -> dict[str, tuple[int, ...]]:
+def _weights_in(file: Path, config: FastWeightConfig, loaded: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """The names of the weights in a file and their shapes, once it is known to be undamaged.
+
+    `loaded` gets those of a file of torch.save.
 
     Raises:
         ValueError: if it is damaged, or holds something else than floating-point numbers.
@@ -65,18 +73,19 @@ def _weights_in(file: Path, config: FastWeightConfig) -> dict[str, tuple[int, ..
             raise InvalidInput(f"{file} {damage}")
         described = safetensors_digests.described_in(file)
     else:
-        described = _described_in(file)
+        described = _described_in(file, loaded)
     for name, (kind, _) in described.items():
         if not kind.startswith(("F", "BF")) and getattr(config, "quantization_config", None) is None:
             raise InvalidInput(f"{file}: weight {name} is of type {kind}; it must be floating-point")
     return {name: shape for name, (_, shape) in described.items()}
 
 
-def _described_in(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _described_in(file: Path, loaded: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
     state = load_safely(file)
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise InvalidInput(f"{file}: it must hold weights by name, and nothing else")
+    loaded |= state
     names = {weight.dtype: str(weight.dtype).removeprefix("torch.") for weight in state.values()}
     return {
         str(name): ("F" if weight.is_floating_point() else names[weight.dtype], tuple(weight.shape))

@@ -97,7 +97,8 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if a file is damaged, or the model is too large for the weights in them.
         """
-        check_model(model, checkpoint_files or (), model.config)
+        loaded = check_model(model, checkpoint_files or (), model.config)
+        state_dict = loaded if state_dict is None else state_dict
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
 
 

@@ -111,7 +111,7 @@ def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: 
         ),
         (
             lambda _: saved(checkpoint(metrics=Forged((-1, -2)))),
-            r"cannot be loaded.*a NumPy array of shape \(-1, -2\) with 16 bytes",
+            "cannot be loaded.*a shape with a part that is no whole number, or below 0",
         ),
         (b"", "empty"),
         (b"no checkpoint", "no checkpoint .torch.save writes no opcode b'n'"),

@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the file is damaged, no checkpoint, or holds anything else; the message names it.
     """
-    import_module("fairseq_fastweights")  # older checkpoints hold a Namespace, which it lets through
     state = load_safely(checkpoint)
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
