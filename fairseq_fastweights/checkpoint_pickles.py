@@ -60,6 +60,13 @@ class _Name:
     call: Callable[..., Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The type of a storage."""
+
+    dtype: torch.dtype
+
+
 class _DType:
     """Takes the place of `numpy.dtype`: a type of numbers, never one that holds pointers."""
 
@@ -211,15 +218,15 @@ class Unpickler:
             raise ValueError(f"a state for {type(target).__name__}")
 
     def persistent(self, _: None) -> None:
-        kind, storage, key, _location, numel, *view = self.pop()
-        if kind != "storage" or type(storage) is not torch.dtype or type(key) is not str or view not in ([], [None]):
+        word, kind, key, _location, numel, *view = self.pop()
+        if word != "storage" or type(kind) is not _Kind or type(key) is not str or view not in ([], [None]):
             raise ValueError("a reference to something else than a storage")
         if type(numel) is not int or not 0 <= numel < 2**60:
             raise ValueError("a storage without a number of numbers")
-        if self.dtypes.setdefault(key, storage) != storage:
+        if self.dtypes.setdefault(key, kind.dtype) != kind.dtype:
             raise ValueError("a storage of numbers of two types")
         self.spend(_TENSOR)
-        self.stack.append(Storage(self.load_storage(key, numel, storage.itemsize), storage))
+        self.stack.append(Storage(self.load_storage(key, numel, kind.dtype.itemsize), kind.dtype))
 
 
 def _name_of(code: bytes) -> str:
@@ -433,7 +440,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 _NAMES: dict[str, Any] = {
     **{path: _Name(path, call) for path, call in _CALLS.items()},
     **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
-    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
-    "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": _Kind(torch.uint8),
 }
 """All that a pickle may name."""

@@ -19,7 +19,7 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,12 @@ _KINDS = {
 }
 
 
-def why_damaged(path: str | os.PathLike[str]) -> str | None:
+def why_damaged(path: str | os.PathLike[str], look: Callable[[BinaryIO], str | None] | None = None) -> str | None:
     """The damage of a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
+
+    Args:
+        path: the file.
+        look: finds the damage of an open file; None for `damage_of`.
 
     Examples:
         >>> why_damaged("no/such/checkpoint.pt"), why_damaged("/dev/null")
@@ -58,7 +62,7 @@ def why_damaged(path: str | os.PathLike[str]) -> str | None:
         if kind := why_not_regular(path):
             return kind
         with open(path, "rb") as file:
-            return damage_of(file)
+            return (look or damage_of)(file)
     except FileNotFoundError:
         return "does not exist"
     except OSError as error:
@@ -213,17 +217,27 @@ def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
     """True if a checkpoint is whole, and a line about it, with the digest of its weights."""
-    if damage := why_damaged(path):
+    found = []
+
+    def look(file: BinaryIO) -> str | None:
+        if damage := damage_of(file):
+            return damage
+        try:
+            found.append(_content(load(file, mapped=True)))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    if damage := why_damaged(path, look):
         return False, complain(path, damage)
-    try:
-        with open(path, "rb") as file:
-            state = load(file, mapped=True)
-    except CheckpointError as error:
-        return False, f"{path} {error}"
+    return True, f"{path} is whole; {found[0]}"
+
+
+def _content(state: Any) -> str:
     if not isinstance(state, dict) or "model" not in state:
-        return True, f"{path} is whole; it holds {type(state).__name__}, no model"
+        return f"it holds {type(state).__name__}, no model"
     noted = {None: "none is noted", False: "as noted", True: "another one is noted"}[is_changed(state)]
-    return True, f"{path} is whole; digest of its model ({noted}): {model_digest(state['model'])}"
+    return f"digest of its model ({noted}): {model_digest(state['model'])}"
 
 
 def main(arguments: list[str] | None = None) -> int:

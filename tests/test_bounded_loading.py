@@ -231,10 +231,7 @@ FORGED: dict[str, tuple[bytes, str]] = {
         tensor((3,), numel=3),
         "is damaged: a tensor needs 12 bytes of its record data/0, which has 16",
     ),
-    "a storage of two types": (
-        tensor() + tensor((8,), kind="Half", numel=8) + b"\x86",
-        rf"{LOST} \(.*two types",
-    ),
+    "a storage of two types": (tensor() + tensor((8,), kind="Half", numel=8) + b"\x86", rf"{LOST} \(.*two types"),
     "no storage": (
         tensor(key="../data.pkl"),
         "is damaged: a tensor needs 16 bytes .* data/../data.pkl, which is missing",
@@ -299,8 +296,9 @@ LIES = {
         ("with another zip64", "with a comment", "with another count", "with another place"), "the directory"
     ),
     **dict.fromkeys(
-        ("with another size", "with two directories", "with a hidden directory"), "the directory at its end"
+        ("with another size", "with two directories", "with a comment that is missing"), "the directory at its end"
     ),
+    "with a hidden directory": "the directory at its end",
     "after something": "no checkpoint",
 }
 

@@ -140,37 +140,19 @@ def random_state(rng: Random) -> Any:
 
 # Programs: each piece leaves one value on the stack.
 
-ALLOWED: tuple[str, ...] = (
-    "collections.OrderedDict",
-    "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_parameter",
-    "torch.Size",
-)
-ALLOWED += (
-    "torch._utils._rebuild_tensor_v3",
-    "argparse.Namespace",
-    "_codecs.encode",
-    "torch.device",
-    "__builtin__.set",
-)
-ALLOWED += ("numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy.dtype", "numpy.ndarray")
-ALLOWED += ("torch.FloatStorage", "torch.float32", "torch.storage.UntypedStorage", "fairseq.meters.AverageMeter")
-OTHERS: tuple[str, ...] = (
-    "collections.Counter",
-    "torch.Tensor",
-    "torch.FloatTensor",
-    "torch.UntypedStorage",
-    "__builtin__.bytearray",
-)
-OTHERS += ("torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_qtensor", "builtins.complex")
-OTHERS += ("torch._utils._rebuild_device_tensor_from_numpy", "torch._tensor._rebuild_from_type_v2", "posix.system")
-OTHERS += (
-    "torch._utils._rebuild_sparse_tensor",
-    "collections.defaultdict",
-    "builtins.eval",
-    "torch.storage.TypedStorage",
-)
-OTHERS += ("torch.nn.parameter.Parameter", "torch._utils._rebuild_wrapper_subclass", "torch.serialization._get_layout")
+ALLOWED = """
+    collections.OrderedDict argparse.Namespace fairseq.meters.AverageMeter torch.Size torch.device __builtin__.set
+    torch._utils._rebuild_tensor_v2 torch._utils._rebuild_tensor_v3 torch._utils._rebuild_parameter _codecs.encode
+    numpy.core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.dtype numpy.ndarray
+    torch.FloatStorage torch.storage.UntypedStorage torch.float32
+""".split()
+OTHERS = """
+    collections.Counter collections.defaultdict __builtin__.bytearray builtins.complex builtins.eval posix.system
+    torch.Tensor torch.FloatTensor torch.UntypedStorage torch.storage.TypedStorage torch.nn.parameter.Parameter
+    torch._utils._rebuild_meta_tensor_no_storage torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor
+    torch._utils._rebuild_device_tensor_from_numpy torch._utils._rebuild_wrapper_subclass
+    torch._tensor._rebuild_from_type_v2 torch.serialization._get_layout
+""".split()
 
 
 class Program:
@@ -235,26 +217,26 @@ class Program:
         return name(path) + b"(" + b"".join(self.rng.choice(arguments)() for _ in range(self.rng.randrange(4))) + b"tR"
 
     def repeated(self) -> bytes:
-        """Calls that each get what is there once."""
-        many = [text("x" * 20_000), b"](" + number(300) * 5000 + b"e", b"(" + number(300) * 5000 + b"t"]
-        many += [b"}(" + b"".join(number(i) + b"N" for i in range(3000)) + b"u"]
-        content = name(self.rng.choice(ALLOWED + OTHERS)) + self.put()
-        function = self.memo - 1
-        content += (
-            self.rng.choice(many) + self.rng.choice((b"", text("latin1") + b"\x86")) + b"\x85" * self.rng.randrange(2)
+        """Calls that each get what is there once, and would copy it."""
+        numbers = number(300) * 5000
+        options = b"}(" + b"".join(text(f"{i}") + b"N" for i in range(3000)) + b"u"
+        path, argument, call = self.rng.choice(
+            (
+                ("_codecs.encode", text("x" * 20_000) + text("latin1") + b"\x86", b"R"),
+                ("__builtin__.set", b"](" + numbers + b"e\x85", b"R"),
+                ("torch.Size", b"(" + numbers + b"t\x85", b"R"),
+                ("argparse.Namespace", options, b""),
+                ("torch._utils._rebuild_parameter", b"(" + self.tensor() + b"\x89}t", b"R"),
+                (self.rng.choice(ALLOWED + OTHERS), b"](" + numbers + b"e\x85", self.rng.choice((b"R", b"\x81"))),
+                (self.rng.choice(ALLOWED + OTHERS), b"(" + numbers + b"t", self.rng.choice((b"R", b"\x81", b"b"))),
+            )
         )
-        content += self.put()
-        argument = self.memo - 1
-        call = self.rng.choice((b"", b"", b"\x85")) + self.rng.choice((b"R", b"R", b"\x81"))
-        again = self.get(function) + self.get(argument) + call
-        state = self.get(function) + b")" + b"\x81" + self.get(argument) + b"b"
-        return (
-            content
-            + b"0" * 0
-            + b"\x86]("
-            + self.rng.choice((again, state, self.get(argument))) * self.many()
-            + b"e\x86"
-        )
+        content = name(path) + self.put()
+        function = self.get(self.memo - 1)
+        content += argument + self.put()
+        again = function + self.get(self.memo - 1) + call
+        again = function + b")\x81" + self.get(self.memo - 1) + b"b" if not call else again
+        return content + b"\x86](" + again * self.many() + b"e\x86"
 
     def key(self) -> bytes:
         keys = [number(2**61 - 1), b"G" + struct.pack(">d", 1.5), b"(" + text("x" * 1000) + b"t", b"]", shape((1,) * 9)]
@@ -383,11 +365,14 @@ def archive(records: Records, change: Change = lambda _: None) -> bytes:
         "size": len(directory),
         "offset": len(content),
         "comment": b"",
+        "missing": 0,
         "before": b"",
     }
     end |= {"directory": directory, "prefix": b""}
     change(end)
-    last = struct.pack("<4HIIH", 0, 0, end["count"], end["count"], end["size"], end["offset"], len(end["comment"]))
+    last = struct.pack(
+        "<4HIIH", 0, 0, end["count"], end["count"], end["size"], end["offset"], len(end["comment"]) + end["missing"]
+    )
     return b"".join((end["prefix"], content, end["directory"], end["before"], b"PK\5\6", last, end["comment"]))
 
 
@@ -453,6 +438,7 @@ def changes(rng: Random) -> dict[str, Change]:
         "with zip64": of_end(before=zip64(0)),
         "with another zip64": of_end(before=zip64(rng.choice((-1, 1, 2**40)))),
         "with a comment": of_end(comment=b"PK\5\6" + bytes(18)),
+        "with a comment that is missing": of_end(missing=9),
         "after something": of_end(prefix=bytes(rng.randrange(1, 100))),
         "with another count": of_end(count=lambda end: max(0, end["count"] + rng.choice((-1, 1, 60_000)))),
         "with another place": of_end(offset=lambda end: end["offset"] + rng.choice((-46, 1, 2**31))),
