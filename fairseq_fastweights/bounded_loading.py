@@ -49,7 +49,7 @@ def load(file: BinaryIO, mapped: bool = False) -> Any:
     Raises:
         CheckpointError: if it is damaged, asks for more than it could hold, or for anything that no checkpoint needs.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = _size(file)
     state = _load_archive(file, size, mapped) if is_archive(file) else _load_legacy(file, size)
     _check(size, state)
     return state
@@ -65,11 +65,11 @@ def outline(file: BinaryIO) -> Any:
     def load_nothing(key: str, numel: int, itemsize: int) -> None:
         return None
 
-    size = os.fstat(file.fileno()).st_size
+    size = _size(file)
     if is_archive(file):
         state = _unpickle(file, records_in(file), size, load_nothing)
     else:
-        with _mapping(file) as content:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             _, state = _unpickle_legacy(content, size, load_nothing)
     _check(size, state)
     return state
@@ -126,7 +126,7 @@ def _load_legacy(file: BinaryIO, size: int) -> Any:
             raise CheckpointError(f"is damaged: its storage {key[:50]} has two sizes")
         return storages[key]
 
-    with _mapping(file) as content:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         unpickler, state = _unpickle_legacy(content, size, load_storage)
         keys, at = unpickler.load(), content.tell()
     if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(storages):
@@ -152,11 +152,11 @@ def _unpickle_legacy(content: mmap.mmap, size: int, load_storage: Loader) -> tup
     return unpickler, unpickler.load()
 
 
-def _mapping(file: BinaryIO) -> mmap.mmap:
+def _size(file: BinaryIO) -> int:
     file.seek(0)
     if not file.read(1):
         raise CheckpointError("is empty (0 bytes)")
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return os.fstat(file.fileno()).st_size
 
 
 def _empty(nbytes: int) -> torch.UntypedStorage:

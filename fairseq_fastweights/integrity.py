@@ -176,6 +176,26 @@ def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+def load_checked(file: BinaryIO, path: str | os.PathLike[str], mapped: bool = False) -> Any:
+    """The content of an open checkpoint, compared with its CRCs and its digest, without the latter.
+
+    Args:
+        file: the open file.
+        path: by which the user knows it.
+        mapped: as `load` has it.
+
+    Raises:
+        FileError: one line, naming the file, what is wrong with it and what to go on from, if it is not to be loaded.
+    """
+    try:
+        state = load(file, mapped)
+    except CheckpointError as error:
+        damage = damage_of(file) if is_archive(file) else None
+        raise FileError(complain(path, damage or str(error))) from None
+    check_loaded(file, path, state)
+    return state
+
+
 def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
     """Compares the CRCs and the digest of a checkpoint with what was just loaded, and takes the digest out of it.
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fairseq_fastweights import model_sizes, safetensors_digests
-from fairseq_fastweights.conversion.files.weight_files import load_safely
+from fairseq_fastweights import integrity, model_sizes, safetensors_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _NAMES = ("model*.safetensors", "pytorch_model*.bin")
@@ -82,7 +81,10 @@ def _weights_in(file: Path, config: FastWeightConfig, loaded: dict[str, Tensor])
 
 def _described_in(file: Path, loaded: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
-    state = load_safely(file)
+    if kind := integrity.why_not_regular(file):
+        raise InvalidInput(f"{file} {kind}")
+    with file.open("rb") as opened:
+        state = integrity.load_checked(opened, file, mapped=True)
     if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
         raise InvalidInput(f"{file}: it must hold weights by name, and nothing else")
     loaded |= state

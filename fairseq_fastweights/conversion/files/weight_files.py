@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import integrity, safetensors_digests
-from fairseq_fastweights.bounded_loading import load
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.text_files import FileError, read_text
-from fairseq_fastweights.zip_records import CheckpointError, is_archive
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
@@ -118,13 +116,7 @@ def load_safely(path: Path) -> Any:
     except OSError as error:
         raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
     with file:
-        try:
-            state = load(file, mapped=True)
-        except CheckpointError as error:
-            damage = integrity.damage_of(file) if is_archive(file) else None
-            raise InvalidInput(integrity.complain(path, damage or str(error))) from None
-        integrity.check_loaded(file, path, state)
-    return state
+        return integrity.load_checked(file, path, mapped=True)
 
 
 def _shards(index: Path) -> list[Path]:

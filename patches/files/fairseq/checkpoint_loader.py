@@ -8,9 +8,7 @@ from functools import wraps
 from typing import Any, BinaryIO
 
 from fairseq import integrity
-from fairseq.bounded_loading import load
 from fairseq.text_files import FileError
-from fairseq.zip_records import CheckpointError, is_archive
 
 
 def open_checkpoint(file: str, path: str) -> BinaryIO:
@@ -50,15 +48,7 @@ def load_checkpoint_file(file: BinaryIO, path: str, part: str = "model") -> dict
     Raises `FileError`, naming `path`, when the file is empty, cut short or damaged, when it holds an object that no
     checkpoint of fairseq needs, and when it is no checkpoint of fairseq with this `part`.
     """
-    if not file.read(1):
-        raise FileError(integrity.complain(path, "is empty (0 bytes)"))
-    file.seek(0)
-    try:
-        state = load(file)
-    except CheckpointError as error:
-        damage = integrity.damage_of(file) if is_archive(file) else None
-        raise FileError(integrity.complain(path, damage or str(error))) from None
-    integrity.check_loaded(file, path, state)
+    state = integrity.load_checked(file, path)
     if not isinstance(state, dict) or not isinstance(state.get(part), dict):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise FileError(
