@@ -1,0 +1,65 @@
+"""The check that a setting is a number within its limits."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from fairseq_fastweights.invalid_input import InvalidInput
+
+
+def check_number(
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+) -> None:
+    """Raises `InvalidInput`, which names the setting, its value and what is allowed, unless it is a finite number.
+
+    Infinity and NaN are refused whatever the limits, and so is a bool: NaN passes a test as `value < 0`.
+
+    Args:
+        name: of the setting.
+        value: what was given.
+        least: the smallest value that is allowed.
+        most: the largest.
+        above: the limit that is too small itself.
+        below: the limit that is too large itself.
+        whole: whether it must be an integer.
+
+    Raises:
+        InvalidInput: if it is none of these.
+
+    Examples:
+        >>> check_number("dropout", 0.1, 0, 1)
+        >>> check_number("dropout", float("nan"), 0, 1)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: dropout is nan; it must be a finite number from 0 to 1
+        >>> check_number("std", 0, above=0)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: std is 0; it must be a finite number above 0
+        >>> check_number("layers", 1.5, 1, whole=True)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: layers is 1.5; it must be an integer of at least 1
+    """
+    kind: Any = Integral if whole else Real
+    if (
+        isinstance(value, kind)
+        and not isinstance(value, bool)
+        and (isinstance(value, Integral) or math.isfinite(value))
+        and least <= value <= most
+        and above < value < below
+    ):
+        return
+    if least > -math.inf and most < math.inf:
+        limits = [f"from {least} to {most}"]
+    else:
+        words = (("of at least", least), ("of at most", most), ("above", above), ("below", below))
+        limits = [f"{word} {limit}" for word, limit in words if math.isfinite(limit)]
+    number = "an integer" if whole else "a finite number"
+    raise InvalidInput(f"{name} is {value!r}; it must be {number} {' and '.join(limits)}".rstrip())
