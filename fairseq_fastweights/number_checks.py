@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any
 
@@ -51,7 +52,7 @@ def check_number(
     if (
         isinstance(value, kind)
         and not isinstance(value, bool)
-        and (isinstance(value, Integral) or math.isfinite(value))
+        and (whole or abs(value) <= sys.float_info.max)  # a long integer is no float
         and least <= value <= most
         and above < value < below
     ):

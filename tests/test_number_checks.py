@@ -39,6 +39,7 @@ def test_a_number_within_its_limits_passes(value, limits):
         (0, {"above": 0}, "a finite number above 0"),
         (1, {"least": 0, "below": 1}, "a finite number of at least 0 and below 1"),
         (True, {}, "a finite number"),
+        (10**400, {"least": 0}, "a finite number of at least 0"),
         (None, {}, "a finite number"),
         ("1", {}, "a finite number"),
         (1j, {}, "a finite number"),
