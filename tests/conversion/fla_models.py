@@ -61,7 +61,7 @@ def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _of_attention(attention: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    shared = WIDTH // attention["num_heads"] * attention.get("num_kv_heads", attention["num_heads"])
+    shared = WIDTH // attention["num_heads"] * (attention.get("num_kv_heads") or attention["num_heads"])
     rows = {"q_proj": WIDTH, "k_proj": shared, "v_proj": shared}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (n, WIDTH) for name, n in rows.items()}
     biases = {f"{name}.bias": (n,) for name, n in rows.items()} if attention.get("qkv_bias") else {}

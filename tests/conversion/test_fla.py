@@ -103,6 +103,7 @@ def test_a_converted_model_trains_and_scores_with_carried_states(kind: str, data
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("gated_deltanet", {"use_gate": False}, "use_gate is False; only True is supported"),
+    ("gated_deltanet", {"output_gate_activation": "sigmoid"}, "activation is 'sigmoid'; only 'swish' is supported"),
     ("gated_deltanet", {"attn": 7}, "attn is 7; it must be an object"),
     ("gated_deltanet", {"use_short_conv": False}, "use_short_conv is False; only True is supported"),
     ("gated_deltanet", {"num_v_heads": 7}, "num_heads is 3; it must be a divisor of num_v_heads, 7"),
@@ -118,6 +119,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("delta_net", {"attn": ATTENTION | {"window_size": 8}}, "window_size is 8; only None is supported"),
     ("delta_net", {"attn": ATTENTION | {"layers": [2]}}, r"layers of attn is \[2\]; .* numbers from 0 to 1"),
     ("delta_net", {"attn": ATTENTION | {"layers": None}}, "layers of attn is None; it must be a list of numbers from"),
+    ("delta_net", {"attn": ATTENTION | {"qk_norm": True}}, "in attn: qk_norm is True; it must not be there, as delt"),
     ("delta_net", {"attn": {"layers": [0]}}, "num_heads is None; it must be a positive whole number"),
     ("gla", {"use_short_conv": True}, "use_short_conv is True; only False is supported"),
     ("gla", {"num_kv_heads": 1}, "num_kv_heads is 1; only 3 is supported"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from argparse import Namespace
@@ -123,6 +124,9 @@ def test_the_language_model_of_a_qwen3_5_that_reads_images_is_read_alone(tmp_pat
     save_file(weights | {"model.norm.weight": torch.ones(24)}, file)
     assert main(["from-huggingface", str(theirs), str(tmp_path / "twice")]) == 2
     assert re.search(r"weight '.*' would be 'model.norm.weight', which '.*' is", capsys.readouterr().err)
+    setting(anything=3)(theirs)
+    assert main(["from-huggingface", str(theirs), str(tmp_path / "none")]) == 2
+    assert "config.json: anything is 3; it must not be there, as qwen3_5 has no such" in capsys.readouterr().err
     setting(text_config=None)(theirs)
     assert main(["from-huggingface", str(theirs), str(tmp_path / "none")]) == 2
     assert "config.json: text_config is None; it must be an object" in capsys.readouterr().err
@@ -157,23 +161,32 @@ BAD = [
     ("Llama", setting(attention_bias=True), "attention_bias is True; only False is supported"),
     ("Llama", setting(mlp_bias=True), "mlp_bias is True; only False"),
     ("Llama", setting(num_key_value_heads=3), "num_key_value_heads is 3; it must be a divisor of num_attention_heads"),
-    ("Llama", setting(head_dim=7), "head_dim is 7; it must be even"),
+    ("Llama", setting(head_dim=7), "partial_rotary_factor is 1.0 and head_dim 7; their product must be even"),
     ("Llama", setting(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
-    ("Llama", setting(rms_norm_eps="small"), "rms_norm_eps is 'small'; it must be a positive number"),
+    ("Llama", setting(rms_norm_eps="small"), "rms_norm_eps is 'small'; it must be a finite number above 0"),
     ("Llama", rope(rope_type="yarn"), "rope_type is 'yarn'; it must be one of default, linear, llama3"),
     ("Llama", rope(rope_type=[]), r"rope_type is \[\]; it must be one of default"),
-    ("Llama", rope(factor=None), "factor is None; it must be a positive number"),
+    ("Llama", rope(factor=None), "factor is None; it must be a finite number above 0"),
+    ("Llama", rope(factor=math.inf), "factor is inf; it must be a finite number above 0"),
+    ("Llama", rope(beta_fast=32), "in rope_parameters: beta_fast is 32; it must not be there, as rope_type llama3 has"),
+    ("Llama", setting(rms_norm_eps=math.nan), "rms_norm_eps is nan; it must be a finite number above 0"),
+    ("Llama", setting(partial_rotary_factor=1 / 3), "partial_rotary_factor leaves 2 of 6 dimensions a head; only 1.0"),
+    ("Llama", setting(qk_norm=True), "qk_norm is True; it must not be there, as llama has no such setting"),
     ("Llama", rope(low_freq_factor=4), "rope_parameters is 'llama3:8,4,4,32'; .* LOW less than HIGH"),
     ("Llama", setting(eos_token_id=7), "eos_token_id is 7, which in tokenizer.json is no added token"),
     ("Llama", setting(vocab_size=2000), r"tokenizer.json: the tokenizer has \d+ word types, but .* vocab_size, 2000"),
     ("Llama", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: there is no such file"),
     ("Llama", edit("tokenizer.json", lambda _: b'{"model": 1}'), "tokenizer.json: this is no tokenizer"),
     ("Llama", setting(intermediate_size=30), r"mlp.down_proj.weight +\(24, 28\) +\(24, 30\)"),
-    ("Llama", setting(model_type="qwen2"), r"self_attn.q_proj.bias +missing +\(24,\)"),
+    (
+        "Llama",
+        setting(model_type="qwen2"),
+        "attention_bias is False; it must not be there, as qwen2 has no such setting",
+    ),
     ("Mistral", setting(sliding_window=8), "sliding_window is 8; only None is supported"),
     ("Qwen2", setting(use_sliding_window=True), "use_sliding_window is True; only False"),
-    ("Qwen2", setting(layer_types=7), "layer_types holds 7; only 'full_attention'"),
-    ("Qwen2", setting(layer_types=["sliding_attention"]), "layer_types holds 'sliding_attention'; only 'full_att"),
+    ("Qwen2", setting(layer_types=7), "layer_types is 7; it must hold one of full_attention for each of 2 layers"),
+    ("Qwen2", setting(layer_types=["sliding_attention"] * 2), "layer_types is .*'sliding_attention'.; it must hold on"),
     ("Qwen3", setting(attention_bias=True), "attention_bias is True; only False"),
 ]
 

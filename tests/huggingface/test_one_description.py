@@ -29,14 +29,15 @@ from tests.huggingface.conftest import said
 from tests.huggingface.test_exported_models import CASES
 from tests.models.conftest import SIZES
 
-LLAMAS = {**llamas.SIZES, "hidden_act": "silu", "head_dim": 8, "sliding_window": None}
+LLAMAS = {**llamas.SIZES, "hidden_act": "silu", "head_dim": 8}
 LLAMAS["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
-"""Settings of all models of the shape of Llama; each reads its own."""
+"""Settings of all models of the shape of Llama."""
+HYBRID = LLAMAS | llamas.DELTA
 PUBLISHED: dict[str, dict[str, Any]] = {
-    **{
-        kind: LLAMAS | (llamas.DELTA if reader.__module__.endswith("hybrid") else {})
-        for kind, reader in FAMILIES.items()
-    },
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), LLAMAS),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text"), HYBRID),
+    "mistral": LLAMAS | {"sliding_window": None},
+    "qwen3_5": {"text_config": HYBRID},
     "gpt2": sources.GPT2,
     "gpt_neox": sources.NEOX,
     **{
@@ -80,6 +81,7 @@ def described(fairseq: Any) -> Iterator[tuple[str, Any, Dictionary]]:
             "max_target_positions": 9,
         }
         yield f"options of {name}", configuration({**SIZES, **shared, **named}).model, words
+    assert PUBLISHED.keys() >= FAMILIES.keys()
     for name, config in PUBLISHED.items():
         family = read_family({**config, "model_type": name.split(",")[0]}, set(), 1)
         yield name, configuration(family.options).model, family.dictionary()

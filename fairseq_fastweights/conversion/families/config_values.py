@@ -1,12 +1,95 @@
-"""Readers of single settings of a config.json, whose errors name the setting."""
+"""Which settings a config.json may have, and readers of single ones, whose errors name the setting."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 _MOST, _MOST_LAYERS = 10**8, 10_000
+
+_OF_GENERATION = frozenset(
+    """max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
+    use_mtp use_cache cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h typical_p
+    epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias
+    token_healing guidance_scale watermarking_config num_return_sequences output_scores output_logits
+    return_dict_in_generate is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit
+    assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type compile_config disable_compile
+    continuous_batching_config low_memory penalty_alpha dola_layers diversity_penalty num_beam_groups constraints
+    force_words_ids prefill_chunk_size""".split()
+)
+_OF_FILES = frozenset(
+    """model_type architectures transformers_version dtype torch_dtype _name_or_path name_or_path _commit_hash auto_map
+    id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tokenizer_class
+    output_attentions output_hidden_states return_dict chunk_size_feed_forward torchscript use_bfloat16
+    tf_legacy_loss is_decoder bos_token_id pad_token_id sep_token_id decoder_start_token_id initializer_range
+    gradient_checkpointing output_past xla_device neftune_noise_alpha unsloth_fixed unsloth_version
+    transformers.js_config _attn_implementation attn_implementation _attn_implementation_autoset
+    _experts_implementation experts_implementation""".split()
+)
+UNUSED = _OF_GENERATION | _OF_FILES
+"""Settings of all kinds of models that change nothing in what is computed: those of generation, of files, of tasks."""
+_ONLY: dict[str, Any] = {
+    **{"quantization_config": None, "per_layer_config": None, "pruned_heads": {}, "is_encoder_decoder": False},
+    **{"add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
+}
+"""Settings of all kinds of models that would change it, with the one value that is supported."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that a config.json of a kind, or an object in one, may have: any other is refused.
+
+    Args:
+        defaults: those that are read, with what their class takes for them where they are missing.
+        only: the one supported value of others that would change the model. Where they are missing their class takes
+            it too, unless `defaults` says something else.
+        unused: those that change nothing.
+        renamed: second names of settings.
+    """
+
+    defaults: Mapping[str, Any]
+    only: Mapping[str, Any] = field(default_factory=dict)
+    unused: Iterable[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def complete(self, given: Mapping[str, Any], kind: str, place: str = "config.json") -> dict[str, Any]:
+        """All settings that are read.
+
+        Args:
+            given: the settings in the file.
+            kind: of the model, for messages.
+            place: of the settings, for messages.
+
+        Raises:
+            ValueError: for a setting that is unknown, or has another value than the one supported.
+        """
+        for name, value in given.items():
+            if not any(name in names for names in (self.defaults, self.only, self.unused, self.renamed)):
+                known = ", ".join(sorted({*self.defaults, *self.only}))
+                raise InvalidInput(
+                    f"{place}: {name} is {value!r:.200}; it must not be there, as {kind} has no such setting that is "
+                    f"known here; there may be {known}"
+                )
+        values = {**self.only, **self.defaults, **{self.renamed.get(name, name): x for name, x in given.items()}}
+        for name, supported in self.only.items():
+            if values[name] != supported:
+                missing = "" if name in given else " where it is missing"
+                raise InvalidInput(
+                    f"{place}: {name} is {values[name]!r:.200}{missing}; only {supported!r} is supported"
+                )
+        return values
+
+
+def of_class(defaults: Mapping[str, Any], only: Mapping[str, Any] = {}, unused: str = "", **renamed: str) -> Settings:
+    """The settings of a class of models, with those that all classes have; `unused` holds names between spaces."""
+    return Settings(defaults, {**_ONLY, **only}, UNUSED | set(unused.split()), renamed)
 
 
 def sizes(layers: int, width: int, heads: int, between: int, positions: int, tied: bool) -> dict[str, Any]:
@@ -28,9 +111,9 @@ def sizes(layers: int, width: int, heads: int, between: int, positions: int, tie
     }
 
 
-def number(config: dict[str, Any], name: str) -> int:
+def number(config: Mapping[str, Any], name: str) -> int:
     """Reads a positive whole number."""
-    value = config.get(name)
+    value = config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInput(f"config.json: {name} is {value!r}; it must be a positive whole number")
     if value > _MOST:
@@ -38,7 +121,7 @@ def number(config: dict[str, Any], name: str) -> int:
     return value
 
 
-def count_layers(config: dict[str, Any], name: str) -> int:
+def count_layers(config: Mapping[str, Any], name: str) -> int:
     """Reads a number of layers, which has a largest value, as memory is used for each before weights are read."""
     layers = number(config, name)
     if layers > _MOST_LAYERS:
@@ -46,43 +129,32 @@ def count_layers(config: dict[str, Any], name: str) -> int:
     return layers
 
 
-def mapping(config: dict[str, Any], name: str) -> dict[str, Any]:
+def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Reads settings within a setting; {} if there are none."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be an object")
+        raise InvalidInput(f"config.json: {name} is {value!r:.200}; it must be an object")
     return value or {}
 
 
-def flag(config: dict[str, Any], name: str, default: bool) -> bool:
+def flag(config: Mapping[str, Any], name: str) -> bool:
     """Reads true or false."""
-    value = config.get(name, default)
+    value = config[name]
     if not isinstance(value, bool):
         raise InvalidInput(f"config.json: {name} is {value!r}; it must be true or false")
     return value
 
 
-def probability(config: dict[str, Any], name: str, default: float) -> float:
+def probability(config: Mapping[str, Any], name: str) -> float:
     """Reads a number of at least 0 and less than 1."""
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be at least 0 and less than 1")
-    return float(value)
+    check_number(f"config.json: {name}", config[name], 0, below=1)
+    return float(config[name])
 
 
-def positive(config: dict[str, Any], name: str, default: float | None) -> float:
+def positive(config: Mapping[str, Any], name: str) -> float:
     """Reads a positive number."""
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be a positive number")
-    return float(value)
-
-
-def check(config: dict[str, Any], name: str, supported: Any) -> None:
-    """Raises a `ValueError` unless a setting has the one supported value, which is also its default."""
-    value = config.get(name, supported)
-    if value != supported:
-        raise InvalidInput(f"config.json: {name} is {value!r}; only {supported!r} is supported")
+    check_number(f"config.json: {name}", config[name], above=0)
+    return float(config[name])
 
 
 def check_heads(width_name: str, width: int, name: str, heads: int) -> None:
@@ -91,36 +163,98 @@ def check_heads(width_name: str, width: int, name: str, heads: int) -> None:
         raise InvalidInput(f"config.json: {name} is {heads}; it must be a divisor of {width_name}, {width}")
 
 
-def activation(config: dict[str, Any], name: str, default: str) -> str:
+def activation(config: Mapping[str, Any], name: str) -> str:
     """Reads an activation function; returns fairseq's name of it."""
     tanh = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three ways to write the same formula
     known = {"gelu": "gelu", "relu": "relu", **dict.fromkeys(tanh, "gelu_accurate")}
-    value = config.get(name, default)
+    value = config[name]
     if not isinstance(value, str) or value not in known:
         raise InvalidInput(f"config.json: {name} is {value!r}; it must be one of {', '.join(known)}")
     return known[value]
 
 
-def rotary(config: dict[str, Any]) -> tuple[float, float]:
-    """Reads the fraction of each head that is rotated, and the base; older and newer files write them differently."""
-    parameters = mapping(config, "rope_parameters")
-    scaling = config.get("rope_scaling")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default" or scaling:
+def layer_kinds(config: Mapping[str, Any], layers: int, default: list[str], allowed: Iterable[str]) -> list[str]:
+    """Reads layer_types, the kind of each layer; null stands for `default`."""
+    kinds = config["layer_types"]
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in [*allowed] for kind in kinds):
         raise InvalidInput(
-            f"config.json: rope_type is {kind!r} and rope_scaling is {scaling!r}; only 'default' and null are supported"
+            f"config.json: layer_types is {kinds!r:.200}; it must hold one of {', '.join(allowed)} for each of "
+            f"{layers} layers"
         )
-    fraction = parameters.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-    base = parameters.get("rope_theta", config.get("rotary_emb_base", 10000))
-    for name, value, most in (("rotary_pct", fraction, 1), ("rotary_emb_base", base, float("inf"))):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-            raise InvalidInput(f"config.json: {name} is {value!r}; it must be more than 0 and at most {most}")
-    return float(fraction), float(base)
+    return kinds
 
 
-def read_end_of_text(config: dict[str, Any], vocabulary: int, otherwise: int | None) -> int:
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embeddings.
+
+    Attributes:
+        dim: how many dimensions of a head are rotated.
+        base: of the frequencies.
+        kind: of their scaling; "default" for none.
+        numbers: of the scaling.
+    """
+
+    dim: int
+    base: float
+    kind: str
+    numbers: tuple[float, ...]
+
+
+def rotary(
+    config: Mapping[str, Any],
+    head_dim: int,
+    *,
+    base: str = "rope_theta",
+    fraction: str = "partial_rotary_factor",
+    scalings: Mapping[str, tuple[str, ...]] = {},
+    unused: Iterable[str] = (),
+) -> Rotary:
+    """Reads rotary embeddings as transformers does, which takes rope_scaling of older files before rope_parameters.
+
+    Args:
+        config: all settings.
+        head_dim: size of the heads.
+        base, fraction: names of the settings for those that are missing there.
+        scalings: the kinds of scaling, with the names of their numbers.
+        unused: settings there that change nothing.
+
+    Raises:
+        ValueError: for a setting that is not allowed, or an odd number of rotated dimensions.
+    """
+    name = "rope_scaling" if mapping(config, "rope_scaling") else "rope_parameters"
+    given = mapping(config, name)
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ("default", *scalings):
+        raise InvalidInput(f"config.json: rope_type is {kind!r}; it must be one of {', '.join(['default', *scalings])}")
+    numbers = scalings.get(kind, ())
+    defaults = {"rope_type": kind, "type": kind, "rope_theta": config[base], "partial_rotary_factor": config[fraction]}
+    if defaults["partial_rotary_factor"] is None:
+        defaults["partial_rotary_factor"] = 1.0
+    defaults |= {number: config["max_position_embeddings"] if "max" in number else None for number in numbers}
+    values = Settings(defaults, unused=unused).complete(given, f"rope_type {kind}", f"config.json: in {name}")
+    said = fraction if "partial_rotary_factor" not in given else "partial_rotary_factor"
+    part = values["partial_rotary_factor"]
+    check_number(f"config.json: {said}", part, above=0, most=1)
+    dim = int(head_dim * part)
+    if dim % 2:
+        raise InvalidInput(
+            f"config.json: {said} is {part} and head_dim {head_dim}; their product must be even: rotary embeddings "
+            "rotate pairs"
+        )
+    theta = base if "rope_theta" not in given else "rope_theta"
+    return Rotary(
+        dim,
+        positive({theta: values["rope_theta"]}, theta),
+        kind,
+        tuple(positive(values, number) for number in numbers),
+    )
+
+
+def read_end_of_text(config: Mapping[str, Any], vocabulary: int, otherwise: int | None) -> int:
     """Reads the number of the word type that ends a text."""
-    value = config.get("eos_token_id")
+    value = config["eos_token_id"]
     if isinstance(value, list) and value:  # models for dialogue have several: the first ends a text
         value = value[0]
     if value is None:

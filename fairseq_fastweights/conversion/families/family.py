@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from fairseq.data import Dictionary
 
+from fairseq_fastweights.conversion.families.config_values import Settings
 from fairseq_fastweights.conversion.families.weights import Weight
 
 
@@ -70,12 +72,16 @@ SERVED: list[str] = []
 """Those that `to-huggingface --as` writes any model as that fits."""
 
 
-def reads(model_type: str, *, served: bool = False) -> Callable[[Reader], Reader]:
-    """Enters a function into `FAMILIES`, and its models into `SERVED`."""
+def reads(model_type: str, settings: Settings, *, served: bool = False) -> Callable[[Reader], Reader]:
+    """Enters a function into `FAMILIES`, and its models into `SERVED`; it gets all of the `settings` that it reads."""
 
     def enter(reader: Reader) -> Reader:
-        FAMILIES[model_type] = reader
+        @wraps(reader)
+        def read(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+            return reader(settings.complete(config, model_type), names, end_of_text)
+
+        FAMILIES[model_type] = read
         SERVED.extend([model_type] * served)
-        return reader
+        return read
 
     return enter

@@ -7,16 +7,40 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, mapping, number, positive
+from fairseq_fastweights.conversion.families.config_values import (
+    Settings,
+    check_heads,
+    flag,
+    mapping,
+    number,
+    of_class,
+    positive,
+)
 from fairseq_fastweights.conversion.families.family import Family, reads
-from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
+from fairseq_fastweights.conversion.families.llama import SHARED, Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttention
 from fairseq_fastweights.mixers.registry import write_pattern
 
-_SAME = ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings", "eos_token_id")
-_UNGROUPED = {"feature_map": None, "use_short_conv": False, "use_output_gate": True, "elementwise_affine": True}
+_SAME = "hidden_size num_hidden_layers vocab_size tie_word_embeddings eos_token_id max_position_embeddings".split()
+_SHARED: dict[str, Any] = {
+    **{"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 32000, "tie_word_embeddings": False},
+    **{"eos_token_id": None, "max_position_embeddings": 2048, "hidden_ratio": 4, "intermediate_size": None},
+    **{"norm_eps": 1e-6, "attn": None, "fuse_norm": True},
+}
+"""What the classes of flash-linear-attention 0.6.0 take for settings that are missing; each has some of its own."""
+_ONLY = {"hidden_act": "swish", "attnres_block_size": None, "norm_first": True}
+_UNUSED = "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp"
+_DELTA = {"allow_neg_eigval": False, "conv_size": 4}
+_DECAYING = _SHARED | _DELTA | {"num_v_heads": None}
+_CONVOLVED = _ONLY | {"use_short_conv": True}
+_UNGROUPED = _ONLY | {"feature_map": None, "use_short_conv": False, "use_output_gate": True, "elementwise_affine": True}
+_ATTENTION = Settings(
+    {"layers": None, "num_heads": None, "num_kv_heads": None, "qkv_bias": False, "rope_theta": 10000.0},
+    {"window_size": None},
+)
+"""Of `attn`, which gives some layers softmax attention."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +56,45 @@ class _Memory:
     """The weights of a layer, whose names begin with the two prefixes, in the source and here."""
 
 
-@reads("gated_deltanet")
+@reads(
+    "gated_deltanet",
+    of_class(
+        _DECAYING | {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "num_hidden_layers": 21},
+        _CONVOLVED | {"use_gate": True, "output_gate_activation": "swish"},
+        _UNUSED,
+    ),
+)
 def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Gated DeltaNet."""
-    check(config, "use_gate", True)
-    config = {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "conv_size": 4, **config}
     return _family(config, names, end_of_text, lambda shape: _decaying(config, shape, "gated-delta", _gated_delta))
 
 
-@reads("kda")
+@reads(
+    "kda",
+    of_class(
+        _DECAYING | {"head_dim": 128, "num_heads": 16, "expand_v": 1.0},
+        _CONVOLVED | {"safe_gate": False, "lower_bound": None},
+        _UNUSED,
+    ),
+)
 def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Kimi delta attention."""
-    check(config, "safe_gate", False)
-    check(config, "lower_bound", None)
-    config = {"head_dim": 128, "num_heads": 16, "expand_v": 1.0, "conv_size": 4, **config}
     family = _family(config, names, end_of_text, lambda shape: _decaying(config, shape, "kimi-delta", _kimi_delta))
     family.options["kimi-delta-gate-bias"] = True
     return family
 
 
-@reads("delta_net")
+@reads(
+    "delta_net",
+    of_class(
+        _SHARED | _DELTA | {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_gate": False},
+        _CONVOLVED | {"use_beta": True, "use_output_norm": True, "qk_norm": "l2", "qk_activation": "silu"},
+        _UNUSED,
+    ),
+)
 def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """DeltaNet."""
-    _check_all(config, {"use_beta": True, "use_output_norm": True, "qk_norm": "l2", "qk_activation": "silu"})
-    config = {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, **config}
-    gated = flag(config, "use_gate", False)
+    gated = flag(config, "use_gate")
 
     def memory(shape: Shape) -> _Memory:
         heads, key_dim, value_dim = _expanded(config, shape)
@@ -67,11 +105,16 @@ def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) 
     return _family(config, names, end_of_text, memory)
 
 
-@reads("gla")
+@reads(
+    "gla",
+    of_class(
+        _SHARED | {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
+        _UNGROUPED | {"clamp_min": None, "use_gk": True, "use_gv": False},
+        f"{_UNUSED} conv_size",
+    ),
+)
 def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Gated linear attention."""
-    _check_all(config, _UNGROUPED | {"clamp_min": None, "use_gk": True, "use_gv": False})
-    config = {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, **config}
 
     def memory(shape: Shape) -> _Memory:
         heads, key_dim, value_dim = _expanded(config, shape)
@@ -81,11 +124,16 @@ def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fam
     return _family(config, names, end_of_text, memory)
 
 
-@reads("retnet")
+@reads(
+    "retnet",
+    of_class(
+        _SHARED | {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2},
+        _UNGROUPED,
+        f"{_UNUSED} conv_size",
+    ),
+)
 def retnet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """RetNet."""
-    _check_all(config, _UNGROUPED)
-    config = {"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2, **config}
 
     def memory(shape: Shape) -> _Memory:
         heads, key_dim, value_dim = _expanded(config, shape)
@@ -106,8 +154,8 @@ def _family(
     config: dict[str, Any], names: set[str], end_of_text: int | None, memory: Callable[[Shape], _Memory]
 ) -> Family:
     """The family of models with this kind of memory, of which some layers may have attention in its place."""
-    _check_all(config, {"hidden_act": "swish", "attnres_block_size": None, "norm_first": True})
     attention = mapping(config, "attn")
+    attention = attention and _ATTENTION.complete(attention, config["model_type"], "config.json: in attn")
     shape = _shape(config, attention, names, end_of_text)
     made, with_attention = memory(shape), _layers_with_attention(attention, shape)
     # Until February 2025 gates and inputs of feed-forward networks were one weight.
@@ -119,46 +167,39 @@ def _family(
         weights += _joined_feed_forward(shape, theirs, ours) if joined else shape.feed_forward(theirs, ours)
         theirs, ours = f"{theirs}attn.", f"{ours}self_attn."
         if i in with_attention:
-            weights += _attention(shape, flag(attention, "qkv_bias", False), theirs, ours)
+            weights += _attention(shape, flag(attention, "qkv_bias"), theirs, ours)
         else:
             weights += made.weights(shape, made, theirs, ours)
     mixers = ["softmax" if i in with_attention else made.mixer for i in range(shape.layers)]
     options = {"mixers": write_pattern(mixers) if with_attention else made.mixer, "fast-weight-heads": made.heads}
     if with_attention:
-        options |= rotary_options(shape, shape.head_dim)
-        options |= {"projection-bias": "qkv" if flag(attention, "qkv_bias", False) else "none"}
+        options |= rotary_options(shape) | {"projection-bias": "qkv" if flag(attention, "qkv_bias") else "none"}
     family = shape.family(weights, options | made.options)
     del family.options["softmax-attention-layers"]
     return family
 
 
-def _check_all(config: dict[str, Any], supported: dict[str, Any]) -> None:
-    for name, value in supported.items():
-        check(config, name, value)
-
-
 def _shape(config: dict[str, Any], attention: dict[str, Any], names: set[str], end_of_text: int | None) -> Shape:
     """The sizes, which have other names and defaults than Llama's."""
-    width, between = number(config, "hidden_size"), config.get("intermediate_size")
+    width, between = number(config, "hidden_size"), config["intermediate_size"]
     if between is None:  # the multiple of 256 above two thirds
-        ratio = 4 if config.get("hidden_ratio") is None else number(config, "hidden_ratio")
+        ratio = 4 if config["hidden_ratio"] is None else number(config, "hidden_ratio")
         between = -(-int(width * ratio * 2 / 3) // 256) * 256
-    same = {name: config[name] for name in _SAME if name in config}
-    own = {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps", 1e-6)}
-    own["max_position_embeddings"] = config.get("max_position_embeddings", 2048)
+    same = {name: config[name] for name in _SAME}
+    own = {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps")}
+    own["head_dim"] = None
     if attention:
         own["num_attention_heads"] = number(attention, "num_heads")
-        own["num_key_value_heads"] = attention.get("num_kv_heads")
-        own["rope_theta"] = positive(attention, "rope_theta", 10000.0)
-    return read_shape(same | own, names, end_of_text, table="embeddings")
+        own["num_key_value_heads"] = attention["num_kv_heads"]
+        own["rope_theta"] = positive(attention, "rope_theta")
+    return read_shape(SHARED | same | own, names, end_of_text, table="embeddings")
 
 
 def _layers_with_attention(attention: dict[str, Any], shape: Shape) -> set[int]:
     """The numbers of the layers that have softmax attention, from 0."""
     if not attention:
         return set()
-    check(attention, "window_size", None)
-    layers = attention.get("layers")
+    layers = attention["layers"]
     if not isinstance(layers, list) or not all(type(i) is int and 0 <= i < shape.layers for i in layers):
         raise InvalidInput(
             f"config.json: layers of attn is {str(layers)[:200]}; it must be a list of numbers from 0 to "
@@ -182,8 +223,9 @@ def _joined_feed_forward(shape: Shape, theirs: str, ours: str) -> Iterator[Weigh
 def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
     """The number of heads, and the sizes of each head of keys and of values, which divide multiples of the width."""
     heads = number(config, "num_heads")
-    check({"num_kv_heads": config.get("num_kv_heads") or heads}, "num_kv_heads", heads)
-    keys, values = (int(shape.width * positive(config, name, None)) for name in ("expand_k", "expand_v"))
+    if config.get("num_kv_heads") not in (None, heads):
+        raise InvalidInput(f"config.json: num_kv_heads is {config['num_kv_heads']!r}; only {heads} is supported")
+    keys, values = (int(shape.width * positive(config, name)) for name in ("expand_k", "expand_v"))
     for name, total in (("expand_k", keys), ("expand_v", values)):
         check_heads(f"hidden_size * {name}", total, "num_heads", heads)
     return heads, keys // heads, values // heads
@@ -191,25 +233,24 @@ def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
 
 def _norm_name(config: dict[str, Any]) -> str:
     """The name of the norm of what is read, which may be one module with the gate."""
-    return "g_norm_swish_gate" if flag(config, "fuse_norm", True) else "g_norm"
+    return "g_norm_swish_gate" if flag(config, "fuse_norm") else "g_norm"
 
 
 def _delta_options(
     config: dict[str, Any], shape: Shape, mixer: str, key_heads: int, key_dim: int, value_dim: int
 ) -> dict[str, Any]:
-    check(config, "use_short_conv", True)
     conv = number(config, "conv_size")
     sizes: dict[str, Any] = {"key-heads": key_heads, "key-dim": key_dim, "value-dim": value_dim, "conv": conv}
-    sizes |= {"eps": shape.eps, "negative-eigenvalues": flag(config, "allow_neg_eigval", False)}
+    sizes |= {"eps": shape.eps, "negative-eigenvalues": flag(config, "allow_neg_eigval")}
     return {f"{mixer}-{name}": value for name, value in sizes.items()}
 
 
 def _decaying(config: dict[str, Any], shape: Shape, mixer: str, gates: Callable[..., Iterator[Weight]]) -> _Memory:
     """The memory of Gated DeltaNet and of Kimi delta attention, which differ in their gates."""
     key_heads, key_dim, conv = (number(config, name) for name in ("num_heads", "head_dim", "conv_size"))
-    heads = key_heads if config.get("num_v_heads") is None else number(config, "num_v_heads")
+    heads = key_heads if config["num_v_heads"] is None else number(config, "num_v_heads")
     check_heads("num_v_heads", heads, "num_heads", key_heads)
-    value_dim = int(key_dim * positive(config, "expand_v", None))
+    value_dim = int(key_dim * positive(config, "expand_v"))
 
     def weights(shape: Shape, memory: _Memory, theirs: str, ours: str) -> Iterator[Weight]:
         yield from _delta(shape, memory, theirs, ours, key_heads=key_heads, conv=conv)

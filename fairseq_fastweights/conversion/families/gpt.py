@@ -8,11 +8,11 @@ import torch
 
 from fairseq_fastweights.conversion.families.config_values import (
     activation,
-    check,
     check_heads,
     count_layers,
     flag,
     number,
+    of_class,
     probability,
     read_end_of_text,
     rotary,
@@ -20,23 +20,32 @@ from fairseq_fastweights.conversion.families.config_values import (
 )
 from fairseq_fastweights.conversion.families.family import Family, reads
 from fairseq_fastweights.conversion.families.weights import embedding, fused, linear, norm, single
-from fairseq_fastweights.invalid_input import InvalidInput
 
 _PADDING = 1
 
 
-@reads("gpt2")
+@reads(
+    "gpt2",
+    of_class(
+        {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
+        | {"activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True}
+        | {"eos_token_id": None},
+        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5},
+        "n_ctx predict_special_tokens embd_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
+        "summary_activation summary_proj_to_labels summary_first_dropout",
+        hidden_size="n_embd",
+        max_position_embeddings="n_positions",
+        num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    ),
+)
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-2: learned positions, one matrix for queries, keys and values."""
     width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
-    between = number(config, "n_inner") if config.get("n_inner") is not None else 4 * width
+    between = 4 * width if config["n_inner"] is None else number(config, "n_inner")
     positions, vocabulary = number(config, "n_positions"), number(config, "vocab_size")
     check_heads("n_embd", width, "n_head", heads)
-    check(config, "scale_attn_weights", True)
-    check(config, "scale_attn_by_inverse_layer_idx", False)
-    check(config, "add_cross_attention", False)
-    check(config, "layer_norm_epsilon", 1e-5)
-    tied = flag(config, "tie_word_embeddings", True)
+    tied = flag(config, "tie_word_embeddings")
     end = read_end_of_text(config, vocabulary, end_of_text)
 
     # As saved by the language model; files that were saved by the model below it have no prefix.
@@ -68,9 +77,9 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
         options={
             **sizes(layers, width, heads, between, positions, tied),
             "decoder-learned-pos": True,
-            "activation-fn": activation(config, "activation_function", "gelu_new"),
-            "dropout": probability(config, "resid_pdrop", 0.1),
-            "attention-dropout": probability(config, "attn_pdrop", 0.1),
+            "activation-fn": activation(config, "activation_function"),
+            "dropout": probability(config, "resid_pdrop"),
+            "attention-dropout": probability(config, "attn_pdrop"),
         },
         weights=weights,
         vocabulary=vocabulary,
@@ -82,7 +91,18 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
     )
 
 
-@reads("gpt_neox")
+@reads(
+    "gpt_neox",
+    of_class(
+        {"vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
+        | {"intermediate_size": 24576, "hidden_act": "gelu", "attention_dropout": 0.0, "hidden_dropout": 0.0}
+        | {"max_position_embeddings": 2048, "tie_word_embeddings": False, "use_parallel_residual": True}
+        | {"rope_parameters": None, "rope_scaling": None, "rotary_emb_base": 10000.0, "rotary_pct": 0.25}
+        | {"eos_token_id": None},
+        {"attention_bias": True, "layer_norm_eps": 1e-5},
+        "classifier_dropout",
+    ),
+)
 def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-NeoX: rotary positions in a part of each head, attention and feed-forward network in parallel."""
     width, between, heads = (
@@ -91,16 +111,9 @@ def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -
     layers = count_layers(config, "num_hidden_layers")
     positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
     check_heads("hidden_size", width, "num_attention_heads", heads)
-    check(config, "attention_bias", True)
-    check(config, "layer_norm_eps", 1e-5)
-    tied = flag(config, "tie_word_embeddings", False)
+    tied = flag(config, "tie_word_embeddings")
     end = read_end_of_text(config, vocabulary, end_of_text)
-    fraction, base = rotary(config)
-    rotary_dim = int(width // heads * fraction)
-    if rotary_dim % 2:
-        raise InvalidInput(
-            f"config.json: rotary_pct is {fraction}; of {width // heads} dimensions a head it must take an even number"
-        )
+    turned = rotary(config, width // heads, base="rotary_emb_base", fraction="rotary_pct")
 
     output = "lm_head.weight" if "lm_head.weight" in names else "embed_out.weight"
     weights = [embedding("gpt_neox.embed_in.weight", "decoder.embed_tokens.weight", vocabulary, width, end)]
@@ -121,12 +134,12 @@ def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -
         options={
             **sizes(layers, width, heads, between, positions, tied),
             "no-token-positional-embeddings": True,
-            "activation-fn": activation(config, "hidden_act", "gelu"),
-            "dropout": probability(config, "hidden_dropout", 0.0),
-            "attention-dropout": probability(config, "attention_dropout", 0.0),
-            "parallel-residual": flag(config, "use_parallel_residual", True),
-            "rotary-dim": rotary_dim,
-            "rotary-base": base,
+            "activation-fn": activation(config, "hidden_act"),
+            "dropout": probability(config, "hidden_dropout"),
+            "attention-dropout": probability(config, "attention_dropout"),
+            "parallel-residual": flag(config, "use_parallel_residual"),
+            "rotary-dim": turned.dim,
+            "rotary-base": turned.base,
         },
         weights=weights,
         vocabulary=vocabulary,

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from fairseq_fastweights.conversion.families.config_values import check, check_heads, flag, mapping, number, positive
-from fairseq_fastweights.conversion.families.family import Family, reads
-from fairseq_fastweights.conversion.families.llama import Shape, read_shape, rotary_options
+from fairseq_fastweights.conversion.families.config_values import (
+    check_heads,
+    count_layers,
+    flag,
+    layer_kinds,
+    mapping,
+    number,
+    of_class,
+)
+from fairseq_fastweights.conversion.families.family import FAMILIES, Family, reads
+from fairseq_fastweights.conversion.families.llama import ONLY, SHARED, Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import write_pattern
@@ -18,17 +26,51 @@ _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}
 _SECOND = "post_attention_layernorm"
 _NORM_EPS = 1e-5
 """OLMo-hybrid's epsilon of the norm of what is read, whatever config.json says of other norms."""
+_OLMO: dict[str, Any] = {
+    "vocab_size": 100352,
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "num_attention_heads": 30,
+}
+_OLMO |= {"max_position_embeddings": 65536, "head_dim": None, "layer_types": None, "linear_conv_kernel_dim": 4}
+_OLMO |= dict.fromkeys(f"linear_{name}" for name in ("num_key_heads", "num_value_heads"))
+_OLMO |= {"linear_key_head_dim": None, "linear_value_head_dim": None, "linear_allow_neg_eigval": True}
+_QWEN: dict[str, Any] = {
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+_QWEN |= {"max_position_embeddings": 32768, "head_dim": 256, "layer_types": None, "full_attention_interval": 4}
+_QWEN |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+_QWEN |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25}
 
 
-@reads("olmo_hybrid", served=True)
+@reads(
+    "olmo_hybrid",
+    of_class(
+        SHARED | _OLMO,
+        ONLY,
+        "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor",
+    ),
+    served=True,
+)
 def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """OLMo-hybrid: layers with attention have norms behind their parts, and one norm for all heads of queries.
 
     Norms have either of two names. What transformers 5.20 saves differs further: the first norm of layers with
     attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
-    check(config, "attention_bias", False)
-    shape, kinds, delta = _read({**config, "head_dim": None}, names, end_of_text)
+    config["full_attention_interval"] = min(4, count_layers(config, "num_hidden_layers"))
+    for part, size in (
+        ("num_key_heads", lambda: config["num_attention_heads"]),
+        ("num_value_heads", lambda: config["num_attention_heads"]),
+        ("key_head_dim", lambda: 3 * number(config, "hidden_size") // (4 * number(config, "linear_num_key_heads"))),
+        ("value_head_dim", lambda: 2 * number(config, "linear_key_head_dim")),
+    ):
+        if config[f"linear_{part}"] is None:
+            config[f"linear_{part}"] = size()
+    shape, kinds, delta = _read(config, names, end_of_text)
     attention = kinds.index("full_attention") if "full_attention" in kinds else 0
     saved = f"{shape.prefix}layers.{attention}.feedforward_layer_norm.weight" in names
     older = any(name.endswith(".attention_layer_norm.weight") for name in names)
@@ -50,24 +92,28 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     options = {
         "softmax-joint-norm": True,
         "output-norm-layers": ",".join(str(i) for i, kind in enumerate(kinds, 1) if kind == "full_attention"),
-        "gated-delta-negative-eigenvalues": flag(config, "linear_allow_neg_eigval", True),
+        "gated-delta-negative-eigenvalues": flag(config, "linear_allow_neg_eigval"),
         "gated-delta-eps": _NORM_EPS,
     }
-    # Without a base, or with null for their kind, there are no rotary embeddings, as in the published models.
-    rotary = mapping(config, "rope_parameters") or {"rope_theta": config.get("rope_theta")}
-    if rotary.get("rope_theta") is not None and rotary.get("rope_type", "default") is not None:
-        options |= rotary_options(shape, shape.head_dim)
+    # With null for a base there are no rotary embeddings, as in the published models; without one it is 10,000.
+    given = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
+    if given.get("rope_theta", config["rope_theta"]) is not None:
+        options |= rotary_options(shape)
     return _finish(shape, kinds, delta, weights, options)
 
 
-@reads("qwen3_5_text", served=True)
+@reads(
+    "qwen3_5_text",
+    of_class(
+        SHARED | _QWEN,
+        ONLY | {"attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []},
+        "mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+    ),
+    served=True,
+)
 def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """The dense language models of Qwen3.5: gated attention, norms that multiply by 1 + w."""
-    check(config, "attention_bias", False)
-    shape, kinds, delta = _read({"head_dim": 256, **config}, names, end_of_text)
-    rotary = positive(
-        {"partial_rotary_factor": 0.25} | mapping(config, "rope_parameters"), "partial_rotary_factor", None
-    )
+    shape, kinds, delta = _read(config, names, end_of_text)
     weights: list[Weight] = []
     for i, kind in enumerate(kinds):
         theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
@@ -84,9 +130,22 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
         "softmax-output-gate": True,
         "zero-centered-norms": True,
         "gated-delta-eps": shape.eps,
-        **rotary_options(shape, int(shape.head_dim * rotary)),
+        **rotary_options(shape, partial=True, unused=("mrope_section", "mrope_interleaved")),
     }
     return _finish(shape, kinds, delta, weights, options)
+
+
+@reads(
+    "qwen3_5",
+    of_class(
+        {"text_config": None, "tie_word_embeddings": False, "eos_token_id": None},
+        unused="vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id "
+        "language_model_only",
+    ),
+)
+def qwen3_5(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+    """The language model of a Qwen3.5 that also reads images; weights have the names that they have alone."""
+    return FAMILIES["qwen3_5_text"](qwen3_5_alone(config), names, end_of_text)
 
 
 def qwen3_5_alone(config: dict[str, Any]) -> dict[str, Any]:
@@ -94,10 +153,11 @@ def qwen3_5_alone(config: dict[str, Any]) -> dict[str, Any]:
     text = mapping(config, "text_config")
     if not text:
         raise InvalidInput(f"config.json: text_config is {config.get('text_config')!r}; it must be an object")
-    check(text, "model_type", "qwen3_5_text")
-    outer = {name: config[name] for name in ("eos_token_id", "tie_word_embeddings") if name in config}
+    if (kind := text.get("model_type", "qwen3_5_text")) != "qwen3_5_text":
+        raise InvalidInput(f"config.json: model_type of text_config is {kind!r}; only 'qwen3_5_text' is supported")
     own = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
-    return outer | text | own | {name: value for name, value in outer.items() if name == "tie_word_embeddings"}
+    own["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+    return {"eos_token_id": config.get("eos_token_id")} | text | own
 
 
 def qwen3_5_name(name: str) -> str | None:
@@ -112,12 +172,9 @@ def _read(
 ) -> tuple[Shape, list[str], tuple[int, int, int, int, int]]:
     """The shape, the layers' kinds, and of Gated DeltaNet heads and sizes of keys and values, and the convolution."""
     shape = read_shape(config, names, end_of_text)
-    kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != shape.layers or not all(kind in _MIXERS for kind in kinds):
-        raise InvalidInput(
-            f"config.json: layer_types is {str(kinds)[:200]}; it must hold one of {', '.join(_MIXERS)} for each of "
-            f"{shape.layers} layers"
-        )
+    interval = number(config, "full_attention_interval")
+    default = ["linear_attention" if i % interval else "full_attention" for i in range(1, shape.layers + 1)]
+    kinds = layer_kinds(config, shape.layers, default, _MIXERS)
     key_heads, value_heads, key_dim, value_dim, conv = (
         number(config, f"linear_{name}")
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")

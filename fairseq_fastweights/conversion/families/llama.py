@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fairseq_fastweights.conversion.families.config_values import (
-    check,
     check_heads,
     count_layers,
     flag,
-    mapping,
+    layer_kinds,
     number,
+    of_class,
     positive,
     probability,
     read_end_of_text,
+    rotary,
     sizes,
 )
 from fairseq_fastweights.conversion.families.family import Family, reads
@@ -28,44 +29,66 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """The kinds of scaling of rotary embeddings, and their numbers in the order of `parse_scaling`."""
+SHARED: dict[str, Any] = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None},
+    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_dropout": 0.0, "eos_token_id": None},
+    **{"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0, "partial_rotary_factor": None},
+}
+"""What Llama's descendants take for settings that are missing; most have some of their own."""
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_QWEN = SHARED | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_QWEN |= {"max_position_embeddings": 32768, "layer_types": None}
+_LLAMA = ONLY | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}
+_FULL = {"hidden_act": "silu", "use_sliding_window": False}
 
 
-@reads("llama", served=True)
+@reads(
+    "llama",
+    of_class(
+        SHARED | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "head_dim": None},
+        _LLAMA,
+        "pretraining_tp max_sequence_length",
+    ),
+    served=True,
+)
 def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Llama 1 to 3, and models of its shape (SmolLM, TinyLlama)."""
-    check(config, "attention_bias", False)
-    check(config, "mlp_bias", False)
     return _family(config, names, end_of_text, biases="none")
 
 
-@reads("mistral", served=True)
+@reads(
+    "mistral",
+    of_class(
+        SHARED
+        | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072, "head_dim": None}
+        | {"num_key_value_heads": 8, "sliding_window": 4096},
+        ONLY | {"sliding_window": None},
+    ),
+    served=True,
+)
 def mistral(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Mistral without a sliding window."""
-    check(config, "sliding_window", None)
     return _family(config, names, end_of_text, biases="none")
 
 
-@reads("qwen2", served=True)
+@reads(
+    "qwen2",
+    of_class(_QWEN | {"head_dim": None}, _FULL | {"use_mrope": False}, "sliding_window max_window_layers"),
+    served=True,
+)
 def qwen2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Qwen2 and Qwen2.5: queries, keys and values have biases."""
-    _check_full_attention(config)
     return _family(config, names, end_of_text, biases="qkv")
 
 
-@reads("qwen3", served=True)
+@reads(
+    "qwen3",
+    of_class(_QWEN | {"head_dim": 128}, ONLY | _FULL, "sliding_window max_window_layers"),
+    served=True,
+)
 def qwen3(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """Qwen3: queries and keys have norms."""
-    check(config, "attention_bias", False)
-    _check_full_attention(config)
-    return _family({"head_dim": 128, **config}, names, end_of_text, biases="none", normed=True)
-
-
-def _check_full_attention(config: dict[str, Any]) -> None:
-    check(config, "use_sliding_window", False)
-    kinds = config.get("layer_types") or []
-    other = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
-    if other:
-        raise InvalidInput(f"config.json: layer_types holds {other[0]!r}; only 'full_attention' is supported")
+    return _family(config, names, end_of_text, biases="none", normed=True)
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ class Shape:
             **sizes(self.layers, self.width, self.heads, self.between, self.positions, self.tied),
             "no-token-positional-embeddings": True,
             "dropout": 0.0,
-            "attention-dropout": probability(self.config, "attention_dropout", 0.0),
+            "attention-dropout": probability(self.config, "attention_dropout"),
             "rms-norm-eps": self.eps,
             "swiglu": True,
             "projection-bias": "none",
@@ -160,23 +183,22 @@ def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None,
     )
     layers = count_layers(config, "num_hidden_layers")
     positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
-    kv_heads = heads if config.get("num_key_value_heads") is None else number(config, "num_key_value_heads")
+    kv_heads = heads if config["num_key_value_heads"] is None else number(config, "num_key_value_heads")
     check_heads("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-    if config.get("head_dim") is None:
+    if config["head_dim"] is None:
         check_heads("hidden_size", width, "num_attention_heads", heads)
-    check(config, "hidden_act", "silu")
     return Shape(
         config=config,
         width=width,
         between=between,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=width // heads if config.get("head_dim") is None else number(config, "head_dim"),
+        head_dim=width // heads if config["head_dim"] is None else number(config, "head_dim"),
         layers=layers,
         positions=positions,
         vocabulary=vocabulary,
-        eps=positive(config, "rms_norm_eps", 1e-6),
-        tied=flag(config, "tie_word_embeddings", False),
+        eps=positive(config, "rms_norm_eps"),
+        tied=flag(config, "tie_word_embeddings"),
         end=read_end_of_text(config, vocabulary, end_of_text),
         # As saved by the language model; files that were saved by the model below it have no prefix.
         prefix="model." if not names or any(name.startswith("model.") for name in names) else "",
@@ -188,7 +210,9 @@ def _family(
     config: dict[str, Any], names: set[str], end_of_text: int | None, *, biases: str, normed: bool = False
 ) -> Family:
     shape = read_shape(config, names, end_of_text)
-    options = rotary_options(shape, shape.head_dim) | {"projection-bias": biases}
+    if "layer_types" in config:
+        layer_kinds(config, shape.layers, ["full_attention"] * shape.layers, ["full_attention"])
+    options = rotary_options(shape) | {"projection-bias": biases}
     weights: list[Weight] = []
     for i in range(shape.layers):
         theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
@@ -205,35 +229,31 @@ def _family(
     return shape.family(weights, options | ({"query-key-norm-eps": shape.eps} if normed else {}))
 
 
-def rotary_options(shape: Shape, dim: int) -> dict[str, Any]:
-    """The options of rotary embeddings of so many dimensions of a head.
+def rotary_options(shape: Shape, *, partial: bool = False, unused: Iterable[str] = ()) -> dict[str, Any]:
+    """The options of rotary embeddings.
+
+    Args:
+        shape: of the model.
+        partial: whether they may rotate a part of each head.
+        unused: settings of theirs that change nothing.
 
     Raises:
-        ValueError: for a kind of scaling that is not supported, or an odd number of dimensions.
+        ValueError: for a setting that is not allowed or not supported; the message names it.
     """
-    if dim % 2:
-        raise InvalidInput(f"config.json: head_dim is {dim}; it must be even: rotary embeddings rotate pairs")
-    base, scaling = _rotary(shape.config, shape.positions)
-    return {"rotary-dim": dim, "rotary-base": base} | ({"rotary-scaling": scaling} if scaling else {})
-
-
-def _rotary(config: dict[str, Any], positions: int) -> tuple[float, str]:
-    """The base, and the scaling for `parse_scaling`; older and newer files write them differently."""
-    parameters = {"rope_theta": config.get("rope_theta", 10000.0)} | mapping(config, "rope_scaling")
-    parameters |= mapping(config, "rope_parameters")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    base = positive(parameters, "rope_theta", 10000.0)
-    if kind == "default":
-        return base, ""
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise InvalidInput(f"config.json: rope_type is {kind!r}; it must be one of default, {', '.join(SCALINGS)}")
-    values = (positive(parameters, name, positions if "max" in name else None) for name in SCALINGS[kind])
-    scaling = f"{kind}:{','.join(map(_digits, values))}"
-    try:
-        parse_scaling(scaling)
-    except ValueError as error:
-        raise InvalidInput(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
-    return base, scaling
+    read = rotary(shape.config, shape.head_dim, scalings=SCALINGS, unused=unused)
+    if read.dim != shape.head_dim and not partial:
+        raise InvalidInput(
+            f"config.json: partial_rotary_factor leaves {read.dim} of {shape.head_dim} dimensions a head; only 1.0 is "
+            "supported"
+        )
+    options: dict[str, Any] = {"rotary-dim": read.dim, "rotary-base": read.base}
+    if read.kind != "default":
+        options["rotary-scaling"] = f"{read.kind}:{','.join(map(_digits, read.numbers))}"
+        try:
+            parse_scaling(options["rotary-scaling"])
+        except ValueError as error:
+            raise InvalidInput(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
+    return options
 
 
 def _digits(value: float) -> str:

@@ -64,7 +64,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     config, named = language_model(said)
     alone = None if config is said else json.dumps(config, indent=2) + "\n"
     originals = original_files(source)
-    family = read_family(config, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
+    family = read_family(said, set(), end_of_text=0)  # its settings, before files of gigabytes are opened
     tokenizer = read_whole_tokenizer(source, family.byte_level)
     if end_of_text is not None:
         config |= {"eos_token_id": _added_token(end_of_text, tokenizer.added)}
