@@ -11,6 +11,7 @@ from fairseq_fastweights.adaptive_bands import check_square_projections
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes, lookup, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
+from fairseq_fastweights.number_checks import check_number
 
 FORMAT = 1
 """The format of config.json. A larger number belongs to a later version of this package, and is refused."""
@@ -36,15 +37,18 @@ _OF_TRANSFORMERS = {
     "_name_or_path",
     "_commit_hash",
     "output_attentions",
-    "attn_implementation",
-    "experts_implementation",
-    "_attn_implementation",
     "_attn_implementation_internal",
     "_experts_implementation_internal",
-    "per_layer_config",
-    "quantization_config",
     "auto_map",
 }
+# Some of these may name code on the hub. Mixers have no implementations to choose from, nor settings of single layers.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), (None, "eager", "sdpa")),
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), (None, "eager", "grouped_mm")),
+    "per_layer_config": (None, {}),
+}
+_QUANTIZATIONS = ("bitsandbytes", "torchao", "quanto", "hqq")
+"""Methods of quantization by packages that a user has installed; others load code from the hub."""
 
 _MOST = {"num_hidden_layers": 10**4, "max_position_embeddings": 10**12}
 _MOST_OF_OTHERS = 10**9
@@ -122,6 +126,7 @@ class FastWeightConfig(PreTrainedConfig):
     """
 
     model_type = "fast_weight"
+    auto_map: ClassVar[dict[str, str]] = {}  # for programs that look whether a model has code of its own
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # to which the Trainer adds
 
     format_version: int = FORMAT
@@ -172,9 +177,18 @@ class FastWeightConfig(PreTrainedConfig):
                 f"format_version is {self.format_version!r}; this version of fairseq_fastweights reads {FORMAT}"
             )
         generation = GenerationConfig().to_dict()
-        unknown = [name for name in kwargs if name not in _OF_TRANSFORMERS and name not in generation]
-        if unknown:
-            raise InvalidInput(f"{unknown[0]} is {kwargs[unknown[0]]!r}; there is no setting of this name")
+        known = {*_OF_TRANSFORMERS, *_CHOICES, *generation, "quantization_config"}
+        if unknown := [name for name in kwargs if name not in known]:
+            raise InvalidInput(f"{unknown[0]} is {kwargs[unknown[0]]!r:.200}; there is no setting of this name")
+        for name, allowed in _CHOICES.items():
+            if kwargs.get(name) not in allowed:
+                raise InvalidInput(
+                    f"{name} is {kwargs[name]!r:.200}; these models have nothing to choose there: it must be one of "
+                    f"{', '.join(map(str, allowed))}, which are the same"
+                )
+        _check_quantization(kwargs.get("quantization_config"))
+        self.dtype = _check_dtype("torch_dtype", kwargs.pop("torch_dtype", None)) if self.dtype is None else self.dtype
+        _check_dtype("dtype", self.dtype)
         self._check_numbers()
         self.input_size = self.hidden_size if self.input_size is None else self.input_size
         self.output_size = self.hidden_size if self.output_size is None else self.output_size
@@ -202,27 +216,19 @@ class FastWeightConfig(PreTrainedConfig):
         for name in _FLAGS:
             if getattr(self, name) not in (True, False):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        dtype: Any = self.dtype
-        if not isinstance(getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, (torch.dtype, type(None))):
-            raise InvalidInput(f"dtype is {dtype!r}; it must be the name of a type of torch, as 'float32'")
         for name in ("input_size", "output_size"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value <= 1:
-                raise InvalidInput(f"{name} is {value!r}; it must be a probability")
-        eps = self.rms_norm_eps
-        if eps is not None and (not _is_number(eps) or eps < 0):
-            raise InvalidInput(f"rms_norm_eps is {eps!r}; it must be a number of at least 0, or None")
+            check_number(name, getattr(self, name), 0, 1)
+        for name in ("rms_norm_eps", "initializer_range"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0)
         if self.hidden_size % self.num_attention_heads and not (self.mixer_settings or {}).get("head_dim"):
             raise InvalidInput(
                 f"num_attention_heads is {self.num_attention_heads}; it must be a divisor of hidden_size, "
                 f"{self.hidden_size}"
             )
-        deviation = self.initializer_range
-        if deviation is not None and (not _is_number(deviation) or deviation < 0):
-            raise InvalidInput(f"initializer_range is {deviation!r}; it must be a standard deviation, or None")
 
     def _read_mixers(self) -> list[str]:
         layers, mixers = self.num_hidden_layers, self.mixers
@@ -293,8 +299,7 @@ class FastWeightConfig(PreTrainedConfig):
                     "at most"
                 )
         for name in ("adaptive_input_factor", "adaptive_softmax_factor"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) <= 0:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be positive")
+            check_number(name, getattr(self, name), above=0)
         check_square_projections(self.square_projections)
         adaptive = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
         if self.square_projections != "keep" and adaptive == (None, None):
@@ -346,8 +351,21 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_dtype(name: str, dtype: Any) -> Any:
+    """Checks a type of weights, or its name: torch has other things by name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return dtype
+    raise InvalidInput(f"{name} is {dtype!r:.200}; it must be the name of a floating-point type of torch, as 'float32'")
+
+
+def _check_quantization(settings: Any) -> None:
+    """Checks that the weights in a file are quantized by a method that loads no code."""
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", settings)
+    if method is not None and str(getattr(method, "value", method)) not in _QUANTIZATIONS:
+        raise InvalidInput(
+            f"quantization_config has the quant_method {method!r:.200}; it must be one of {', '.join(_QUANTIZATIONS)}"
+        )
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -367,9 +385,10 @@ def _check_type(name: str, value: Any, kind: type) -> None:
     shared = name in _SHARED_TYPES or not any(name.startswith(f"{mixer.replace('-', '_')}_") for mixer in MIXERS)
     if (value is None and shared) or name == "normalization":
         return
-    right = isinstance(value, bool) if kind is bool else not isinstance(value, bool) and isinstance(value, kind)
-    if not right and not (kind is float and _is_number(value)):
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}
+    if kind is float:
+        check_number(name, value)
+    elif not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+        words = {int: "a whole number", bool: "true or false", str: "a name"}
         raise InvalidInput(f"{name} is {value!r}; it must be {words[kind]}")
     if kind is int:
         _check_most(name, value)

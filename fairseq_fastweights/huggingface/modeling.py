@@ -28,6 +28,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.safetensors_digests import note_digest
 
 MASKED_LOGIT = -1e4
@@ -70,6 +71,40 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         if options.get("is_main_process", True):
             for path in sorted(Path(save_directory).glob("model*.safetensors")):
                 note_digest(path)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resizes the vocabulary as transformers does, without the `masked_tokens` that are then no longer in it.
+
+        Args:
+            new_num_tokens: the number of word types; None for the present one.
+            pad_to_multiple_of: the number is rounded up to a multiple of this; None for no rounding.
+            mean_resizing: whether new embeddings are drawn around the mean of the old ones.
+
+        Raises:
+            ValueError: if a number is not allowed, a special token would be left without an embedding, or the
+                embeddings or the softmax are adaptive.
+        """
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        check_number("new_num_tokens", size, 1, whole=True)
+        if pad_to_multiple_of is not None:
+            check_number("pad_to_multiple_of", pad_to_multiple_of, 1, whole=True)
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if (new_num_tokens, pad_to_multiple_of) != (None, None):
+            for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
+                if (cutoffs := getattr(self.config, name)) is not None:
+                    raise InvalidInput(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
+        generation = getattr(self, "generation_config", None)
+        for settings in (self.config, generation):
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+                numbers = getattr(settings, name, None)
+                most = max([-1, *numbers] if isinstance(numbers, list) else [-1, -1 if numbers is None else numbers])
+                if most >= size:
+                    raise InvalidInput(f"new_num_tokens is {size}; it must be more than {name}, {most}")
+        embeddings: nn.Embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.masked_tokens = [number for number in self.config.masked_tokens or () if number < size]
+        return embeddings
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *others: Any, **options: Any) -> Any:
@@ -340,13 +375,6 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         super()._init_weights(module)
         if module is self and isinstance(self.lm_head, nn.Linear) and self.config.initializer_range is None:
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
-
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *others: Any, **options: Any) -> nn.Embedding:
-        """Resizes the vocabulary as transformers does; an error with adaptive embeddings or an adaptive softmax."""
-        for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
-            if new_num_tokens is not None and (cutoffs := getattr(self.config, name)) is not None:
-                raise InvalidInput(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
-        return super().resize_token_embeddings(new_num_tokens, *others, **options)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

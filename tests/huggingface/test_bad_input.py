@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -159,10 +160,49 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
         ({"output_size": 10**30}, "output_size is 1000000000000000000000000000000; it must be at most 1000000000"),
         ({"max_position_embeddings": 10**13}, "max_position_embeddings is 1.*0; it must be at most 1000000000000"),
         ({"swiglu": []}, r"swiglu is \[\]; it must be true or false"),
-        ({"dtype": 5}, "dtype is 5; it must be the name of a type of torch"),
+        ({"dtype": 5}, "dtype is 5; it must be the name of a floating-point type of torch"),
+        ({"torch_dtype": "load"}, "torch_dtype is 'load'; it must be the name of a floating-point type of torch"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be the name of a floating-point type of torch"),
+        ({"_attn_implementation": "someone/kernel"}, "_attn_implementation is 'someone/kernel'; these models have"),
+        (
+            {"attn_implementation": {"": "someone/kernel"}},
+            "attn_implementation is {'': 'someone/kernel'}; these models",
+        ),
+        ({"attn_implementation": "flash_attention_2"}, "it must be one of None, eager, sdpa, which are the same"),
+        ({"experts_implementation": "a/b"}, "experts_implementation is 'a/b'; .* one of None, eager, grouped_mm, whi"),
+        ({"_experts_implementation": "a/b"}, "_experts_implementation is 'a/b'; these models have nothing to choose"),
+        ({"per_layer_config": {"0": {"hidden_size": 4}}}, "per_layer_config is {.*; these models have nothing to choo"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config has the quant_method 'mxfp4'; it mus",
+        ),
+        (
+            {"quantization_config": "mxfp4"},
+            "quantization_config has the quant_method 'mxfp4'; it must be one of bitsand",
+        ),
+        *(
+            ({name: "x"}, f"{name} is 'x'; there is no setting of this name")
+            for name in (
+                "kernel_config",
+                "custom_pipelines",
+                "base_model_tp_plan",
+                "tokenizer_class",
+                "custom_generate",
+            )
+        ),
+        *(
+            ({name: value}, f"{name} is {value}; it must be a finite number")
+            for value in (math.nan, math.inf)
+            for name in (
+                *("rms_norm_eps", "initializer_range", "adaptive_input_factor", "adaptive_softmax_factor"),
+                *("dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"),
+            )
+        ),
+        ({"mixer_settings": {"query_key_norm_eps": math.nan}}, "query_key_norm_eps is nan; it must be a finite number"),
+        ({"mixer_settings": {"gla_eps": math.inf}}, "gla_eps is inf; it must be a finite number"),
         ({"mixer_settings": {"feature_dim": 10**30}}, "feature_dim is 1.*; it must be at most 1000000000"),
         ({"mixer_settings": {"feature_dim": "x"}}, "feature_dim is 'x'; it must be a whole number"),
-        ({"mixer_settings": {"rotary_base": [1]}}, r"rotary_base is \[1\]; it must be a number"),
+        ({"mixer_settings": {"rotary_base": [1]}}, r"rotary_base is \[1\]; it must be a finite number"),
         ({"mixer_settings": {"rotary_scaling": 1}}, "rotary_scaling is 1; it must be a name"),
         ({"mixer_settings": {"scale_read_out": 2}}, "scale_read_out is 2; it must be true or false"),
         ({"mixer_settings": {"local_window": None}}, "local_window is None; it must be a whole number"),
@@ -184,10 +224,10 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
         ({"output_norm_layers": 1}, r"output_norm_layers is 1; it must be a list of numbers from 1 to 6"),
         ({"output_norm_layers": [1], "pre_norm": False}, r"output_norm_layers is \[1\]; it needs pre_norm, without"),
         ({"mixer_settings": {"zero_centered_norms": True}}, "holds zero_centered_norms; it must be given as zero_cent"),
-        ({"dropout": 1.5}, r"dropout is 1\.5; it must be a probability"),
-        ({"initializer_range": -1}, "initializer_range is -1; it must be a standard deviation"),
+        ({"dropout": 1.5}, r"dropout is 1\.5; it must be a finite number from 0 to 1"),
+        ({"initializer_range": -1}, "initializer_range is -1; it must be a finite number of at least 0"),
         ({"adaptive_input_cutoffs": [20, 10]}, r"adaptive_input_cutoffs is \[20, 10\]; its numbers must rise"),
-        ({"adaptive_input_factor": 0}, "adaptive_input_factor is 0; it must be positive"),
+        ({"adaptive_input_factor": 0}, "adaptive_input_factor is 0; it must be a finite number above 0"),
         ({"adaptive_input_cutoffs": [10]}, "tie_word_embeddings is set; it needs the cut-offs"),
         ({"input_size": 8}, "tie_word_embeddings is set; it needs input_size, 8, to be output_size, 512"),
         ({"square_projections": "none"}, "square_projections is 'none'; it needs cut-offs"),

@@ -72,6 +72,7 @@ def test_the_configuration_says_everything(tmp_path):
     config = FastWeightConfig(**SIZES, mixers="delta,local:2", mixer_settings={"normalization": ["sum"]})
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
+    assert config.auto_map == {} and "auto_map" not in saved  # TRL reads it, and so do the Auto classes
     assert (
         saved["format_version"] == 1 and saved["mixers"] == ["delta", "local"] and saved["model_type"] == "fast_weight"
     )
@@ -123,8 +124,50 @@ def test_the_vocabulary_can_be_resized(tmp_path):
         assert torch.allclose(after[..., :44], before, atol=1e-6)
         model.save_pretrained(tmp_path)
         assert torch.equal(FastWeightForCausalLM.from_pretrained(tmp_path)(tokens).logits, after)
-    with pytest.raises(ValueError, match=r"adaptive_input_cutoffs is \[10, 25\]: .* cannot be resized"):
-        build("delta", **BANDS).resize_token_embeddings(50)
+    for sizes in ({"new_num_tokens": 50}, {"pad_to_multiple_of": 64}):
+        with pytest.raises(ValueError, match=r"adaptive_input_cutoffs is \[10, 25\]: .* cannot be resized"):
+            build("delta", **BANDS).resize_token_embeddings(**sizes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_vocabulary_cut_below_masked_tokens_works_and_is_saved(tied, whole, tmp_path):
+    model, tokens = build("delta", masked_tokens=[0, 3, 39, 43], tie_word_embeddings=tied), draw(2, 6) % 20
+    before = model(tokens).logits
+    resized = model if whole else model.model
+    assert resized.resize_token_embeddings(19, pad_to_multiple_of=10).num_embeddings == 20
+    assert model.config.masked_tokens == [0, 3]
+    if whole:
+        assert torch.allclose(model(tokens).logits, before[..., :20], atol=1e-6)
+        for new in (30, 40):
+            model.resize_token_embeddings(new, mean_resizing=new == 30)
+            assert model(tokens).logits.shape[-1] == new and model(tokens).logits.isfinite().all()
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+    resized.save_pretrained(tmp_path)
+    again = type(resized).from_pretrained(tmp_path)
+    assert torch.equal(again(tokens)[0], resized(tokens)[0])
+
+
+RESIZED = [
+    ({"new_num_tokens": 2}, "new_num_tokens is 2; it must be more than bos_token_id, 2"),
+    ({"new_num_tokens": 1}, "new_num_tokens is 1; it must be more than pad_token_id, 1"),
+    ({"new_num_tokens": 9}, "new_num_tokens is 9; it must be more than eos_token_id, 9"),
+    ({"new_num_tokens": 0}, "new_num_tokens is 0; it must be an integer of at least 1"),
+    ({"new_num_tokens": "20"}, "new_num_tokens is '20'; it must be an integer"),
+    (
+        {"new_num_tokens": 20, "pad_to_multiple_of": 2.5},
+        "pad_to_multiple_of is 2.5; it must be an integer of at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), RESIZED)
+def test_a_vocabulary_that_cannot_be_is_refused_by_name(sizes, message):
+    model = build("delta")
+    model.generation_config.eos_token_id = [2, 9]
+    with pytest.raises(ValueError, match=message):
+        model.resize_token_embeddings(**sizes)
+    assert model.get_input_embeddings().num_embeddings == 44
 
 
 @pytest.mark.parametrize("mixers", ["delta,softmax:2", "mamba,transformer-xl:2"])
