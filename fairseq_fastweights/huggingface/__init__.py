@@ -21,11 +21,20 @@ from fairseq_fastweights.huggingface.cache import FastWeightCache
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.step import GenerationStep
+from fairseq_fastweights.huggingface.tokenization import WordTokenizer
 
-__all__ = ["FastWeightCache", "FastWeightConfig", "FastWeightForCausalLM", "FastWeightModel", "GenerationStep"]
+__all__ = [
+    "FastWeightCache",
+    "FastWeightConfig",
+    "FastWeightForCausalLM",
+    "FastWeightModel",
+    "GenerationStep",
+    "WordTokenizer",
+]
 
 transformers.AutoConfig.register(FastWeightConfig.model_type, FastWeightConfig, exist_ok=True)
 transformers.AutoModel.register(FastWeightConfig, FastWeightModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(FastWeightConfig, FastWeightForCausalLM, exist_ok=True)
+transformers.AutoTokenizer.register(FastWeightConfig, fast_tokenizer_class=WordTokenizer, exist_ok=True)
 # By this list the Trainer knows that the labels that it smooths are those of the next tokens.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FastWeightConfig.model_type] = FastWeightForCausalLM.__name__

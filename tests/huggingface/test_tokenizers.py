@@ -48,6 +48,32 @@ def test_words_are_those_of_the_lines(save, tmp_path):
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
 
 
+def test_parts_of_texts_are_decoded_with_the_spaces_between_them(save, tmp_path, capsys):
+    save(tmp_path / "run")
+    assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
+    model, tokenizer = (
+        kind.from_pretrained(tmp_path / "folder")
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
+    ids = tokenizer("w1 w2 <unk> w3").input_ids
+    for skipped, text in ((True, "w1 w2 w3"), (False, "</s> w1 w2 <unk> w3")):
+        assert tokenizer.decode(ids, skip_special_tokens=skipped) == text
+        for n in range(1, len(ids)):
+            parts = tokenizer.batch_decode([ids[:n], ids[n:]], skip_special_tokens=skipped)
+            assert "".join(parts).strip() == text, n
+    assert "".join(tokenizer.decode(number) for number in ids) == "</s> w1 w2 <unk> w3"
+    assert tokenizer.decode([]) == tokenizer.decode([1, 2], skip_special_tokens=True) == ""
+    capsys.readouterr()
+    prompt = tokenizer("w1 w2", return_tensors="pt")
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "suppress_tokens": [0, 1, 2, 3]}
+    written = model.generate(**prompt, **options, streamer=streamer)[0]
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    assert len(text.split()) == 6 and f"w1 w2{capsys.readouterr().out.rstrip()}" == text
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert pipeline("w1 w2", **options)[0]["generated_text"] == text
+
+
 def test_texts_begin_as_in_training(save, tmp_path):
     save(tmp_path / "run", "--add-bos-token")
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0

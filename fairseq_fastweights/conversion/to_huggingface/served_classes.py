@@ -115,7 +115,7 @@ def _write(
 def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:
     """Raises a `ValueError` if transformers reads tokenizers of this class otherwise than their files say."""
     read = import_module("transformers").AutoTokenizer.from_pretrained(folder)
-    if type(read) is not type(tokenizer):
+    if not isinstance(tokenizer, type(read)):  # words are decoded in parts by this package alone
         raise InvalidInput(
             f"--as is {kind}, of which transformers reads all tokenizers as {type(read).__name__}; this one is none"
         )

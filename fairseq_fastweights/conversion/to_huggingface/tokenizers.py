@@ -23,6 +23,7 @@ from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
     tokenizer_file,
 )
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.tokenization import WordTokenizer
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.text_files import open_text
@@ -107,7 +108,8 @@ def make_tokenizer(
     if kept is not None:
         words = {*made["model"]["vocab"], *(entry["content"] for entry in made["added_tokens"])}
         settings |= kept_settings.tokenizer_arguments(kept, words, named)
-    tokenizer: Any = PreTrainedTokenizerFast(
+    kind: Any = WordTokenizer if pieces is None else PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = kind(
         tokenizer_object=Tokenizer.from_str(json.dumps(made)),
         pad_token=_name(made, dictionary.pad()),
         unk_token=_name(made, dictionary.unk()),
