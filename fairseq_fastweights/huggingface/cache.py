@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State, keeps_rows
+from fairseq_fastweights.number_checks import check_number
 
 
 class LayerState:
@@ -64,6 +66,7 @@ class FastWeightCache(Cache):
     layers: list[Any]
 
     def __init__(self, num_layers: int) -> None:
+        check_number("num_layers", num_layers, 0, whole=True)
         super().__init__(layers=[LayerState() for _ in range(num_layers)])  # type: ignore[misc]
         self.read: Tensor | None = None
         self._length = 0
@@ -89,15 +92,18 @@ class FastWeightCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects the rows `beam_idx`, for beam search."""
+        check_whole("beam_idx", beam_idx, dims=1)
         if self.read is not None and not keeps_rows(beam_idx, self.read.shape[0]):
             self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Selects the rows `indices`."""
+        check_whole("indices", indices, dims=1)
         self._apply(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row."""
+        check_number("repeats", repeats, 1, whole=True)
         self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -127,14 +133,30 @@ class FastWeightCache(Cache):
             self.read = take(self.read)
 
 
+def check_whole(name: str, given: Any, dims: int) -> None:
+    """Raises a `ValueError` unless this is a tensor of whole numbers with so many dimensions."""
+    kind = f"of type {type(given).__name__}"
+    if isinstance(given, Tensor):
+        if given.dim() == dims and not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+            return
+        kind = f"of shape {tuple(given.shape)} and dtype {given.dtype}"
+    raise InvalidInput(f"{name} is {kind}; it must be a tensor of whole numbers with {dims} dimensions")
+
+
+def check_kind(cache: Any, name: str = "past_key_values") -> FastWeightCache:
+    """Returns the cache, or raises a `ValueError` if it is something else."""
+    if not isinstance(cache, FastWeightCache):
+        raise InvalidInput(f"{name} is a {type(cache).__name__}; it must be a FastWeightCache, or None")
+    return cache
+
+
 def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
     """Checks that `cache` fits the model and a batch of `rows` rows, and returns it.
 
     Raises:
         ValueError: if it is of another class, model or batch size.
     """
-    if not isinstance(cache, FastWeightCache):
-        raise InvalidInput(f"past_key_values is a {type(cache).__name__}; it must be a FastWeightCache, or None")
+    check_kind(cache)
     if len(cache.layers) != layers:
         raise InvalidInput(f"past_key_values has {len(cache.layers)} layers; the model has {layers}")
     if cache.batch_size not in (-1, rows):

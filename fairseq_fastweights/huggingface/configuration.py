@@ -55,6 +55,7 @@ _MOST_OF_OTHERS = 10**9
 _FLAGS = (
     *("pre_norm", "final_norm", "parallel_residual", "swiglu", "embedding_norm", "scale_embeddings"),
     *("zero_centered_norms", "tie_word_embeddings", "tie_adaptive_projections", "use_cache"),
+    "adaptive_softmax_bias",
 )
 _SHARED_TYPES: dict[str, type] = {
     **dict.fromkeys(("scale_read_out", "bias"), bool),
@@ -172,7 +173,7 @@ class FastWeightConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.format_version != FORMAT:
+        if not _is_count(self.format_version) or self.format_version != FORMAT:
             raise InvalidInput(
                 f"format_version is {self.format_version!r}; this version of fairseq_fastweights reads {FORMAT}"
             )
@@ -194,9 +195,9 @@ class FastWeightConfig(PreTrainedConfig):
         self.output_size = self.hidden_size if self.output_size is None else self.output_size
         self.mixers = self._read_mixers()
         self.mixer_settings = self._read_mixer_settings(self.mixers)
-        self.output_norm_layers = self.output_norm_layers or []
+        self.output_norm_layers = [] if self.output_norm_layers is None else self.output_norm_layers
         self._check_names()
-        self.masked_tokens = self.masked_tokens or []
+        self.masked_tokens = [] if self.masked_tokens is None else self.masked_tokens
         self._check_vocabulary()
         super().__post_init__(**kwargs)
 
@@ -206,7 +207,8 @@ class FastWeightConfig(PreTrainedConfig):
         settings = dict(self.mixer_settings)
         if settings.get("normalization") is not None:
             settings["normalization"] = frozenset(settings["normalization"])
-        settings.setdefault("fast_weight_heads", self.num_attention_heads)
+        if settings.get("fast_weight_heads") is None:
+            settings["fast_weight_heads"] = self.num_attention_heads
         return settings | {name: getattr(self, own) for name, own in _SAID_ELSEWHERE.items()}
 
     def _check_numbers(self) -> None:
@@ -214,7 +216,7 @@ class FastWeightConfig(PreTrainedConfig):
             _check_count(name, getattr(self, name))
         _check_count("max_position_embeddings", self.max_position_embeddings)
         for name in _FLAGS:
-            if getattr(self, name) not in (True, False):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) not in (True, False):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false")
         for name in ("input_size", "output_size"):
             if getattr(self, name) is not None:

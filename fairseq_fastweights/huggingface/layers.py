@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_kind
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.registry import build_mixer
@@ -68,6 +68,7 @@ class FastWeightDecoderLayer(GradientCheckpointingLayer):
         """Calls `forward`; a layer whose state is kept is not checkpointed, as that would compute it again from it."""
         if past_key_values is None:
             return super().__call__(*arguments, **options)
+        check_kind(past_key_values)
         return nn.Module.__call__(self, *arguments, past_key_values=past_key_values, **options)
 
     def forward(

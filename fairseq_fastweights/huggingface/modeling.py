@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
-from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, check_kind, check_whole
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
 from fairseq_fastweights.huggingface.initialization import draw_weights
@@ -117,13 +117,18 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if a file is damaged, or the configuration asks for more than its weights hold.
         """
-        folder = Path(pretrained_model_name_or_path or "") / (options.get("subfolder") or "")
-        if pretrained_model_name_or_path and folder.is_dir():
+        given = pretrained_model_name_or_path
+        if not isinstance(given, (str, os.PathLike, type(None))):
+            raise InvalidInput(
+                f"pretrained_model_name_or_path is a {type(given).__name__}; it must be a folder, or a name on the hub"
+            )
+        folder = Path(given or "") / (options.get("subfolder") or "")
+        if given and folder.is_dir():
             config = options.get("config")
             check_folder(
                 folder, config if isinstance(config, FastWeightConfig) else FastWeightConfig.from_pretrained(folder)
             )
-        return super().from_pretrained(pretrained_model_name_or_path, *others, **options)
+        return super().from_pretrained(given, *others, **options)
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
@@ -258,12 +263,18 @@ class FastWeightModel(FastWeightPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values
+        if inputs_embeds is None:
+            check_whole("input_ids", input_ids, dims=2)
+        elif not isinstance(inputs_embeds, Tensor) or inputs_embeds.dim() != 3:
+            raise InvalidInput(f"inputs_embeds is a {type(inputs_embeds).__name__}; it must be (batch, time, size)")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, time = x.shape[:2]
         if cache is not None:
             cache = check_cache(cache, len(self.layers), rows)
         elif use_cache:
             cache = FastWeightCache(len(self.layers))
+        if cu_seq_lens_k is not None:
+            check_whole("cu_seq_lens_k", cu_seq_lens_k, dims=1)
         if cu_seq_lens_k is not None and (cu_seq_lens_q is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k)):
             raise InvalidInput("cu_seq_lens_k is not cu_seq_lens_q; they must be the same, as a text is read whole")
         texts = read_texts(
@@ -376,6 +387,12 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         if module is self and isinstance(self.lm_head, nn.Linear) and self.config.initializer_range is None:
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
 
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        """Writes texts, as transformers does; an error for a cache of another class."""
+        if options.get("past_key_values") is not None:
+            check_kind(options["past_key_values"])
+        return super().generate(*arguments, **options)  # type: ignore[misc]
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # it makes a cache of its own
@@ -438,6 +455,8 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             **lengths,
         )
         features = outputs.last_hidden_state
+        if not isinstance(logits_to_keep, int):
+            check_whole("logits_to_keep", logits_to_keep, dims=1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(features[:, kept])
         if self.config.masked_tokens:
@@ -445,6 +464,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             logits = logits.index_fill(-1, masked, MASKED_LOGIT)
         loss = None
         if labels is not None:
+            check_whole("labels", labels, dims=2)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         out = CausalLMOutputWithPast(
             loss=loss,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_kind, check_whole
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State
 
 
@@ -35,11 +36,15 @@ class GenerationStep(nn.Module):
 
     def __init__(self, model: FastWeightForCausalLM) -> None:
         super().__init__()
+        if not isinstance(model, FastWeightForCausalLM):
+            raise InvalidInput(f"model is a {type(model).__name__}; it must be a FastWeightForCausalLM")
         self.model = model
 
     @staticmethod
     def begin(cache: FastWeightCache) -> tuple[Tensor, list[State]]:
         """The states for the first step after a text, from the cache that a call of the model returned for it."""
+        if check_kind(cache, "cache").read is None:
+            raise InvalidInput("cache is empty; it must be that of a text, which a call of the model returned")
         assert cache.read is not None
         return cache.read, [layer.state for layer in cache.layers]
 
@@ -54,7 +59,15 @@ class GenerationStep(nn.Module):
         Returns:
             (batch, vocab_size), the logits of the next token; and `read` and `states` for the next step.
         """
-        cache = FastWeightCache(len(states))
+        layers = len(self.model.model.layers)
+        if not isinstance(states, (list, tuple)) or [type(state) for state in states] != [dict] * layers:
+            raise InvalidInput(
+                f"states is a {type(states).__name__}; it must be a list with a state for each of {layers} layers, as "
+                "that of begin"
+            )
+        check_whole("token", token, dims=2)
+        check_whole("read", read, dims=1)
+        cache = FastWeightCache(layers)
         cache.read = read
         for layer, state in zip(cache.layers, states, strict=True):
             layer.state = state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.huggingface.cache import FastWeightCache
+from fairseq_fastweights.huggingface.cache import FastWeightCache, check_whole
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.mixer import Mixer
@@ -107,6 +107,8 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
     """
     if attention_mask is None:
         return None
+    if not isinstance(attention_mask, Tensor):
+        raise InvalidInput(f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor")
     if attention_mask.dim() != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < time:
         raise InvalidInput(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by what "
@@ -125,11 +127,9 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
 
 def _whole(name: str, given: Tensor, shape: tuple[int, int]) -> Tensor:
     """Checks whole numbers for all positions, or for those of one row for all rows."""
-    whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-    if given.dim() != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1] or not whole:
-        raise InvalidInput(
-            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}; it must be {shape}, of whole numbers"
-        )
+    check_whole(name, given, dims=2)
+    if given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1]:
+        raise InvalidInput(f"{name} has shape {tuple(given.shape)}; it must be {shape}")
     return given.expand(shape)
 
 
@@ -182,11 +182,11 @@ def _read_numbers(seq_idx: Tensor, shape: tuple[int, int], padding: Tensor | Non
 def _read_lengths(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
     """The beginnings of texts, of the sums of the lengths of texts that fill all rows one after the other."""
     rows, time = shape
-    ends = cu_seq_lens.tolist() if cu_seq_lens.dim() == 1 else []
+    check_whole("cu_seq_lens_q", cu_seq_lens, dims=1)
+    ends = cu_seq_lens.tolist()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != rows * time or ends != sorted(ends):
         raise InvalidInput(
-            f"cu_seq_lens_q is {ends or f'of shape {tuple(cu_seq_lens.shape)}'}; it must rise from 0 to {rows * time}, "
-            "the number of tokens"
+            f"cu_seq_lens_q is {str(ends)[:200]}; it must rise from 0 to {rows * time}, the number of tokens"
         )
     starts = torch.zeros(rows * time, dtype=torch.bool, device=cu_seq_lens.device)
     starts[[end for end in ends[1:-1] if end < rows * time]] = True

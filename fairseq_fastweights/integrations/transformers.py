@@ -52,7 +52,7 @@ class install:
 
     Raises:
         UnknownFunction: if a function to replace is missing or has other arguments; nothing is replaced then.
-        ValueError: for a model of another class.
+        ValueError: for a model of another class, or what is no model.
 
     Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -98,6 +98,8 @@ def uninstall() -> None:
 
 def _modules(model: nn.Module | None) -> list[ModuleType]:
     names = [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
+    if not isinstance(model, (nn.Module, type(None))):
+        raise InvalidInput(f"model is {model!r:.200}; it must be a model, a torch.nn.Module, or None for all classes")
     if model is not None:
         of_model = {type(part).__module__ for part in model.modules()}
         names = [name for name in names if name in of_model]

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
 
@@ -113,13 +114,14 @@ class FastWeightLM(HFLM):
         **options: Any,
     ) -> None:
         for name, value in (("max_tokens", max_tokens), ("segment", segment)):
-            if not (isinstance(value, int) and value > 0):
-                raise InvalidInput(f"{name} is {value}; it must be a positive whole number")
-        self._model, self.tokenizer, self.updates = load(Path(checkpoint), data, tokenizer)
+            check_number(name, value, 1, whole=True)
+        # lm_eval makes numbers of the names of folders that are some.
+        data, tokenizer = (None if name is None else str(name) for name in (data, tokenizer))
+        self._model, self.tokenizer, self.updates = load(Path(str(checkpoint)), data, tokenizer)
         self.max_tokens, self.segment = max_tokens, segment
         self.tokens_read, self.seconds = 0, 0.0
         # A whole path cannot be taken for a name of the hub, which lm_eval would ask for it.
-        super().__init__(str(Path(checkpoint).resolve()), backend="causal", dtype=dtype, **options)
+        super().__init__(str(Path(str(checkpoint)).resolve()), backend="causal", dtype=dtype, **options)
 
     def _get_config(self, *arguments: Any, **options: Any) -> None:
         self._config = self._model.config

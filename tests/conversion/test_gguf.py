@@ -88,6 +88,8 @@ def test_a_file_is_the_model_that_its_numbers_stand_for(tmp_path, capsys, kind):
     options = [(tmp_path / ours / "options.txt").read_text() for ours in ("expected", "found")]
     assert options[0] == options[1]
     words = [(tmp_path / ours / "tokenizer.json").read_text() for ours in ("expected", "found")]
+    kept = json.loads((tmp_path / "found" / "huggingface" / "config.json").read_text())
+    assert kept["architectures"] == ["LlamaForCausalLM"]
     vocabularies = [json.loads(text)["model"]["vocab"] for text in words]
     assert vocabularies[0] == vocabularies[1]
 

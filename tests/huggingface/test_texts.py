@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
+from fairseq_fastweights.huggingface import FastWeightCache, FastWeightForCausalLM, GenerationStep
 from fairseq_fastweights.mixers.registry import MIXERS
 from tests.huggingface.test_generation import LEARNED, ROUNDING, build, draw
 
@@ -84,8 +85,12 @@ def test_places_that_go_on_begin_no_text():
             "several texts, .* but linformer cannot keep them apart",
         ),
         ("abc", {"seq_idx": [[0, 0, 1, 1]]}, "several texts, .* but abc cannot .* all mixers be of sum, gated, "),
-        ("delta", {"position_ids": [[0, 1, 2]]}, r"position_ids has shape \(1, 3\) and dtype torch.int64; it must be"),
-        ("delta", {"position_ids": [[0.0, 1, 2, 3]]}, r"position_ids has .* it must be \(1, 4\), of whole numbers"),
+        ("delta", {"position_ids": [[0, 1, 2]]}, r"position_ids has shape \(1, 3\); it must be \(1, 4\)"),
+        (
+            "delta",
+            {"position_ids": [[0.0, 1, 2, 3]]},
+            r"position_ids is of shape .* it must be a tensor of whole numbers with",
+        ),
         ("delta", {"position_ids": [[0, -1, 0, 1]]}, "position_ids holds -1; places in texts are at least 0"),
         ("delta", {"position_ids": [[0, 1, 2, 7]]}, "position_ids skips places before 7 in row 0; without positional"),
         ("delta", {"seq_idx": [[0, 1]]}, r"seq_idx has shape \(1, 2\)"),
@@ -108,6 +113,42 @@ def test_what_cannot_be_followed_is_refused_by_name(mixers, arguments, message):
     model = build(mixers, **NONE)
     with pytest.raises(ValueError, match=message):
         model(draw(1, 4), **{name: torch.tensor(values) for name, values in arguments.items()})
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, 2), "x", 3, [1], {"a": 1}])
+def test_arguments_of_another_type_are_refused_by_name(given):
+    model, tokens = build("delta"), draw(1, 4)
+    cache = model(tokens).past_key_values
+    read, states = GenerationStep.begin(cache)
+    step, token = GenerationStep(model), tokens[:, :1]
+    calls = {
+        "past_key_values is a": [
+            lambda: model(tokens, past_key_values=given),
+            lambda: model.generate(tokens, past_key_values=given, max_new_tokens=2),
+            lambda: model.model.layers[0](torch.ones(1, 4, 16), past_key_values=given),
+        ],
+        "cache is a": [lambda: GenerationStep.begin(given)],
+        "cache is empty": [lambda: GenerationStep.begin(FastWeightCache(2))],
+        "model is a": [lambda: GenerationStep(given)],
+        "states is a": [lambda: step(token, read, given)],
+        "read is of": [lambda: step(token, given, states)],
+        "token is of": [lambda: step(given, read, states)],
+        "input_ids is of": [lambda: model(given)],
+        "attention_mask ": [lambda: model(tokens, attention_mask=given)],
+        **{
+            f"{name} is ": [lambda name=name: model(tokens, **{name: given})]
+            for name in ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "labels")
+        },
+        "beam_idx is of": [lambda: cache.reorder_cache(given)],
+        "pretrained_model_name_or_path is a": [lambda: FastWeightForCausalLM.from_pretrained(given)],
+    }
+    for message, tried in calls.items():
+        for call in tried:
+            if not (message.startswith("pretrained") and isinstance(given, str)):
+                with pytest.raises(ValueError, match=f"^{message}"):
+                    call()
+    with pytest.raises(ValueError, match="inputs_embeds is a"):
+        model(inputs_embeds=given)
 
 
 def test_a_text_that_goes_on_cannot_begin_again():

@@ -12,7 +12,8 @@ import transformers
 from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
+from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run, load_for_causal_lm, to_huggingface
 from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion import llamas, sources
@@ -134,6 +135,29 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
     assert f"--tokenizer-json-folder {tmp_path / 'back'}" in capsys.readouterr().out
     for name, place in (("dict.txt", "run"), *((name, "converted") for name in tokenizer_json.FILES)):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / place / name).read_bytes()
+
+
+@pytest.mark.parametrize("given", ["converted", "converted/model.pt"])
+def test_the_tokenizer_beside_what_weights_were_taken_from_is_found(given, save, tmp_path):
+    sources.save(tmp_path / "theirs", sources.model(False))
+    assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
+    words = tuple(Dictionary.load(str(tmp_path / "converted" / "dict.txt")).symbols[4:])
+    save(tmp_path / "run", words=words)
+    path = tmp_path / "run" / "checkpoint_best.pt"
+    state = torch.load(path, weights_only=True)
+    state["cfg"]["task"]["transfer_from"] = str(tmp_path / given)
+    torch.save(state, path)
+    assert find_run(path).pieces == tmp_path / "converted"
+
+
+def test_paths_of_another_type_are_refused_by_name(tmp_path):
+    for name, arguments in (("path", (3,)), ("data", ("x", 3)), ("tokenizer", ("x", None, 3))):
+        with pytest.raises(ValueError, match=f"{name} is a int; it must be the path of a file or a folder"):
+            find_run(*arguments)
+    for convert in (from_huggingface, to_huggingface):
+        for arguments in ((None, tmp_path / "new"), (tmp_path, None)):
+            with pytest.raises(ValueError, match="is a NoneType; it must be the path of a file or a folder"):
+                convert(*arguments)
 
 
 def test_the_pieces_must_be_those_of_the_dictionary(save, tmp_path):

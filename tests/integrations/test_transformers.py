@@ -166,6 +166,8 @@ def test_only_the_models_kind_is_changed_and_others_are_refused():
         assert module_of("kimi_linear").causal_conv1d_fn is not other
     with pytest.raises(ValueError, match="model is a Linear, which has no layer of these: qwen3_next"):
         fast.install(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model is 'qwen3_next'; it must be a model, a "):
+        fast.install("qwen3_next")
 
 
 def test_unknown_functions_are_refused_before_anything_is_replaced(monkeypatch):

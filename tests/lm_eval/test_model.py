@@ -164,8 +164,8 @@ def test_batches_are_of_like_length_and_no_larger_than_allowed(checkpoint, monke
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; it must be a positive whole number"),
-        ({"segment": "x"}, "segment is x; it must be"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be an integer of at least 1"),
+        ({"segment": "x"}, "segment is 'x'; it must be"),
         ({"max_token": 5}, "max_token is 5; it cannot be set for a checkpoint"),
         ({"parallelize": True}, "parallelize is True; it cannot"),
         ({"checkpoint": "none.pt"}, "none.pt"),

@@ -18,6 +18,13 @@ FOR_FAIRSEQ = "fairseq"
 """In a Hugging Face folder: the subfolder with the files for the conversion back."""
 
 
+def path_of(name: str, given: object) -> Path:
+    """The path that an argument of this name is, or a `ValueError` if it is none."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidInput(f"{name} is a {type(given).__name__}; it must be the path of a file or a folder")
+    return Path(given)
+
+
 def check_target(target: Path) -> None:
     """Checks, before any work, that a new folder can be made.
 

@@ -68,6 +68,7 @@ def unpacked(path: Path) -> Iterator[Path]:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise InvalidInput(f"{path} cannot be read as a GGUF file ({lines[0]})") from None
         # The file has settings in float32: 1e-5 is 9.999999747378752e-06 in it.
+        config.architectures = [type(model).__name__]  # by which llama.cpp knows models
         settings = json.loads(config.to_json_string(), parse_float=lambda text: float(str(np.float32(text))))
         (folder / "config.json").write_text(json.dumps(settings))
         tokenizer.save_pretrained(folder)

@@ -18,6 +18,7 @@ from fairseq_fastweights.conversion.files.folders import (
     copy_files,
     file_in,
     new_folder,
+    path_of,
 )
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.from_huggingface.published import check_layers, check_weights
@@ -43,6 +44,7 @@ def from_exported(source: Path, target: Path) -> None:
         ValueError: if a file is missing or cannot be used; nothing is written then.
         OSError: if the target cannot be written; nothing is left of it.
     """
+    source, target = path_of("source", source), path_of("target", target)
     check_target(target)
     names = ("dict.txt", *PIECES, *tokenizer_json.FILES)
     copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}

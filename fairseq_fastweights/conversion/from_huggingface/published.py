@@ -21,6 +21,7 @@ from fairseq_fastweights.conversion.files.folders import (
     copy_files,
     file_in,
     new_folder,
+    path_of,
 )
 from fairseq_fastweights.conversion.files.text_tables import text_table
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
@@ -55,6 +56,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
         ValueError: if anything is missing, broken, unsafe or unsupported; the message names it, and nothing is written.
         OSError: if the target cannot be written; nothing is left of it.
     """
+    source, target = path_of("source", source), path_of("target", target)
     check_target(target)
     if not source.is_dir():
         raise InvalidInput(f"{source}: SOURCE must be a folder, a GGUF file, or a model's name on the hub")

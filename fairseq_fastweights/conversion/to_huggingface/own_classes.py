@@ -26,6 +26,7 @@ from fairseq_fastweights.conversion.files.folders import (
     copy_files,
     file_in,
     new_folder,
+    path_of,
 )
 from fairseq_fastweights.conversion.from_huggingface.published import source_mixers
 from fairseq_fastweights.conversion.options_and_config import config_of, new_name
@@ -87,7 +88,7 @@ def load_for_causal_lm(
         >>> prompt = tokenizer("the value of", return_tensors="pt")  # doctest: +SKIP
         >>> print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0]))  # doctest: +SKIP
     """
-    return load_run(find_run(Path(path), data, tokenizer))
+    return load_run(find_run(path, data, tokenizer))
 
 
 def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast]:
@@ -124,6 +125,7 @@ def to_huggingface(
         ValueError: if a file is missing or cannot be used; nothing is written then.
         OSError: if the target cannot be written; nothing is left of it.
     """
+    source, target = path_of("source", source), path_of("target", target)
     check_target(target)
     if has_source_mixers(source, checkpoint):
         restore_original(source, target, checkpoint)
@@ -157,13 +159,15 @@ def find_run_of(
     return find_run(source if checkpoint is None else checkpoint, data, tokenizer)
 
 
-def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
+def find_run(path: str | Path, data: str | Path | None = None, tokenizer: str | Path | None = None) -> Run:
     """Finds the files of a run.
 
     Raises:
         ValueError: if a file is missing; the message names it.
     """
-    checkpoint = path
+    checkpoint = path = path_of("path", path)
+    data = None if data is None else path_of("data", data)
+    tokenizer = None if tokenizer is None else path_of("tokenizer", tokenizer)
     if path.is_dir():
         found = [path / name for name in _CHECKPOINTS if (path / name).is_file()]
         if not found:
@@ -174,7 +178,7 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
     state = read_state(checkpoint)
     task = _task_of(state)
     trained_on = str(task.get("data") or "").split(":")[0]
-    places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [Path(data)]
+    places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [data]
     dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
     if dictionary is None:
         raise InvalidInput(
@@ -182,8 +186,8 @@ def find_run(path: Path, data: str | Path | None = None, tokenizer: str | Path |
             "names the folder of the data that it was trained on"
         )
     nearby = [dictionary.parent, checkpoint.parent]
-    if task.get("transfer_from"):
-        nearby.append(Path(task["transfer_from"]))
+    if isinstance(given := task.get("transfer_from"), str):
+        nearby.append(Path(given) if Path(given).is_dir() else Path(given).parent)
     history = state.get("optimizer_history")
     pieces = find_pieces(dictionary, nearby, tokenizer)
     return Run(

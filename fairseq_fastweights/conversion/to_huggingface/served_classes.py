@@ -15,7 +15,14 @@ from fairseq_fastweights.conversion.families.llama import SCALINGS
 from fairseq_fastweights.conversion.families.table import Family, read_family
 from fairseq_fastweights.conversion.families.weights import Weight, plain
 from fairseq_fastweights.conversion.files.checkpoints import configuration
-from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, check_target, copy_files, new_folder
+from fairseq_fastweights.conversion.files.folders import (
+    ORIGINALS,
+    RECORD,
+    check_target,
+    copy_files,
+    new_folder,
+    path_of,
+)
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface.published import original_files
 from fairseq_fastweights.conversion.options_and_config import config_of, new_name
@@ -59,6 +66,7 @@ def to_served(
             settings in which they differ. Nothing is written then.
         OSError: if the target cannot be written; nothing is left of it.
     """
+    source, target = path_of("source", source), path_of("target", target)
     check_target(target)
     if (
         has_source_mixers(source, checkpoint)
