@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 
+_MOST = 10**9
+"""The largest number of dimensions, as of `FastWeightConfig`."""
+
 
 class AdaptiveInput(nn.Module):
     """Embeddings in bands of ever rarer word types, smaller by a factor from band to band.
@@ -183,4 +186,6 @@ def _band_size(name: str, size: int, factor: float, band: int) -> int:
         raise InvalidInput(
             f"{name} is {factor:g}: of {size} dimensions it leaves none for band {band + 1}; it is too large"
         )
+    if own > _MOST:
+        raise InvalidInput(f"{name} is {factor:g}: it makes more than {_MOST} dimensions of {size}; it is too small")
     return own

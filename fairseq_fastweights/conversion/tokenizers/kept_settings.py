@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.file_names import TEMPLATE, template_names
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
 """The files that are read, besides those of `file_names.template_names`."""
 
 _PLAIN: dict[str, Callable[[Any], bool]] = {
-    "model_max_length": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "model_max_length": lambda value: type(value) in (int, float) and 0 < value < math.inf,
     "padding_side": lambda value: value in ("left", "right"),
     "truncation_side": lambda value: value in ("left", "right"),
     "clean_up_tokenization_spaces": lambda value: isinstance(value, bool),
@@ -153,6 +155,10 @@ def generation_config(
                 values |= {name: said[name] for name in names if said.get(name) is not None}
         values |= {name: _renumbered(said[name], number_of) for name in NUMBERS if said.get(name) is not None}
         ends = _list(_renumbered(said.get("eos_token_id", _read(folder, FILES[0]).get("eos_token_id")), number_of))
+    for name, value in values.items():
+        for number in _list(value):
+            if isinstance(number, float):
+                check_number(f"{path}: {name}", number)
     ends = list(dict.fromkeys([*_list(config.eos_token_id), *ends]))
     # fairseq's generator never writes padding.
     values["suppress_tokens"] = list(dict.fromkeys([config.pad_token_id, *_list(values.get("suppress_tokens"))]))
