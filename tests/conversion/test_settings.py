@@ -237,3 +237,40 @@ def test_each_setting_means_what_it_means_to_flash_linear_attention(kind, tmp_pa
         assert (ours(family, weights)(numbers[tokens])[0][..., numbers] - logits).abs().max() <= MOST, (name, settings)
         found += 1
     assert found > 8
+
+
+# Settings of published models, some of them of older versions, beside those that a model is read by.
+WRITTEN: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_ctx": 1024,
+        "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"max_length": 50}},
+    }
+    | {"predict_special_tokens": True, "output_past": True, "model_type": "gpt2", "embd_pdrop": 0.1},
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000, "attention_bias": True, "classifier_dropout": 0.1}
+    | {"rope_scaling": None, "use_cache": True, "initializer_range": 0.02},
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1, "rope_scaling": None}
+    | {"rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers.js_config": {}, "unsloth_fixed": True},
+    "mistral": {"sliding_window": None, "attention_dropout": 0.0, "rope_theta": 1000000.0, "head_dim": None},
+    "qwen2": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False},
+    "qwen3": {"max_window_layers": 28, "sliding_window": None, "rope_scaling": None, "attention_bias": False},
+    "olmo_hybrid": {"rope_theta": None, "attention_bias": False, "linear_a_log_min": 0.0, "pad_token_id": None},
+    "qwen3_5_text": {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "attn_output_gate": True}
+    | {"output_gate_type": "swish", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    | {"mlp_only_layers": [], "partial_rotary_factor": 0.25, "initializer_range": 0.02}
+    | {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}},
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_settings_that_published_models_have_are_known(kind):
+    whole = {"model_type": kind, "eos_token_id": 1, "transformers_version": "4.40.0", **WRITTEN[kind]}
+    options = read_family(whole, set()).options
+    meaningful = {"sliding_window", "rope_theta"} if kind in ("mistral", "olmo_hybrid") else set()
+    few = {name: x for name, x in whole.items() if name in {"model_type", "eos_token_id", *meaningful}}
+    assert read_family(few, set()).options == options
+
+
+def test_a_model_of_another_kind_is_told_all_that_are_read():
+    with pytest.raises(ValueError, match=r"model_type is 'bert'; it must be one of .*qwen3_5_text, qwen3_5$"):
+        read_family({"model_type": "bert"}, set())
