@@ -12,6 +12,13 @@ class WordTokenizer(PreTrainedTokenizerFast):
 
     What begins with a word is the continuation of a text, and is decoded with the space before that word: pipelines and
     streamers put it behind what came before. A whole text begins with a special token, and so has no such space.
+
+    Examples:
+        >>> from tokenizers import Tokenizer, models
+        >>> words = Tokenizer(models.WordLevel({"</s>": 0, "the": 1, "cat": 2}, unk_token="</s>"))
+        >>> tokenizer = WordTokenizer(tokenizer_object=words, bos_token="</s>", eos_token="</s>")
+        >>> tokenizer.decode([1, 2]), tokenizer.decode([0, 1, 2], skip_special_tokens=True)
+        (' the cat', 'the cat')
     """
 
     def _decode(self, token_ids: Any, *others: Any, **options: Any) -> str:
