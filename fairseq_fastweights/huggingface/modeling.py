@@ -387,11 +387,11 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         if module is self and isinstance(self.lm_head, nn.Linear) and self.config.initializer_range is None:
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
 
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        """Writes texts, as transformers does; an error for a cache of another class."""
-        if options.get("past_key_values") is not None:
-            check_kind(options["past_key_values"])
-        return super().generate(*arguments, **options)  # type: ignore[misc]
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Checks what `generate` passes on to the model, before transformers uses the cache."""
+        if model_kwargs.get("past_key_values") is not None:
+            check_kind(model_kwargs["past_key_values"])
+        super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
