@@ -11,7 +11,6 @@ import argparse
 import json
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +27,14 @@ def report() -> dict[str, Any]:
     """Returns the report, as a dictionary for `json.dumps`.
 
     "versions", "gpus" and "cpu" describe the machine. "kernels" has, by part, "ready", "reason" (why they are not
-    ready and how to build them, or None) and "build" (the record of the build). "backends" has a row for each rule,
-    device and dtype: the backend that "auto" takes for a "sequence" and for a "step". The CPU's "instruction_set" is
-    that of the kernels, or the error that they raise if FASTWEIGHTS_CPU_ISA asks for one that the CPU lacks.
-    "installed elsewhere" has the folders of copies of the package that pip installed and this run does not use.
+    ready and how to build them, or None), "build" (the record of the build) and "folder" (where they are). "backends"
+    has a row for each rule, device and dtype: the backend that "auto" takes for a "sequence" and for a "step". The
+    CPU's "instruction_set" is that of the kernels, or the error that they raise if FASTWEIGHTS_CPU_ISA asks for one
+    that the CPU lacks.
+    "installed elsewhere" has the folders of copies of the package that pip installed and that were not imported, as in
+    the folder of a clone, whose own modules come first.
     """
     reasons = {part: libraries.load(part) for part in libraries.PARTS}
-    record = libraries.record()
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu")] + ([torch.device("cuda", 0)] if gpus else [])
     return {
@@ -47,7 +47,7 @@ def report() -> dict[str, Any]:
             "package": str(libraries.PACKAGE),
             "system": platform.platform(),
         },
-        "installed elsewhere": installed_elsewhere(),
+        "installed elsewhere": [str(folder) for folder in libraries.elsewhere()],
         "gpus": [
             {
                 "name": gpu.name,
@@ -62,7 +62,12 @@ def report() -> dict[str, Any]:
             "instruction_set": instruction_set() if reasons["cpu"] is None else None,
         },
         "kernels": {
-            part: {"ready": reason is None, "reason": reason, "build": record.get(part)}
+            part: {
+                "ready": reason is None,
+                "reason": reason,
+                "build": libraries.record(libraries.home(part)).get(part),
+                "folder": str(libraries.home(part)),
+            }
             for part, reason in reasons.items()
         },
         "backends": [
@@ -95,18 +100,13 @@ def version(package: str) -> str | None:
         return None
 
 
-def installed_elsewhere() -> list[str]:
-    """Folders of installed copies of the package other than the imported one, which in a clone is the clone's."""
-    installed = metadata.distributions(name="fairseq-fastweights")
-    folders = {Path(str(distribution.locate_file("fairseq_fastweights"))).resolve() for distribution in installed}
-    return sorted(str(folder) for folder in folders if folder != libraries.PACKAGE and folder.is_dir())
-
-
 def as_text(found: dict[str, Any]) -> str:
     """The report as text."""
     lines = [f"{name:20} {value or 'none'}" for name, value in found["versions"].items()]
-    elsewhere = "which is not this one: start Python in another folder to use it"
-    lines += [f"{'installed elsewhere':20} {folder}, {elsewhere}" for folder in found["installed elsewhere"]]
+    used = {kernels["folder"] for kernels in found["kernels"].values() if kernels["ready"]}
+    for folder in found["installed elsewhere"]:
+        how = "whose kernels are used" if folder in used else "which is not used"
+        lines.append(f"{'installed elsewhere':20} {folder}, {how}: the modules are those of the folder above")
     for index, gpu in enumerate(found["gpus"]):
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_gib']} GiB"
         lines.append(f"{f'GPU {index}':20} {text}")
@@ -119,7 +119,7 @@ def as_text(found: dict[str, Any]) -> str:
             build = kernels["build"] or {}
             text = f"ready: {', '.join(build.get('variants', build.get('architectures', ())))}"
             text += f"; instruction set: {cpu['instruction_set']}" if part == "cpu" else ""
-            text += f"; {build.get('compiler')}"
+            text += f"; {build.get('compiler')}; in {kernels['folder']}"
         else:
             text = kernels["reason"].removeprefix(f"the {libraries.PARTS[part]} kernels ")
         lines.append(f"{libraries.PARTS[part] + ' kernels':20} {text}")

@@ -57,8 +57,18 @@ REPORT = {
     "installed elsewhere": [],
     "cpu": {"machine": "x86", "threads": 2, "instruction_set": "avx2"},
     "kernels": {
-        "cpu": {"ready": True, "reason": None, "build": {"variants": ["baseline", "avx2"], "compiler": "g++ 12"}},
-        "cuda": {"ready": True, "reason": None, "build": {"architectures": ["sm_90"], "compiler": "nvcc 12"}},
+        "cpu": {
+            "ready": True,
+            "reason": None,
+            "build": {"variants": ["baseline", "avx2"], "compiler": "g++ 12"},
+            "folder": "/a",
+        },
+        "cuda": {
+            "ready": True,
+            "reason": None,
+            "build": {"architectures": ["sm_90"], "compiler": "nvcc 12"},
+            "folder": "/a",
+        },
     },
     "backends": [
         {"rule": rule, "device": device, "dtype": dtype, "sequence": "chunkwise", "step": step}
@@ -71,8 +81,8 @@ torch                2
 fairseq              none
 {gpus}
 CPU                  x86, 2 threads
-CPU kernels          ready: baseline, avx2; instruction set: avx2; g++ 12
-CUDA kernels         ready: sm_90; nvcc 12
+CPU kernels          ready: baseline, avx2; instruction set: avx2; g++ 12; in /a
+CUDA kernels         ready: sm_90; nvcc 12; in /a
 
 backend that auto takes, for a sequence / for a single step
 rule, device           float32                float64
@@ -118,7 +128,31 @@ def test_a_copy_that_is_installed_and_not_imported_is_named(tmp_path: Path, monk
     assert env.report()["installed elsewhere"] == []
     monkeypatch.syspath_prepend(tmp_path)
     env.main([])
-    assert f"installed elsewhere  {tmp_path / 'fairseq_fastweights'}, which is not this one" in capsys.readouterr().out
+    assert f"installed elsewhere  {tmp_path / 'fairseq_fastweights'}, which is not used: the" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(libraries.why_not("cpu", torch.__version__) is not None, reason="the CPU kernels were not built")
+def test_a_clone_without_kernels_takes_those_of_an_installed_copy(tmp_path: Path, monkeypatch) -> None:
+    """What `pip install .` compiles is used in the clone's folder too, if it is of the same sources and torch."""
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "fairseq_fastweights").symlink_to(libraries.PACKAGE)
+    (tmp_path / "fairseq_fastweights-0.1.0.dist-info").mkdir()
+    (tmp_path / "fairseq_fastweights-0.1.0.dist-info/METADATA").write_text("Name: fairseq_fastweights\nVersion: 1\n")
+    installed = libraries.PACKAGE
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(libraries, "PACKAGE", tmp_path / "clone")
+    monkeypatch.setattr(libraries, "_homes", {})
+    monkeypatch.setattr(libraries, "_outcomes", {})
+    assert libraries.load("cpu") is None and libraries.home("cpu") == installed
+    text = env.as_text(env.report())
+    assert f"package              {tmp_path / 'clone'}" in text
+    assert f"installed elsewhere  {installed}, whose kernels are used" in text and f"; in {installed}" in text
+    for torch_version, digest in (("1.0", libraries.source_digest), (str(torch.__version__), lambda *_: "other")):
+        monkeypatch.setattr(libraries, "source_digest", digest)
+        reason = libraries._find("cpu", torch_version)
+        assert (
+            reason is not None and f"those in {installed} are missing, or of other sources or another torch" in reason
+        )
 
 
 @pytest.mark.parametrize("part", list(libraries.PARTS))

@@ -6,6 +6,10 @@ or why it did not. They are plain libraries that register torch operators. On to
 from the record's "oldest torch" on. Others are bound to one version of torch: loading them into another one could crash
 the process, so the record is read first.
 
+In a clone Python imports the clone's own modules, also where ``pip install .`` put a copy of them and of the libraries
+elsewhere. If the clone has no library, that of an installed copy is loaded, provided that it was built from the same
+sources (`home`).
+
 The environment variables ``FASTWEIGHTS_NATIVE_CPU`` and ``FASTWEIGHTS_NATIVE_CUDA`` name a library to load instead,
 unchecked: one that was built with sanitizers, say.
 """
@@ -18,6 +22,7 @@ import json
 import os
 import re
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".inl", ".cu", ".cuh")
 
 _lock = threading.Lock()
 _outcomes: dict[str, str | None] = {}
+_homes: dict[str, Path] = {}
 
 
 def load(part: str) -> str | None:
@@ -47,9 +53,21 @@ def load(part: str) -> str | None:
     return _outcomes[part]
 
 
-def library(part: str) -> Path:
-    """The path of the library of `part`, if it was built."""
-    return PACKAGE / f"_native_{part}.so"
+def home(part: str) -> Path:
+    """The folder whose library of `part` was loaded, or could not be: that of this package or of an installed copy."""
+    return _homes.get(part, PACKAGE)
+
+
+def elsewhere() -> list[Path]:
+    """Folders of installed copies of the package other than the imported one, which in a clone is the clone's."""
+    installed = metadata.distributions(name="fairseq-fastweights")
+    folders = {Path(str(distribution.locate_file("fairseq_fastweights"))).resolve() for distribution in installed}
+    return sorted(folder for folder in folders if folder != PACKAGE and folder.is_dir())
+
+
+def library(part: str, package: Path | None = None) -> Path:
+    """The path of the library of `part`, if it was built, in the folder of a package: this one, or the one given."""
+    return (package or PACKAGE) / f"_native_{part}.so"
 
 
 def log(part: str) -> Path:
@@ -57,21 +75,21 @@ def log(part: str) -> Path:
     return PACKAGE / f"_native_{part}.log"
 
 
-def record() -> dict[str, Any]:
+def record(package: Path | None = None) -> dict[str, Any]:
     """The record of the last build, if there is one: by part, "state" ("built" or "missing"), "reason" and how."""
     try:
-        found = json.loads((PACKAGE / RECORD).read_text())
+        found = json.loads(((package or PACKAGE) / RECORD).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def why_not(part: str, torch_version: str) -> str | None:
+def why_not(part: str, torch_version: str, package: Path | None = None) -> str | None:
     """Why the library of `part` would not be loaded into torch `torch_version`: one line, or None.
 
-    Reads files only, and needs no torch.
+    Reads files only, and needs no torch. `package`: the folder of the library; None for that of this package.
     """
-    entry = record().get(part)
+    entry = record(package).get(part)
     name = f"the {PARTS[part]} kernels"
     if not isinstance(entry, dict):
         return f"{name} were not built; {_rebuild(part)}"
@@ -83,8 +101,8 @@ def why_not(part: str, torch_version: str) -> str | None:
     if not fits:
         built_for = f"{oldest} and later" if oldest else entry.get("torch")
         return f"{name} were built for torch {built_for} and this is torch {torch_version}; {_rebuild(part)}"
-    if not library(part).is_file():
-        return f"{name} were built, but {library(part)} is gone; {_rebuild(part)}"
+    if not library(part, package).is_file():
+        return f"{name} were built, but {library(part, package)} is gone; {_rebuild(part)}"
     if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT, part):
         return f"{name} are outdated, {part}/ or {SHARED}/ has changed since they were built; {_rebuild(part)}"
     return None
@@ -124,17 +142,31 @@ def _load(part: str) -> str | None:
     try:
         path = named = os.environ.get(f"FASTWEIGHTS_NATIVE_{part.upper()}")
         if not path:
-            reason = why_not(part, str(torch.__version__))
+            reason = _find(part, str(torch.__version__))
             if reason is None and part == "cuda":
-                reason = _wrong_gpu(record()[part].get("architectures", []))
+                reason = _wrong_gpu(record(home(part))[part].get("architectures", []))
             if reason is not None:
                 return reason
-            path = str(library(part))
+            path = str(library(part, home(part)))
         torch.ops.load_library(path)
         return _wrong_processor(path) if part == "cpu" and not named else None
     except Exception as error:  # whatever it is, there is chunkwise
         told = (str(error).splitlines() or [""])[0]
         return f"{name} could not be loaded: {type(error).__name__}: {told}; {_rebuild(part)}"
+
+
+def _find(part: str, torch_version: str) -> str | None:
+    """Chooses the folder whose library is loaded; returns why there is none."""
+    reason = why_not(part, torch_version)
+    if reason is None or not _in_checkout():
+        return reason
+    others = elsewhere()
+    for folder in others:
+        if why_not(part, torch_version, folder) is None:
+            _homes[part] = folder
+            return None
+    unfit = f"; those in {', '.join(map(str, others))} are missing, or of other sources or another torch"
+    return reason + (unfit if others else "")
 
 
 def cpu_instruction_sets(path: str) -> list[str]:
@@ -148,7 +180,7 @@ def _wrong_processor(path: str) -> str | None:
     """Why this processor runs none of the kernels in the library."""
     if cpu_instruction_sets(path):
         return None
-    built_for = ", ".join(record().get("cpu", {}).get("variants", ())) or "other processors"
+    built_for = ", ".join(record(home("cpu")).get("cpu", {}).get("variants", ())) or "other processors"
     return (
         f"the CPU kernels were built for {built_for}, which this processor does not have; {_rebuild('cpu')}, after "
         "FASTWEIGHTS_BUILD_ISA=all for every processor"
