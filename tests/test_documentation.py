@@ -195,6 +195,35 @@ def test_fairseq_takes_the_commands_as_the_pages_show_them(name: str, words: lis
         assert options.parse_args_and_arch(parser, words)
 
 
+# What a command or a program in the pages writes, or what they tell to put there.
+WRITES = re.compile(
+    r"""--(?:destdir|save-dir|out|tensorboard-logdir|include_path)[ =](\S+) |
+    --(?:\w+pref|user-dir|config-dir)[ ](\S+) | (?:to|from)-huggingface[ ]\S+[ ](\S+) | prepare\.sh[ ](\S+)(?:[ ]\S+[ ](\S+))? |
+    packed_documents\.py[ ]\S+[ ](\S+) |
+    mkdir[ ](?:-p[ ])?(\S+) | [^->=]>[ ]?([\w./-]+) | ^\#[ ]([\w-]+/[\w.-]+\.(?:py|yaml))$ |
+    (?:save_pretrained|TrainingArguments|open|Path)\([^()\n]*?"([\w./-]+)" """,
+    re.VERBOSE | re.MULTILINE,
+)
+
+
+def test_git_and_lint_pass_over_what_the_pages_make() -> None:
+    """A clone in which all commands were typed looks as before to git, and `make lint` to ruff, which asks git."""
+    pages = [*GUIDES, *(page for page in PAGES if page.is_relative_to(ROOT / "examples"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = "\n".join(re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    names = {name.removeprefix("$PWD/") for found in WRITES.findall(blocks) for name in found}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not listed:
+        pytest.skip("no checkout of git")
+    own = {name.partition("/")[0] for name in listed.splitlines()}
+    made = sorted(x for x in names if re.fullmatch(r"[a-z][\w./-]*", x) and x.partition("/")[0] not in own)
+    assert {"train.txt", "data-bin/lm", "checkpoints/lm", "hf-lm", "my_rules", "my_rules/oja.py"} <= set(made)
+    folders = [name if "." in Path(name).name else f"{name}/" for name in made]
+    ignored = subprocess.run(["git", "check-ignore", *folders], cwd=ROOT, capture_output=True, text=True).stdout
+    assert sorted(set(folders) - set(ignored.split())) == []
+    assert "respect-gitignore" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")  # it is ruff's default
+
+
 def test_the_readme_is_a_page_and_its_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 110
