@@ -10,10 +10,21 @@ ANY := $(if $(filter file,$(origin PYTHON)),--any-python) $(if $(filter file,$(o
 # The folder as it was typed, for the shell: make is not to read its dollars, nor the shell its quotes.
 DATA_WORD = '$(subst ','\'',$(value DATA))'
 
+# What was typed for a target that would not read it.
+ifneq (,$(and $(filter command%,$(origin DATA)),$(filter-out demo,$(MAKECMDGOALS))))
+$(error DATA is read by `make demo` alone)
+endif
+ifneq (,$(and $(filter command%,$(origin TORCH)),$(filter gpu-check,$(MAKECMDGOALS))))
+$(error TORCH is not read by `make gpu-check`, which takes the torch of PYTHON)
+endif
+
 # What clang-format looks after.
 KERNELS := $(wildcard $(foreach suffix,cpp h cu cuh,$(addsuffix /*.$(suffix),native cpu cpu/* cuda cuda/* tests/cuda/emulation)))
 
-.PHONY: help setup test test-fast test-emulated test-sanitized lint coverage mutation docs gpu-check wheel demo demo-translation demo-synthetic clean
+# What the set-up looks at before it installs: options that some targets add.
+LOOK =
+
+.PHONY: help setup python test test-fast test-emulated test-sanitized lint coverage mutation docs gpu-check wheel demo demo-translation demo-synthetic clean
 
 help:
 	@echo 'make setup             make the environment .venv, with torch, fairseq and this project in it'
@@ -35,8 +46,11 @@ help:
 	@echo 'PYTHON=$(PYTHON) and TORCH=$(TORCH) choose what the environment is made from.'
 	@echo 'demo, demo-translation, demo-synthetic, docs, test, test-fast and lint make it first where it is missing or unfinished.'
 
-setup:
-	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY)
+setup: python
+	@$(PYTHON) tools/setup_environment.py --torch=$(TORCH) $(ANY) $(LOOK)
+
+python:
+	@command -v $(PYTHON) > /dev/null || { echo 'error: PYTHON=$(PYTHON) is no program' >&2; exit 1; }
 
 test: lint
 	.venv/bin/python -m pytest -n auto -q --durations=20
@@ -70,16 +84,18 @@ docs: setup
 	@echo 'The site is in site/index.html'
 
 # On a machine without a network: no set-up, whatever torch there is.
-gpu-check:
+gpu-check: python
 	@$(PYTHON) tools/gpu_check.py
 
 # Its kernels use torch's stable ABI and no Python: one file for all. auditwheel says which systems it is for.
+wheel: LOOK = --oldest=2.10
 wheel: setup
 	rm -rf dist build/dist build/lib build/lib.* build/bdist.*
 	FASTWEIGHTS_BUILD=cpu FASTWEIGHTS_BUILD_ISA=all .venv/bin/python -m build --no-isolation --sdist --wheel --outdir build/dist
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/dist/*.whl
 	cp build/dist/*.tar.gz dist
 
+demo: LOOK = $(if $(value DATA),--data=$(DATA_WORD))
 demo: setup
 	.venv/bin/python examples/demo/run.py $(if $(value DATA),--data $(DATA_WORD))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,8 @@ from fairseq_patches import PATCHES, SHARED
 from lock_file import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
+SETUP = ROOT / "setup.py"
+"""It says the oldest torch."""
 SOURCES = (
     *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/setup_environment.py"),
     "tools/fairseq_patches.py",
@@ -50,16 +53,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torch", default="2.13.0", metavar="VERSION", help="version of torch (default: 2.13.0)")
     parser.add_argument("--any-python", action="store_true", help="a finished .venv of another Python will do")
     parser.add_argument("--any-torch", action="store_true", help="a finished .venv with another torch will do")
+    parser.add_argument("--oldest", default="", metavar="VERSION", help="the oldest torch that will do")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="text of the demo, which is looked at first")
     options = parser.parse_args(arguments)
     folder, stamp = ROOT / ".venv", stamp_of(options.torch)
     free = {name for name in ("python", "torch") if getattr(options, f"any_{name}")}
     try:
+        check_torch(options.torch, options.oldest)
+        if options.data is not None:
+            check_data(options.data)
         with Path(__file__).open() as lock:
             # A second set-up waits until this one ends, and its steps, which may outlive it where it is killed.
             wait_for(lock, f"another set-up of {folder} (its log: {folder / LOG})")
             os.set_inheritable(lock.fileno(), True)
             if not is_finished(folder, stamp, free):
-                check(folder, options.torch)
+                check(folder)
                 make(folder, stamp)
         if subprocess.run([str(folder / "bin/python"), "tools/native_build.py"], cwd=ROOT).returncode:
             raise SetupError("the kernels that FASTWEIGHTS_BUILD asks for were not built")
@@ -93,7 +101,27 @@ def is_finished(folder: Path, stamp: dict[str, str], free: set[str]) -> bool:
     return True
 
 
-def check(folder: Path, torch: str) -> None:
+def check_torch(torch: str, oldest: str) -> None:
+    """Raises `SetupError` unless `torch` is a version that this project runs with, of at least `oldest`."""
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", torch):
+        raise SetupError(f"TORCH={torch} is no version; it should be like 2.13.0")
+    oldest = oldest or re.findall(r'"torch>=([\d.]+)"', SETUP.read_text())[0]
+    numbers = [[int(number) for number in re.findall(r"\d+", version)[:2]] for version in (torch, oldest)]
+    if numbers[0] < numbers[1]:
+        raise SetupError(f"TORCH={torch} is too old; it must be {oldest} or later, and 2.13.0 is what is tested")
+
+
+def check_data(folder: Path) -> None:
+    """Raises `SetupError` unless the demo finds its text in `folder`."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    corpora = importlib.import_module("demo.corpora")
+    try:
+        corpora.find_texts(folder)
+    except corpora.TextError as error:
+        raise SetupError(f"DATA: {error}") from None
+
+
+def check(folder: Path) -> None:
     """Raises `SetupError` if the Python that runs this cannot make the environment, or what is there is none."""
     version, hint = platform.python_version(), "choose another one with `make setup PYTHON=...`"
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
@@ -103,8 +131,6 @@ def check(folder: Path, torch: str) -> None:
         raise SetupError(f"{sys.executable} lacks the module {lacking[0]} ({package}): install it, or {hint}")
     if not os.access(BASE_PYTHON, os.X_OK):
         raise SetupError(f"{sys.executable} is of an environment whose Python, {BASE_PYTHON}, is gone: {hint}")
-    if not re.fullmatch(r"\d+\.\d+(\.\d+)?\S*", torch):
-        raise SetupError(f"TORCH={torch} is no version; it should be like 2.13.0")
     made_here = (folder / "pyvenv.cfg").exists() or (folder / LOG).exists()
     if folder.is_symlink() or (folder.exists() and not made_here):
         raise SetupError(f"{folder} is no environment of Python; move it away")

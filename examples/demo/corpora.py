@@ -149,14 +149,19 @@ def corpus_in(folder: Path) -> Corpus:
     """A user's texts, taken as they are: tokens are what stands between white space. Raises TextError if a file is
     missing, there twice, empty, too short or no UTF-8 text.
     """
-    if not folder.is_dir():
-        raise TextError(f"{folder} is not a folder")
-    files = {split: _find(folder, split) for split in SPLITS}
+    files = find_texts(folder)
     corpus = _survey(str(folder), lambda split: _read(files[split]))
     for split, tokens in corpus.tokens.items():
         if tokens < FEWEST_TOKENS:
             raise TextError(f"{files[split]} holds {tokens} tokens; it must hold at least {FEWEST_TOKENS}")
     return corpus
+
+
+def find_texts(folder: Path) -> dict[str, Path]:
+    """The file of each split in a user's folder; raises TextError if it is no folder, or lacks one or has two."""
+    if not folder.is_dir():
+        raise TextError(f"{folder} is not a folder")
+    return {split: _find(folder, split) for split in SPLITS}
 
 
 def _find(folder: Path, split: str) -> Path:

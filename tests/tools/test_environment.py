@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,26 +179,49 @@ def test_an_environment_is_left_alone_unless_files_or_versions_changed(steps, mo
     assert setup_environment.main([]) == 1 and "FASTWEIGHTS_BUILD" in capsys.readouterr().err
 
 
-# What is in .venv, what is otherwise than usual, and what is said of it.
+# What is in .venv, what is otherwise than usual, what is typed, and what is said of it.
 UNUSABLE = [
-    ("pyvenv.cfg", "sys.version_info", (3, 14, 0), "; 3.10 to 3.13"),
-    ("pyvenv.cfg", "importlib.util.find_spec", lambda name: name != "ensurepip" or None, "-venv): install it"),
-    ("thesis.tex", "STAMP", "stamp", "is no environment of Python; move it away"),
-    ("pyvenv.cfg", "BASE_PYTHON", "gone/python3", "whose Python, gone/python3, is gone"),
-    ("pyvenv.cfg", "STAMP", "stamp", "TORCH=newest is no version; it should be like 2.13.0"),
+    ("pyvenv.cfg", "sys.version_info", (3, 14, 0), "", "; 3.10 to 3.13"),
+    ("pyvenv.cfg", "importlib.util.find_spec", lambda name: name != "ensurepip" or None, "", "-venv): install it"),
+    ("thesis.tex", "STAMP", "stamp", "", "is no environment of Python; move it away"),
+    ("pyvenv.cfg", "BASE_PYTHON", "gone/python3", "", "whose Python, gone/python3, is gone"),
+    ("pyvenv.cfg", "STAMP", "stamp", "--torch newest", "TORCH=newest is no version; it should be like 2.13.0"),
+    ("pyvenv.cfg", "STAMP", "stamp", "--torch 2.5.0", "TORCH=2.5.0 is too old; it must be 2.6 or later"),
+    ("pyvenv.cfg", "STAMP", "stamp", "--torch 2.9.1 --oldest 2.10", "TORCH=2.9.1 is too old; it must be 2.10 or"),
+    ("pyvenv.cfg", "STAMP", "stamp", "--data /nonexistent", "DATA: /nonexistent is not a folder"),
+    ("pyvenv.cfg", "STAMP", "stamp", "--data /dev", "DATA: /dev has no text for train"),
 ]
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(case, steps, monkeypatch, capsys) -> None:
-    there, name, value, says = case
+    there, name, value, typed, says = case
     (steps.root / ".venv").mkdir()
     (steps.root / ".venv" / there).touch()
     monkeypatch.setattr(f"setup_environment.{name}", value)
-    assert setup_environment.main(["--torch", "newest"] if "TORCH" in says else []) == 1
+    assert setup_environment.main(typed.split()) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
     assert not steps.taken and [path.name for path in steps.root.glob(".venv/*")] == [there]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("test-fast DATA=/tmp", "DATA is read by `make demo` alone"),
+        ("gpu-check TORCH=2.13.0", "takes the torch of PYTHON"),
+        ("wheel PYTHON=python9", "error: PYTHON=python9 is no program"),
+        ("gpu-check PYTHON=python9", "error: PYTHON=python9 is no program"),
+    ],
+)
+def test_make_looks_at_its_variables_first(typed: str, says: str) -> None:
+    root = Path(setup_environment.__file__).parents[1]
+    done = subprocess.run(["make", *typed.split()], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr and not done.stdout
+    for target, option in (("demo DATA=/x", "--data='/x'"), ("wheel", "--oldest=2.10"), ("demo-translation", "")):
+        planned = subprocess.run(["make", "-n", *target.split()], cwd=root, capture_output=True, text=True).stdout
+        assert re.search(rf"setup_environment.py --torch=\S+ .*{option}", planned), planned
+        assert ("--data" in planned) == (option.startswith("--data"))
 
 
 def test_a_step_leaves_the_kernels_to_the_end_and_shows_why_it_failed(tmp_path: Path, capsys) -> None:
