@@ -108,8 +108,16 @@ def describe_training(log_end: str, updates: int) -> str:
     if last is None:
         return "starting"
     done, speed = int(last["num_updates"]), float(last["ups"])
-    left = f"{(updates - done) / speed:.0f} s left" if speed else ""
-    return f"update {done}/{updates}, loss {float(last['loss']):.2f}, {float(last['wps']):.0f} tokens/s, {left}"
+    seconds = (updates - done) / speed if speed else None
+    pace = f"{float(last['wps']):.0f} tokens/s{time_left(seconds)}"
+    return f"update {done}/{updates}, loss {float(last['loss']):.2f}, {pace}"
+
+
+def time_left(seconds: float | None) -> str:
+    """How long something will take, for people; nothing if it is not known."""
+    if seconds is None:
+        return ""
+    return f", about {seconds:.0f} s left" if seconds < 90 else f", about {seconds / 60:.0f} min left"
 
 
 def find_in(log: str, what: str, pattern: str) -> list[Any]:

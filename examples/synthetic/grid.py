@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.commands import one_thread
+from common.fairseq_logs import time_left
 from common.interruptions import undisturbed
 from common.json_lines import append_line
 from common.steps import Screen, StepError
@@ -176,7 +177,7 @@ class Grid(Screen):
         self.say(
             f"[{done}/{total}] {worker.point.title}: loss {_shown(result['best_loss'])}, "
             f"{end.get(result['stopped'], result['stopped'])} after {result['steps']:,} steps "
-            f"({result['seconds']:.0f} s){_time_left(left) if done < total else ''}"
+            f"({result['seconds']:.0f} s){time_left(left) if done < total else ''}"
         )
 
     def _progress(self, workers: Sequence[_Worker], waiting: Sequence[Point], estimate: Estimate) -> Iterator[str]:
@@ -185,16 +186,8 @@ class Grid(Screen):
         left = estimate.left(waiting, [(point, taken) for point, taken, _ in running], self.jobs)
         for point, _, progress in running:
             yield f"{point.title}: {progress}"
-        yield f"{len(waiting)} waiting{_time_left(left)}"
+        yield f"{len(waiting)} waiting{time_left(left)}"
 
 
 def _shown(loss: float | None) -> str:
     return "not a number" if loss is None else f"{loss:.5f}"
-
-
-def _time_left(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    if seconds < 90:
-        return f", about {seconds:.0f} s left"
-    return f", about {seconds / 60:.0f} min left"

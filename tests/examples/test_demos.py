@@ -227,7 +227,7 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
         fairseq_logs.read_training("Traceback (most recent call last):\n")
     cut = TRAIN_LOG + 'x | INFO | train_inner | {"epoch": 1, "lo'
     assert fairseq_logs.parse_training(cut) == read
-    assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, 2 s left"
+    assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, about 2 s left"
 
 
 def test_no_name_is_written_over_another_or_over_a_point() -> None:
