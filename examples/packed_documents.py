@@ -17,6 +17,7 @@ import datasets
 import transformers
 
 import fairseq_fastweights.huggingface  # noqa: F401  the Auto classes know the models from here on
+from fairseq_fastweights.suggestions import ArgumentParser
 
 NOTHING = -100
 """The label of what is not to be predicted."""
@@ -80,7 +81,7 @@ def stream(files: list[str], tokenizer: Any, length: int, buffer: int, seed: int
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("target", metavar="TARGET", type=Path, help="the new folder")
     parser.add_argument("files", metavar="FILES", nargs="+")

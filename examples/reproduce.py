@@ -36,7 +36,7 @@ from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common.command_line import positive, run_to_the_end
+from common.command_line import ArgumentParser, positive, run_to_the_end
 from common.fairseq_logs import parse_training
 from common.files import open_new, open_to_append, write_whole
 from common.identity import difference, first_line, identity, noted_in
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     # Scripts that score a model look for Python and fairseq's programs there.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", nargs="?", const="", metavar="TABLE", help="list all tables and rows, or one's")
@@ -94,7 +94,7 @@ def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
 def _run_rows(arguments: list[str]) -> int:
     """Reads what follows `run`, and does it; returns the exit status."""
     words, given, scoring = _parted(arguments)
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="reproduce.py run",
         description="Trains and scores rows of a table with several seeds, and adds the results to a ledger. Rows that "
         "the ledger has are skipped, and interrupted ones continue. The same command may run several times at once, on "
@@ -153,7 +153,7 @@ def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _report(arguments: list[str]) -> int:
     """Reads what follows `report`, and does it; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="reproduce.py report",
         description="Prints a table of the results of `run`. Without TABLE it makes those of the pages in docs/.",
     )

@@ -7,7 +7,6 @@ It asks the operations themselves and does not import fairseq. Please add its ou
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from importlib import metadata
@@ -17,6 +16,7 @@ import torch
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.suggestions import ArgumentParser
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STEPS = {"sequence": 256, "step": 1}
@@ -139,7 +139,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the report: `python -m fairseq_fastweights.env`."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m fairseq_fastweights.env",
         description="Reports versions, hardware, the kernels that were built, and the backend that 'auto' takes.",
     )

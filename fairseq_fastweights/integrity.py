@@ -12,7 +12,6 @@ that `tools/build_fairseq.py` can put it into fairseq, too.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import mmap
 import os
@@ -31,6 +30,7 @@ import torch
 from .bounded_loading import load
 from .checkpoint_updates import num_updates
 from .digests import DIGESTS, THREADS, crc32, is_changed, model_digest, storage_crcs
+from .suggestions import ArgumentParser
 from .text_files import FileError
 from .zip_records import CheckpointError, Record, is_archive, records_in
 
@@ -262,7 +262,7 @@ def _content(state: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Looks at checkpoints: `python -m fairseq_fastweights.integrity FILE...`; 1 if one is damaged."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m fairseq_fastweights.integrity",
         description="Says whether checkpoints are whole, and shows the digests of their weights.",
     )

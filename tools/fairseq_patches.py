@@ -13,7 +13,7 @@ VERSION = (FILES / "fairseq/version.txt").read_text(encoding="utf-8").strip()
 # Modules of the plugin that fairseq gets copies of. It cannot import them: the plugin works without fairseq, this
 # fairseq without the plugin, and --user-dir refuses a package that something has imported before.
 _NAMES = "bounded_loading checkpoint_pickles checkpoint_updates digests integrity zip_records"
-SHARED = [f"{name}.py" for name in (*_NAMES.split(), "invalid_input", "model_sizes", "text_files")]
+SHARED = [f"{name}.py" for name in (*_NAMES.split(), "invalid_input", "model_sizes", "suggestions", "text_files")]
 
 
 class BuildError(Exception):

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fairseq_fastweights.suggestions import ArgumentParser
 from harness import pages
 from harness.timing import ROUNDS
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from common.commands import cores, shown
+from common.commands import ROOT, cores, shown
 from common.steps import StepError
+
+# By its path, since importing the package would import torch.
+_spec = importlib.util.spec_from_file_location("suggestions", ROOT / "fairseq_fastweights/suggestions.py")
+assert _spec is not None and _spec.loader is not None
+_suggestions: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_suggestions)
+ArgumentParser = _suggestions.ArgumentParser
 
 
 def add_options(

@@ -7,7 +7,6 @@ FOLDER gets train.en, train.de, valid.en and so on. The same call gives the same
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from num2words import num2words
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import ArgumentParser
 from common.files import refuse_to_overwrite, write_whole
 
 SPLITS = ("train", "valid", "test")
@@ -30,7 +30,7 @@ SEED = 1
 
 def main(arguments: list[str] | None = None) -> int:
     """Writes the text; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Numbers in English and German words, as parallel text.")
+    parser = ArgumentParser(description="Numbers in English and German words, as parallel text.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the text goes")
     for split in SPLITS:
         help = f"numbers in {split} (default: {SIZES[split]:,})"

@@ -9,7 +9,6 @@ spaces, into FOLDER under the same name.
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import ArgumentParser
 from common.files import read_lines, refuse_to_overwrite, write_whole
 
 PIECES = 200
@@ -27,7 +27,7 @@ PIECES = 200
 
 def main(arguments: list[str] | None = None) -> int:
     """Does what the command line says; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Cuts words into pieces with sentencepiece.")
+    parser = ArgumentParser(description="Cuts words into pieces with sentencepiece.")
     actions = parser.add_subparsers(dest="action", required=True)
     learning = actions.add_parser("train", help="learn pieces from text")
     learning.add_argument("model", type=Path, metavar="MODEL", help="the file to write")

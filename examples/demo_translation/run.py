@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
-from common.command_line import add_options, run_to_the_end
+from common.command_line import ArgumentParser, add_options, run_to_the_end
 from common.commands import command, require_packages
 from common.demo import SPLITS, Demo, Model
 from common.fairseq_logs import find_in, read_nothing
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Trains a small Linear Transformer and a Transformer to translate numbers from English words to "
         "German words, scores and compares them. The same call again goes on where one was interrupted."
     )

@@ -8,7 +8,6 @@ text that it translated. OUT gets the best translation of each of SOURCE's lines
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import files
+from common.command_line import ArgumentParser
 from common.files import refuse_to_overwrite, write_whole
 
 _BEST = re.compile(r"^D-(\d+)\t\S+\t(.*)$", re.MULTILINE)
@@ -23,7 +23,7 @@ _BEST = re.compile(r"^D-(\d+)\t\S+\t(.*)$", re.MULTILINE)
 
 def main(arguments: list[str] | None = None) -> int:
     """Writes the translations; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Puts the output of fairseq-generate into the order of its source.")
+    parser = ArgumentParser(description="Puts the output of fairseq-generate into the order of its source.")
     parser.add_argument("generated", type=Path, metavar="GENERATED", help="what fairseq-generate wrote")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the text that was translated")
     parser.add_argument("out", type=Path, metavar="OUT", help="the file to write")

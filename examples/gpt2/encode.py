@@ -10,7 +10,6 @@ each split, line ends among them.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import positive
+from common.command_line import ArgumentParser, positive
 from common.files import TextError, decode_lines
 from common.processes import pool
 
@@ -43,7 +42,7 @@ _DOCUMENTS = 64
 
 def main(arguments: list[str] | None = None) -> int:
     """Encodes all splits; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Cuts text into the subwords of a converted model.")
+    parser = ArgumentParser(description="Cuts text into the subwords of a converted model.")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the converted model's folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="has the text")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the encoded text")

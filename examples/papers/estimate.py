@@ -8,7 +8,6 @@ are those of matrix products with weights, forwards and backwards; the mixers' o
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common.command_line import run_to_the_end
+from common.command_line import ArgumentParser, run_to_the_end
 from common.tables import format_table
 
 from papers.rows import Places, Row, RowError, Table, plugin
@@ -221,7 +220,7 @@ def _rounded(hours: float) -> str:
 
 def main(arguments: list[str], tables: dict[str, Table]) -> int:
     """Reads what follows `reproduce.py estimate`, and does it; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="reproduce.py estimate",
         description="Estimates what the rows of a paper's table take on one GPU: hours of the training, from the least "
         "that the GPU allows to the most by what was measured; its memory; the disk. Nothing is trained. What the "

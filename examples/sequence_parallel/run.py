@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.suggestions import ArgumentParser
 from sequence_parallel.rules import delta_rule, diagonal_rule
 
 Inputs = dict[str, Tensor]
@@ -120,7 +121,7 @@ def run(sizes: argparse.Namespace, dtype: torch.dtype = torch.float32) -> list[t
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description="Compares rules in several processes with one process.")
+    parser = ArgumentParser(description="Compares rules in several processes with one process.")
     defaults = {"processes": 2, "batch": 1, "time": 2048, "heads": 8, "key-dim": 64, "value-dim": 64}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")

@@ -11,7 +11,6 @@ nobody has.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import positive
+from common.command_line import ArgumentParser, positive
 from common.files import TextError, read_lines
 
 WORDS = 40
@@ -43,7 +42,7 @@ metric_list:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Makes a task of text: which word is the last?")
+    parser = ArgumentParser(description="Makes a task of text: which word is the last?")
     parser.add_argument("text", type=Path, metavar="TEXT", help="a paragraph a line, with words one space apart")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder, for --include_path")
     parser.add_argument("--passages", type=positive, default=200, metavar="N", help="the first so many (default: 200)")

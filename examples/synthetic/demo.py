@@ -7,7 +7,6 @@ What is finished is kept in --out: the same call again, also after an interrupti
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 
-from common.command_line import add_jobs, add_out, run_to_the_end
+from common.command_line import ArgumentParser, add_jobs, add_out, run_to_the_end
 from common.commands import require_packages, shown
 from common.steps import claim
 
@@ -36,7 +35,7 @@ POINTS = [
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Trains a few models to retrieve values by their keys, and shows what their memories can hold and "
         "which update rule can replace what it holds. The same call again goes on where one was interrupted."
     )

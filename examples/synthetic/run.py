@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for t
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 
 import torch
-from common.command_line import add_jobs, add_out, positive, run_to_the_end
+from common.command_line import ArgumentParser, add_jobs, add_out, positive, run_to_the_end
 from common.commands import require_packages, shown
 from common.steps import StepError, claim
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     names = {setting: ", ".join(models) for setting, models in MODELS.items()}
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Trains models to retrieve values by their keys (Schlag et al. 2021, Sec. 6.1), a point for each "
         "model and each number S of keys, and draws the paper's Figures 1 to 5. The same call again goes on where one "
         "was interrupted.",

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fairseq_fastweights.suggestions import ArgumentParser
+
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = 256
 
@@ -23,7 +25,7 @@ WORDS = 256
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     """Prints the number; returns the exit status."""
-    parser = argparse.ArgumentParser(description="The size of a language model's state.")
+    parser = ArgumentParser(description="The size of a language model's state.")
     parser.add_argument("data", type=Path, metavar="DATA", help="what the model was trained on")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the trained model")
     options = parser.parse_args(arguments)

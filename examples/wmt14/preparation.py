@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import ArgumentParser
 from common.files import TextError, read_lines
 from common.processes import pool
 from corpus import SPLITS, Corpus, clean, survey, write_text
@@ -54,7 +55,7 @@ class Settings:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Makes fairseq's data of {train,valid,test}.{SOURCE,TARGET}[.gz].")
+    parser = ArgumentParser(description="Makes fairseq's data of {train,valid,test}.{SOURCE,TARGET}[.gz].")
     parser.add_argument("out", type=Path, metavar="OUT", help="appears when all is done")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the text")
     parser.add_argument("--source", default="en")

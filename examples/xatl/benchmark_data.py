@@ -9,7 +9,6 @@ files, one for each benchmark; then TASKS, a new folder, gets lm_eval's tasks, c
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import ArgumentParser
 from common.files import TextError, read_lines
 
 
@@ -99,7 +99,7 @@ BENCHMARKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Sees to it that the benchmarks' data are there.")
+    parser = ArgumentParser(description="Sees to it that the benchmarks' data are there.")
     parser.add_argument("tasks", type=Path, metavar="TASKS", help="gets the tasks that read FOLDER")
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="has a file for each benchmark")
     options = parser.parse_args(arguments)

@@ -11,7 +11,6 @@ checkpoint that was scored.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.command_line import ArgumentParser
 from common.figures import new_figure, plain, save_figure
 from common.tables import format_table
 from papers.choi import MEASURES, TABLE_4, TABLES
@@ -64,7 +64,7 @@ class ScoredRun:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Tables and a figure of benchmarks.")
+    parser = ArgumentParser(description="Tables and a figure of benchmarks.")
     parser.add_argument("out", type=Path, metavar="OUT", help="holds one folder for each model")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of folders in OUT (default: all)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")

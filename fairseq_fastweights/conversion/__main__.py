@@ -19,11 +19,12 @@ from fairseq_fastweights.conversion.from_huggingface.gguf import SUFFIX, unpacke
 from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import tokenizer_options
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.suggestions import ArgumentParser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns the exit status, 2 after a message about what is wrong with the input."""
-    parser = argparse.ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
+    parser = ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("from-huggingface", help=f"convert a model for fairseq: {', '.join(FAMILIES)}")
     writing = commands.add_parser("to-huggingface", help="convert a language model of fairseq")

@@ -8,6 +8,7 @@ from typing import TypeVar
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.ops import RULES
+from fairseq_fastweights.suggestions import did_you_mean
 
 _Entry = TypeVar("_Entry")
 
@@ -62,7 +63,8 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
 def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
     if name not in table:
-        raise InvalidInput(f"{argument} is {name!r}; it must be one of {', '.join(table)}")
+        allowed = f"it must be one of {', '.join(table)}"
+        raise InvalidInput(f"{argument} is {name!r}; {allowed}{did_you_mean(name, table)}")
     return table[name]
 
 
