@@ -17,6 +17,7 @@ import datasets
 import transformers
 
 import fairseq_fastweights.huggingface  # noqa: F401  the Auto classes know the models from here on
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.suggestions import ArgumentParser
 
 NOTHING = -100
@@ -96,6 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate at its peak (default: 1e-4)")
     options = parser.parse_args(arguments)
     try:
+        for name in ("length", "batch_size", "updates", "buffer"):
+            check_number(f"--{name.replace('_', '-')}", getattr(options, name), 1, whole=True)
+        check_number("--lr", options.lr, above=0)
         check(options.files)  # before a model is loaded
     except ValueError as error:
         parser.error(str(error))

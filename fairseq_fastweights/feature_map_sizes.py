@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 
 from fairseq_fastweights.invalid_input import InvalidInput
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raises a `ValueError` unless a size is a positive integer."""
-    if not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"{name} is {value!r}; it must be a positive integer")
+from fairseq_fastweights.number_checks import check_number
 
 
 def count_favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:
@@ -25,7 +20,7 @@ def count_favor_features(head_dim: int, feature_dim: int | None, favor_features:
             " because each random feature gives two outputs"
         )
     if favor_features is not None:
-        check_positive("favor_features", favor_features)
+        check_number("favor_features", favor_features, 1, whole=True)
         if feature_dim is not None and feature_dim != 2 * favor_features:
             raise InvalidInput(
                 f"feature_dim is {feature_dim}; with favor_features {favor_features}"

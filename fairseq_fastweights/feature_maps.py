@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_map_sizes import check_dpfp, check_positive, count_favor_features
+from fairseq_fastweights.feature_map_sizes import check_dpfp, count_favor_features
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
@@ -298,6 +299,7 @@ class FavorMap(FeatureMap):
     ) -> None:
         super().__init__(head_dim, 2 * num_features)
         self.num_features = num_features
+        check_number("epsilon", epsilon, 0)
         self.scale = head_dim**-0.25 if scaled else 1.0
         self.orthogonal = orthogonal
         self._log_epsilon = math.log(epsilon / math.sqrt(self.output_dim)) if epsilon else -math.inf
@@ -444,10 +446,10 @@ def build_feature_map(
     """
     if name not in FEATURE_MAPS:
         raise InvalidInput(f"unknown feature map {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
-    check_positive("num_heads", num_heads)
-    check_positive("head_dim", head_dim)
+    check_number("num_heads", num_heads, 1, whole=True)
+    check_number("head_dim", head_dim, 1, whole=True)
     if feature_dim is not None:
-        check_positive("feature_dim", feature_dim)
+        check_number("feature_dim", feature_dim, 1, whole=True)
     dim = head_dim if feature_dim is None else feature_dim
 
     if name == "identity":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.gating import gate
 
 _NORMS = ("layer_norm", "layernorm", "_ln", "layernorm_embedding")
@@ -47,6 +48,7 @@ class ZeroCenteredRMSNorm(nn.RMSNorm):
 
 def rms_norm(shape: Any, eps: float, zero_centered: bool = False) -> nn.RMSNorm:
     """An RMS norm (Zhang and Sennrich 2019) of the last dimensions, or a `ZeroCenteredRMSNorm`."""
+    check_number("eps", eps, 0)
     return (ZeroCenteredRMSNorm if zero_centered else nn.RMSNorm)(shape, eps=eps)
 
 

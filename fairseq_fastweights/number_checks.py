@@ -43,24 +43,23 @@ def check_number(
         fairseq_fastweights.invalid_input.InvalidInput: dropout is nan; it must be a finite number from 0 to 1
         >>> check_number("std", 0, above=0)
         Traceback (most recent call last):
-        fairseq_fastweights.invalid_input.InvalidInput: std is 0; it must be a finite number above 0
+        fairseq_fastweights.invalid_input.InvalidInput: std is 0; it must be above 0
         >>> check_number("layers", 1.5, 1, whole=True)
         Traceback (most recent call last):
         fairseq_fastweights.invalid_input.InvalidInput: layers is 1.5; it must be an integer of at least 1
     """
     kind: Any = Integral if whole else Real
-    if (
-        isinstance(value, kind)
-        and not isinstance(value, bool)
-        and (whole or abs(value) <= sys.float_info.max)  # a long integer is no float
-        and least <= value <= most
-        and above < value < below
-    ):
-        return
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if number and (whole or abs(value) <= sys.float_info.max):  # a long integer is no float
+        if least <= value <= most and above < value < below:
+            return
+        wanted = ""
+    else:
+        wanted = "an integer " if whole else "a finite number "
     if least > -math.inf and most < math.inf:
         limits = [f"from {least} to {most}"]
     else:
-        words = (("of at least", least), ("of at most", most), ("above", above), ("below", below))
+        of = "of " if wanted else ""
+        words = ((f"{of}at least", least), (f"{of}at most", most), ("above", above), ("below", below))
         limits = [f"{word} {limit}" for word, limit in words if math.isfinite(limit)]
-    number = "an integer" if whole else "a finite number"
-    raise InvalidInput(f"{name} is {value!r}; it must be {number} {' and '.join(limits)}".rstrip())
+    raise InvalidInput(f"{name} is {value!r}; it must be {wanted}{' and '.join(limits)}".rstrip())

@@ -256,10 +256,10 @@ def test_sizes_and_the_scale_that_relu_starts_with():
 IMPOSSIBLE = [
     ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, favor-schlag, dpfp, tanh"),
     *[("elu", {"num_heads": 0}, "num_heads is 0; .*positive"), ("elu", {"head_dim": -4}, "head_dim is -4; .*positive")],
-    ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*positive integer"),
+    ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*an integer of at least 1"),
     *(("dpfp", {"dpfp_nu": nu}, f"dpfp_nu is {nu}; .*head_dim 4 .*from 1 to 7") for nu in (0, 8)),
     ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, "feature_dim is 8; .*dpfp_nu = 16"),
-    ("favor", {"favor_features": 0}, "favor_features is 0; .*positive"),
+    ("favor", {"favor_features": 0}, "favor_features is 0; .*at least 1"),
     ("favor", {"feature_dim": 7}, "feature_dim is 7; .*favor .*even"),
     ("favor", {"favor_features": 4, "feature_dim": 6}, "feature_dim is 6; with favor_features 4 it must be 8"),
 ]

@@ -156,6 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="that it may take in all (default: any number)")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {'; '.join(names)} (default: all)")
     options = parser.parse_args(arguments)
+    if not options.minutes > 0:  # nor is NaN
+        parser.error(f"--minutes is {options.minutes}; it must be positive")
     if unknown := set(options.stages) - set(names):
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {'; '.join(names)}")
     device = device_name()

@@ -328,6 +328,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--again", action="store_true", help="try what survived once more, with whole files of tests")
     options = parser.parse_args(arguments)
+    if not (options.minutes > 0 and options.seconds > 0):  # nor is NaN
+        parser.error(f"--minutes is {options.minutes} and --seconds {options.seconds}; both must be positive")
     end = time.monotonic() + 60 * options.minutes
     if not (WORK / "tests.xml").exists():
         record_suite()

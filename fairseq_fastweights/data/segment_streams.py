@@ -15,6 +15,7 @@ from torch import Tensor
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 Span = tuple[int, int]
 """The tokens of a corpus from one position to another (exclusive)."""
@@ -54,8 +55,8 @@ class SegmentStreams(FairseqDataset):
         reset_probability: float = 0.0,
         seed: int = 1,
     ) -> None:
-        if segment_length < 1:
-            raise InvalidInput(f"tokens_per_sample is {segment_length}; it must be at least 1")
+        check_number("tokens_per_sample", segment_length, 1, whole=True)
+        check_number("reset_state_probability", reset_probability, 0, 1)
         if not 1 <= streams <= len(corpus):
             raise InvalidInput(
                 f"the batch size times the number of processes is {streams}, but split {corpus.name!r} has "

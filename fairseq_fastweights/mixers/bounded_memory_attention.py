@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
+from fairseq_fastweights.number_checks import check_number
 
 
 class BoundedMemoryAttention(SoftmaxMixer):
@@ -38,8 +38,7 @@ class BoundedMemoryAttention(SoftmaxMixer):
 
     def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        if slots < 1:
-            raise InvalidInput(f"slots is {slots}; it must be at least 1")
+        check_number("slots", slots, 1, whole=True)
         self.slots = slots
 
     def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor | None, State]:

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.ops.gating import gate
@@ -89,8 +90,10 @@ class GatedDelta(MovesPadding):
 
     options = {
         "key_heads": Option(int, 0, "number of heads of queries and keys, a divisor of those of values; 0 is as many"),
-        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads"),
-        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads", KEY_SIZES),
+        "value_dim": Option(
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+        ),
         "conv": Option(int, 4, "width of the short convolution"),
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
         "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
@@ -130,11 +133,10 @@ class GatedDelta(MovesPadding):
             ("key_dim", key_dim, 0),
             ("value_dim", value_dim, 0),
             ("conv", conv, 1),
-            ("eps", eps, 0),
             ("gate_rank", gate_rank, 0),
         ):
-            if not value >= least:  # not a number neither
-                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
+            check_number(name, value, least, whole=True)
+        check_number("eps", eps, 0)
         if key_heads < 0 or (key_heads and num_heads % key_heads):
             raise InvalidInput(
                 f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all"
@@ -368,8 +370,7 @@ class DeltaProduct(GatedDelta):
     _writes_once = False
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
-        if writes < 1:
-            raise InvalidInput(f"writes is {writes}; it must be at least 1")
+        check_number("writes", writes, 1, whole=True)
         super().__init__(embed_dim, num_heads, writes=writes, **others)
 
     def _remember(

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State
 from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.gating import gate
 
 TEMPERATURE = 16
@@ -45,8 +46,12 @@ class GatedLinearAttention(Mixer):
     """
 
     options = {
-        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads"),
-        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "key_dim": Option(
+            int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads", KEY_SIZES
+        ),
+        "value_dim": Option(
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+        ),
         "rank": Option(int, 16, "rank of the projection to decays"),
         "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
     }
@@ -67,10 +72,8 @@ class GatedLinearAttention(Mixer):
         # With sizes of their own, heads need not divide the width.
         super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
         for name, value, least in (("key_dim", key_dim, 0), ("value_dim", value_dim, 0), ("rank", rank, 1)):
-            if value < least:
-                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
-        if not eps >= 0:  # not a number neither
-            raise InvalidInput(f"eps is {eps}; it must be at least 0")
+            check_number(name, value, least, whole=True)
+        check_number("eps", eps, 0)
         if backend not in ops.BACKENDS:
             raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.key_dim, self.value_dim = key_dim or max(1, self.head_dim // 2), value_dim or self.head_dim

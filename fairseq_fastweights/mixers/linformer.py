@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
 from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.number_checks import check_number
 
 
 class Linformer(BoundedMemoryAttention):
@@ -63,8 +64,7 @@ class Linformer(BoundedMemoryAttention):
         slots: int = 64,
     ) -> None:
         super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
-        if max_positions < 1:
-            raise InvalidInput(f"max_positions is {max_positions}; it must be at least 1")
+        check_number("max_positions", max_positions, 1, whole=True)
         self.max_positions = max_positions
         # Layers, as in fairseq's Linformer, for the sake of their names and of who draws all layers' weights anew.
         self.compress_k = nn.Linear(max_positions, slots, bias=False)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 from fairseq_fastweights.mixers.windows import in_blocks, last
+from fairseq_fastweights.number_checks import check_number
 
 
 class LocalAttention(SoftmaxMixer):
@@ -59,8 +59,7 @@ class LocalAttention(SoftmaxMixer):
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        if window < 1:
-            raise InvalidInput(f"window is {window}; it must be at least 1")
+        check_number("window", window, 1, whole=True)
         self.window = window
         self.reset_parameters()
 

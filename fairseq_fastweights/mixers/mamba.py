@@ -16,6 +16,7 @@ from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.short_convolution import short_convolution
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.gating import gate
 
 FORGETS = 2.0**64
@@ -84,11 +85,13 @@ class Mamba(MovesPadding):
         backend: str = "auto",
     ) -> None:
         super().__init__(embed_dim)
-        for name, value, least in (("state", state, 1), ("conv", conv, 1), ("expansion", expansion, 1)):
-            if value < least:
-                raise InvalidInput(f"{name} is {value}; it must be at least {least}")
-        if dt_rank < 0:
-            raise InvalidInput(f"dt_rank is {dt_rank}; it must be at least 1, or 0 for a sixteenth of embed_dim")
+        for name, value, least in (
+            ("state", state, 1),
+            ("conv", conv, 1),
+            ("expansion", expansion, 1),
+            ("dt_rank", dt_rank, 0),
+        ):
+            check_number(name, value, least, whole=True)
         if backend not in ops.BACKENDS:
             raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.state, self.conv, self.expansion = state, conv, expansion

@@ -13,6 +13,7 @@ from fairseq_fastweights.feature_maps import Scales, build_feature_map, is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, project, shared
+from fairseq_fastweights.number_checks import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class MemoryAttention(Mixer):
         elif "attention" in normalization:
             self._scales = "queries"
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
+        check_number("dropout", dropout, 0, 1)
         self.dropout_module = nn.Dropout(dropout)
 
         key_dim, kv_heads = self.feature_map.key_dim, projections.count_kv_heads(num_heads)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 State = dict[str, Tensor]
 """The state of a mixer: tensors by name.
@@ -28,11 +29,17 @@ class Option:
         type: int, float, bool or str.
         default: its default.
         help: its line in `--help`.
+        like: the settings of several kinds of mixers in whose place this kind has it, beside one of its own name.
     """
 
     type: type
     default: Any
     help: str
+    like: tuple[str, ...] = ()
+
+
+KEY_SIZES, VALUE_SIZES = ("head_dim", "feature_dim"), ("head_dim",)
+"""`Option.like` of the sizes that a kind gives to heads of keys and of values."""
 
 
 class Mixer(nn.Module):
@@ -83,10 +90,10 @@ class Mixer(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
         super().__init__()
+        check_number("embed_dim", embed_dim, 1, whole=True)
         if num_heads < 1 or (embed_dim % num_heads and not head_dim):
             raise InvalidInput(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
-        if head_dim < 0:
-            raise InvalidInput(f"head_dim is {head_dim}; it must be positive, or 0 for embed_dim / num_heads")
+        check_number("head_dim", head_dim, 0, whole=True)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import rms_norm
+from fairseq_fastweights.number_checks import check_number
 
 PROJECTION_BIASES = ("all", "qkv", "none")
 
@@ -45,8 +46,8 @@ class Projections:
             raise InvalidInput(
                 f"projection_bias is {self.projection_bias!r}; it must be one of {', '.join(PROJECTION_BIASES)}"
             )
-        if self.query_key_norm_eps is not None and not self.query_key_norm_eps >= 0:
-            raise InvalidInput(f"query_key_norm_eps is {self.query_key_norm_eps}; it must be at least 0")
+        if self.query_key_norm_eps is not None:
+            check_number("query_key_norm_eps", self.query_key_norm_eps, 0)
 
     def count_kv_heads(self, num_heads: int) -> int:
         """The number of heads of keys and values, for a number of heads of queries.

@@ -12,8 +12,9 @@ from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
-from fairseq_fastweights.mixers.mixer import Option, State
+from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.gating import gate
 
 ROTARY_BASE = 10000.0
@@ -62,7 +63,9 @@ class Retention(MemoryAttention):
     """
 
     options = {
-        "value_dim": Option(int, 0, "dimension of each head's values; 0 is the width divided by the heads"),
+        "value_dim": Option(
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+        ),
         "rms_norm": Option(bool, False, "norm what is read by an RMS norm with weights, as flash-linear-attention"),
         "eps": Option(float, GROUP_NORM_EPS, "epsilon of the norm of what is read"),
     }
@@ -89,9 +92,8 @@ class Retention(MemoryAttention):
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
                 "is normalised in each head"
             )
-        for name, value in (("value_dim", value_dim), ("eps", eps)):
-            if not value >= 0:  # not a number neither
-                raise InvalidInput(f"{name} is {value}; it must be at least 0")
+        check_number("value_dim", value_dim, 0, whole=True)
+        check_number("eps", eps, 0)
         feature_map = feature_map or self.papers_map
         super().__init__(embed_dim, num_heads, feature_map=feature_map, bias=bias, head_dim=value_dim, **options)
         if self.feature_map.output_dim % 2:

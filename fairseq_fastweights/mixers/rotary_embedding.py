@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # as Python and C write them
 _LINEAR = re.compile(f"linear:{_NUMBER}")
@@ -68,8 +69,7 @@ def check_rotary(dim: int, base: float, head_dim: int) -> None:
         raise InvalidInput(
             f"rotary_dim is {dim}; it must be an even number from 2 to the head dim, {head_dim}, or 0 for none"
         )
-    if not base > 0:
-        raise InvalidInput(f"rotary_base is {base}; it must be positive")
+    check_number("rotary_base", base, above=0)
 
 
 def rotary_settings(dim: int, base: float, scaling: str) -> dict[str, float | str]:

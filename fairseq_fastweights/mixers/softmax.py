@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections
+from fairseq_fastweights.number_checks import check_number
 
 
 class SoftmaxMixer(Mixer):
@@ -33,6 +34,7 @@ class SoftmaxMixer(Mixer):
     ) -> None:
         projections = Projections(**shape)
         super().__init__(embed_dim, num_heads, projections.head_dim)
+        check_number("dropout", dropout, 0, 1)
         self.dropout_module = nn.Dropout(dropout)
         inner, kv_inner = (heads * self.head_dim for heads in (num_heads, projections.count_kv_heads(num_heads)))
         inputs_biased, output_biased = (

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
 from fairseq_fastweights.mixers.rotary_embedding import turns
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
+from fairseq_fastweights.number_checks import check_number
 
 WAVELENGTH_BASE = 10000.0
 """The base of the sinusoids of distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""
@@ -91,10 +91,8 @@ class TransformerXL(SoftmaxMixer):
         same_length: bool = False,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        if memory < 0:
-            raise InvalidInput(f"memory is {memory}; it must be at least 1, or 0 for none")
-        if clamp_len < 0:
-            raise InvalidInput(f"clamp_len is {clamp_len}; it must be at least 1, or 0 for none")
+        check_number("memory", memory, 0, whole=True)
+        check_number("clamp_len", clamp_len, 0, whole=True)
         self.memory = memory
         self.clamp_len = clamp_len
         self.same_length = same_length

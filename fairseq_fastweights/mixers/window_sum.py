@@ -20,6 +20,7 @@ from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.autocast import without_autocast
 
@@ -86,8 +87,7 @@ class WindowSum(MovesPadding, MemoryAttention):
         rotary_scaling: str = "",
         **options: Any,
     ) -> None:
-        if window < 1:
-            raise InvalidInput(f"window is {window}; it must be at least 1")
+        check_number("window", window, 1, whole=True)
         check_backend(backend)
         normalization = self.papers_normalization if normalization is None else frozenset(normalization)
         if normalization not in ({"attention"}, {"sum", "attention"}):

@@ -157,7 +157,10 @@ UNFREEZE = "--freeze all --unfreeze-threshold 0.01 --unfreeze-interval 5"
         ("--freeze all,output", "freeze is 'all,output'"),
         ("--transfer output --freeze output,attention", "freeze is 'output,attention', but transfer is 'output'"),
         ("--unfreeze-threshold 0.01", "unfreeze_threshold is 0.01, but freeze is none"),
-        *((f"{UNFREEZE} --unfreeze-threshold {x}", f"threshold is {x}; it must be above 0 and below 1") for x in "01"),
+        *(
+            (f"{UNFREEZE} --unfreeze-threshold {x}", f"threshold is {x}.0; it must be above 0 and below 1")
+            for x in "01"
+        ),
         ("--freeze all --unfreeze-threshold 0.01", "unfreeze_interval is None; with unfreeze_threshold"),
         (f"{UNFREEZE} --unfreeze-interval 0", "unfreeze_interval is 0"),
         (f"{UNFREEZE} --unfreeze-patience 0", "unfreeze_patience is 0; it must be at least 1"),

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from common import fairseq_logs, figures, files, steps
+from common.screen import Screen
 from demo import comparison, corpora, run
 from demo_translation import comparison as scores
 from demo_translation import run as translation
@@ -238,3 +239,15 @@ def test_no_name_is_written_over_another_or_over_a_point() -> None:
     names = [text.get_window_extent() for text in axes.texts]
     assert len(names) == 4 and not any(one.overlaps(other) for one, other in combinations(names, 2))
     assert not any(name.contains(*axes.transData.transform(x[:2])) for name in names for x in points.values())
+
+
+def test_a_log_says_now_and_then_how_far_the_commands_are(monkeypatch) -> None:
+    """A terminal has lines that change; a log would be silent for minutes."""
+    log = io.StringIO()
+    screen = Screen(log)
+    screen.show(["training: update 1/9"])
+    assert log.getvalue() == ""
+    monkeypatch.setattr("common.screen.PAUSE", 0.0)
+    screen.show(iter(["training: update 2/9", "scoring: 3 s"]))
+    assert log.getvalue() == "> training: update 2/9\n> scoring: 3 s\n"
+    assert fairseq_logs.time_left(None) == "" and fairseq_logs.time_left(300) == ", about 5 min left"

@@ -73,6 +73,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--lr nan", "--lr is nan; it must be a finite number above 0"),
+        ("--batch-size 0", "--batch-size is 0; it must be at least 1"),
+        ("--updats 3", "did you mean --updates?"),
+    ],
+)
+def test_packed_documents_refuse_a_wrong_option_at_once(typed: str, says: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["model", "target", "text.txt", *typed.split()])
+    assert capsys.readouterr().err.strip().endswith(says)
+
+
 def test_a_row_of_packed_documents_goes_on_where_the_last_one_ended() -> None:
     packer = Packer(4)
     first = packer({"input_ids": [[7, 8], [7, 9, 5, 6, 4, 3, 2, 1]]})

@@ -97,7 +97,7 @@ def test_other_scalings_are_refused(text):
         ({"query_key_norm_eps": -1.0}, "query_key_norm_eps is -1.0; it must be at least 0"),
         ({"kv_heads": 3}, "kv_heads is 3; it must be a divisor of the 4 heads"),
         ({"kv_heads": -1}, "kv_heads is -1; it must be a divisor"),
-        ({"head_dim": -1}, "head_dim is -1; it must be positive"),
+        ({"head_dim": -1}, "head_dim is -1; it must be at least 0"),
     ],
 )
 def test_projections_that_there_are_not_are_refused(options, message):

@@ -12,6 +12,7 @@ from omegaconf import II
 
 from fairseq_fastweights.conversion.transfer.groups import GROUPS, parse_groups
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.number_checks import check_number
 
 
 @dataclass
@@ -103,8 +104,7 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
             if getattr(options, name) != unset:
                 raise InvalidInput(f"{name} is {getattr(options, name)}; it needs unfreeze_threshold, which is not set")
         return
-    if not 0 < threshold < 1:
-        raise InvalidInput(f"unfreeze_threshold is {threshold:g}; it must be above 0 and below 1")
+    check_number("unfreeze_threshold", threshold, above=0, below=1)
     if not frozen:
         raise InvalidInput(
             f"unfreeze_threshold is {threshold:g}, but freeze is none; it must name what is to be unfrozen"
