@@ -198,7 +198,8 @@ def test_fairseq_takes_the_commands_as_the_pages_show_them(name: str, words: lis
 # What a command or a program in the pages writes, or what they tell to put there.
 WRITES = re.compile(
     r"""--(?:destdir|save-dir|out|tensorboard-logdir|include_path)[ =](\S+) |
-    --(?:\w+pref|user-dir|config-dir)[ ](\S+) | (?:to|from)-huggingface[ ]\S+[ ](\S+) | prepare\.sh[ ](\S+)(?:[ ]\S+[ ](\S+))? |
+    --(?:\w+pref|user-dir|config-dir)[ ](\S+) | (?:to|from)-huggingface[ ]\S+[ ](\S+) |
+    prepare\.sh[ ](\S+)(?:[ ]\S+[ ](\S+))? |
     packed_documents\.py[ ]\S+[ ](\S+) |
     mkdir[ ](?:-p[ ])?(\S+) | [^->=]>[ ]?([\w./-]+) | ^\#[ ]([\w-]+/[\w.-]+\.(?:py|yaml))$ |
     (?:save_pretrained|TrainingArguments|open|Path)\([^()\n]*?"([\w./-]+)" """,

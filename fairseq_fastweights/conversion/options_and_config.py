@@ -16,7 +16,7 @@ from fairseq.utils import safe_getattr
 
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.registry import MIXERS, option_name, write_pattern
+from fairseq_fastweights.mixers.registry import settings_read, write_pattern
 from fairseq_fastweights.models.fast_weight_lm import layer_mixers
 from fairseq_fastweights.models.fast_weight_options import SHARED_OPTIONS, mixer_settings, parse_layers, same
 
@@ -160,11 +160,7 @@ def options_of(config: FastWeightConfig) -> dict[str, Any]:
 def _settings_of(options: Any, mixers: Sequence[str]) -> dict[str, Any]:
     """The `FastWeightConfig.mixer_settings` of a model that was built with these options."""
     every = mixer_settings(options, options.decoder_attention_heads)
-    taken: set[str] = set()
-    for mixer in mixers:
-        kind = MIXERS[mixer]
-        taken |= {*kind.shared, *(option_name(mixer, option) for option in kind.options)}
-        taken |= set() if kind.heads is None else {kind.heads}
+    taken = {name for mixer in mixers for name in settings_read(mixer, every)}
     taken -= {"num_heads", "dropout", "max_positions", "zero_centered_norms"}
     settings = {name: every[name] for name in sorted(taken)}
     if settings.get("normalization") is not None:

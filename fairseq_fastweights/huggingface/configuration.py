@@ -9,7 +9,16 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.registry import (
+    MIXERS,
+    SHARED_DEFAULTS,
+    Kind,
+    check_read,
+    have_sizes,
+    lookup,
+    option_name,
+    parse_pattern,
+)
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
 from fairseq_fastweights.number_checks import check_number
 
@@ -264,6 +273,11 @@ class FastWeightConfig(PreTrainedConfig):
                         f"normalization is {value!r}; it must be a list of {', '.join(NORMALIZATIONS)}, or None"
                     )
                 settings = settings | {name: sorted(words)}
+        defaults = SHARED_DEFAULTS | {
+            option_name(mixer, option): row.default for mixer in MIXERS for option, row in MIXERS[mixer].options.items()
+        }
+        given = {name: (name, x) for name, x in settings.items() if x is not None and x != defaults.get(name)}
+        check_read(given, settings, [(name, MIXERS) for name in mixers])
         heads = settings.get("fast_weight_heads")
         if heads is not None:
             _check_count("fast_weight_heads", heads)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers import projections
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
@@ -27,11 +28,27 @@ from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.mixers.update_rules import lookup as lookup
 from fairseq_fastweights.mixers.window_sum import WindowSum
+from fairseq_fastweights.suggestions import did_you_mean
 
 _FEATURES = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features")
 _MAP = (*_FEATURES, "scale_read_out")
 _MEMORY = (*_MAP, "bias", "normalization", "backend")
 _ROTARY = ("rotary_dim", "rotary_base", "rotary_scaling")
+
+SHARED_DEFAULTS: dict[str, Any] = {
+    **{"bias": True, "backend": "auto", "feature_map": None, "normalization": None},
+    **{"feature_dim": None, "dpfp_nu": 1, "favor_features": None, "scale_read_out": False},
+    **{"rotary_dim": 0, "rotary_base": 10000.0, "rotary_scaling": "", "kv_heads": 0, "head_dim": 0},
+    **{"projection_bias": "all", "query_key_norm_eps": None},
+}
+"""The defaults of settings of several kinds, by their names; None is what the rule's paper uses, or nothing."""
+
+_CONDITIONS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+    "dpfp_nu": ("feature_map", "feature_map dpfp", lambda name: name == "dpfp"),
+    "favor_features": ("feature_map", "feature_map favor", lambda name: name is not None and is_favor(name)),
+    **dict.fromkeys(("rotary_base", "rotary_scaling"), ("rotary_dim", "rotary_dim", bool)),
+}
+"""Settings that a mixer reads where another setting says so: its name, what it must be, and whether it is that."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,11 @@ class Kind:
     def options(self) -> Mapping[str, Option]:
         """The settings of this kind alone."""
         return self._made.options
+
+    def settings(self, name: str) -> set[str]:
+        """The names, among the settings for `build_mixer`, of those that a mixer of this kind takes by its `name`."""
+        heads = set() if self.heads is None else {self.heads}
+        return {*self.shared, *(option_name(name, option) for option in self.options)} | heads
 
     @property
     def takes_starts(self) -> bool:
@@ -151,6 +173,52 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         raise InvalidInput(f"{option_name(name, option)} {why}") from None  # by the name that it has here
 
 
+def settings_read(name: str, settings: Mapping[str, Any], kinds: Mapping[str, Kind] = MIXERS) -> set[str]:
+    """The names, among `settings` for `build_mixer`, of those that the mixer `name` reads beside its width."""
+    kind = kinds[name]
+    values = {**settings, "feature_map": settings.get("feature_map") or kind.feature_map}
+
+    def is_read(setting: str) -> bool:
+        other, _, fits = _CONDITIONS.get(setting, ("", "", lambda _: True))
+        return fits(values.get(other))
+
+    return set(filter(is_read, kind.settings(name)))
+
+
+def check_read(
+    given: Mapping[str, tuple[str, Any]],
+    settings: Mapping[str, Any],
+    layers: Iterable[tuple[str, Mapping[str, Kind]]],
+) -> None:
+    """Raises a `ValueError` for a setting that was given and that no layer reads, by its name.
+
+    Args:
+        given: of each setting that was given, by the names that `build_mixer` takes, its name and value for the user.
+        settings: all settings for `build_mixer`.
+        layers: the layers' mixers, each with the kinds among which it is looked up.
+    """
+    chosen = {(name, id(kinds)): (name, kinds) for name, kinds in layers}.values()
+    read = {setting for name, kinds in chosen for setting in settings_read(name, settings, kinds)}
+    for setting, (shown, value) in given.items():
+        if setting in read:
+            continue
+        if any(setting in kinds[name].settings(name) for name, kinds in chosen):
+            other, needed, _ = _CONDITIONS[setting]
+            raise InvalidInput(f"{shown} is {value}; it needs {needed}, and {other} is {settings.get(other) or 'auto'}")
+        owner = next((name for name in MIXERS if setting in map(partial(option_name, name), MIXERS[name].options)), "")
+        short = setting.removeprefix(option_name(owner, "")) if owner else setting
+        instead = [
+            option_name(name, option)
+            for name, kinds in chosen
+            for option, row in kinds[name].options.items()
+            if short in (option, *row.like)
+        ]
+        needed = f"a layer of {owner}" if owner else "a layer that reads it"
+        mixers = ", ".join(dict.fromkeys(name for name, _ in chosen))
+        hint = f" ({' and '.join(instead)} {'is' if len(instead) == 1 else 'are'} that of {mixers})" if instead else ""
+        raise InvalidInput(f"{shown} is {value}; it needs {needed}, and mixers has none: they are {mixers}{hint}")
+
+
 def have_sizes(mixers: Sequence[str], value_of: Callable[[str], Any]) -> bool:
     """True if heads of all mixers with `fast_weight_heads` have sizes by settings, and need not divide the width."""
     return all(
@@ -185,10 +253,10 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
         ('delta', 'softmax', 'delta', 'softmax')
     """
 
-    def refuse(why: str) -> InvalidInput:
+    def refuse(why: str, hint: str = "") -> InvalidInput:
         return InvalidInput(
             f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to {layers}, as "
-            f"in 'delta:1-{layers}' or 'delta,softmax:{layers}'. The names are {', '.join(MIXERS)}"
+            f"in 'delta:1-{layers}' or 'delta,softmax:{layers}'. The names are {', '.join(MIXERS)}{hint}"
         )
 
     chosen: dict[int, str] = {}
@@ -198,7 +266,7 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
         if named is not None:
             name, word = named[1], named[2]
             if name not in MIXERS:
-                raise refuse(f"in which {name!r} is no mixer")
+                raise refuse(f"in which {name!r} is no mixer", did_you_mean(name, MIXERS))
             if word is None:
                 if others is not None:
                     raise refuse(f"in which both {others!r} and {name!r} have the layers that are left")

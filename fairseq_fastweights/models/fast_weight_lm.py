@@ -4,7 +4,6 @@
 # they stand, and knows `Optional` alone.
 # ruff: noqa: UP045
 
-import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from torch import nn
 from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
-from fairseq_fastweights.mixers.registry import have_sizes
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings, cuda_graphs
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
@@ -48,6 +47,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
+from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.choice import say_again
 
 
@@ -261,11 +261,11 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         add_group(parser, "fast weight memories and other mixers", FastWeightLanguageModelOptions())
 
     @classmethod
-    def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
-        """Completes a command's options by defaults, and returns them with the names of the layers' mixers."""
+    def complete(cls, args: Any) -> tuple[Any, list[tuple[str, dict[str, Kind]]]]:
+        """Completes a command's options by defaults, and returns them with the layers' mixers and their kinds."""
         options = Namespace(**vars(args))
         set_defaults(options, FastWeightLanguageModelConfig, FairseqDataclass)
-        return options, layer_mixers(options)
+        return options, [(name, MIXERS) for name in layer_mixers(options)]
 
     def prepare_for_inference_(self, cfg: Any) -> None:
         """Checks the command's options, and prepares the model for evaluation or generation."""
@@ -294,10 +294,9 @@ def layer_mixers(args: Any) -> tuple[str, ...]:
 
 def _check_shape(args: Any) -> None:
     """Checks that the sizes fit each other, and that options of Llama- and Qwen-shaped models do."""
-    if args.init_std is not None and not 0 < args.init_std < math.inf:
-        raise InvalidInput(f"init_std is {args.init_std}; it must be positive")
-    if not args.rotary_base > 0:
-        raise InvalidInput(f"rotary_base is {args.rotary_base}; it must be positive")
+    if args.init_std is not None:
+        check_number("init_std", args.init_std, above=0)
+    check_number("rotary_base", args.rotary_base, above=0)
     parse_scaling(args.rotary_scaling)
     # An adaptive softmax has weights of its own.
     if args.share_decoder_input_output_embed and args.adaptive_softmax_cutoff is None:

@@ -22,7 +22,15 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.registry import MIXERS, Kind, build_mixer, lookup, option_name, parse_pattern
+from fairseq_fastweights.mixers.registry import (
+    MIXERS,
+    SHARED_DEFAULTS,
+    Kind,
+    build_mixer,
+    lookup,
+    option_name,
+    parse_pattern,
+)
 from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
 
 MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
@@ -159,17 +167,31 @@ SHARED_OPTIONS: dict[str, tuple[str, Any, Callable[[Any], Any], Callable[[Any], 
     ),
     **{
         name: (name, default, same, same)
-        for name, default in {
-            **{"feature_dim": None, "dpfp_nu": 1, "favor_features": None, "scale_read_out": False},
-            **{"rotary_dim": 0, "rotary_base": 10000.0, "rotary_scaling": "", "kv_heads": 0, "head_dim": 0},
-            **{"projection_bias": "all", "query_key_norm_eps": None},
-        }.items()
+        for name, default in SHARED_DEFAULTS.items()
+        if name not in ("bias", "backend", "feature_map", "normalization")
     },
 }
 """The settings of several kinds of mixers, by the names that `build_mixer` takes.
 
 Each has its option, the value where a model lacks the option, and how the setting is read from it and written to it.
 """
+
+
+OPTIONS_OF_MIXERS: dict[str, str] = {
+    "attention_dropout": "dropout",
+    "fast_weight_heads": "fast_weight_heads",
+    **{option: setting for setting, (option, *_) in SHARED_OPTIONS.items()},
+    **{name: name for name in (option.name for option in fields(MixerOptions)) if not name.startswith("_")},
+}
+"""The options that mixers alone read, and the names of their settings for `build_mixer`.
+
+The number of attention's heads is none: it is part of the decoder's shape, which any mixer may be given.
+"""
+
+
+def shared_settings(args: Any) -> dict[str, Any]:
+    """Returns the settings of several kinds of mixers from a model's options."""
+    return {name: read(getattr(args, option, default)) for name, (option, default, read, _) in SHARED_OPTIONS.items()}
 
 
 def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
@@ -181,7 +203,7 @@ def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
     named = (option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options)
     return {
         **{name: getattr(args, name) for name in named},
-        **{name: read(getattr(args, option, default)) for name, (option, default, read, _) in SHARED_OPTIONS.items()},
+        **shared_settings(args),
         "num_heads": heads,
         "fast_weight_heads": getattr(args, "fast_weight_heads", None) or heads,
         "dropout": args.attention_dropout,

@@ -23,7 +23,7 @@ from torch import nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.registry import SOURCE_MIXERS
+from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind
 from fairseq_fastweights.models.fast_weight_options import (
     MEMORIES,
     WHAT_MEMORIES_DO,
@@ -48,6 +48,9 @@ from fairseq_fastweights.ops.choice import say_again
 
 PLACES = ("encoder", "decoder", "cross")
 """The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""
+
+_SOFTMAX = ("softmax", {"softmax": Kind(Mixer, ("dropout",))})
+"""fairseq's own attention, which reads none of the mixers' settings but that."""
 
 
 @defaults_in_help
@@ -154,8 +157,8 @@ class FastWeightTransformerModel(TransformerModel):
         return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, mixers, cross)
 
     @classmethod
-    def complete(cls, args: Any) -> tuple[Any, tuple[str, ...]]:
-        """Completes a command's options by defaults, and returns them with the names of the decoder's mixers."""
+    def complete(cls, args: Any) -> tuple[Any, list[tuple[str, dict[str, Kind]]]]:
+        """Completes a command's options by defaults, and returns them with all attentions' mixers and their kinds."""
         for side in ("encoder", "decoder"):
             kept, layers = getattr(args, f"{side}_layers_to_keep", None) or [], getattr(args, f"{side}_layers")
             if len(set(kept)) < len(kept) or not all(0 <= number < layers for number in kept):
@@ -163,7 +166,9 @@ class FastWeightTransformerModel(TransformerModel):
                     f"{side}_layers_to_keep is {kept}; it must be comma-separated numbers from 0 to {layers - 1}, "
                     "each once"
                 )
-        return args, _decoder_mixers(args)
+        places = parse_places(args.fast_weight_attention)
+        sources = [("sum", SOURCE_MIXERS) if place in places else _SOFTMAX for place in ("encoder", "cross")]
+        return args, [*sources, *(_SOFTMAX if name == "softmax" else (name, MIXERS) for name in _decoder_mixers(args))]
 
     def set_beam_size(self, beam_size: int) -> None:
         """Tells the mixers that read the source how many hypotheses there may be for each."""

@@ -8,22 +8,34 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fairseq.dataclass import FairseqDataclass
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_NAME_REGISTRY,
     ARCH_MODEL_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
     FairseqLanguageModel,
     register_model_architecture,
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
+from omegaconf import OmegaConf
 
-from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.registry import MIXERS, option_name
+from fairseq_fastweights.mixers.registry import MIXERS, check_read
 from fairseq_fastweights.models import cuda_graphs
+from fairseq_fastweights.models.fast_weight_options import (
+    OPTIONS_OF_MIXERS,
+    FastWeightOptions,
+    set_defaults,
+    shared_settings,
+)
+from fairseq_fastweights.number_checks import check_number
 
 RANGES: dict[str, tuple[float, float]] = {
     # Sizes and counts.
@@ -56,15 +68,42 @@ RANGES: dict[str, tuple[float, float]] = {
 """The smallest and the largest value of options."""
 
 
+_OWN = {option.name for option in fields(FastWeightOptions)} - {"_name"}
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "no_cuda_graphs": ("compile",),
+    **dict.fromkeys(("adaptive_input_factor", "adaptive_input_cutoff"), ("adaptive_input",)),
+    **dict.fromkeys(
+        ("adaptive_softmax_factor", "adaptive_softmax_dropout", "adaptive_softmax_bias"), ("adaptive_softmax_cutoff",)
+    ),
+    "tie_adaptive_proj": ("tie_adaptive_weights",),
+    "square_projections": ("adaptive_input", "adaptive_softmax_cutoff"),
+    **dict.fromkeys(
+        ("character_filters", "character_embedding_dim", "char_embedder_highway_layers"), ("character_embeddings",)
+    ),
+    "quant_noise_pq_block_size": ("quant_noise_pq",),
+    "no_decoder_final_norm": ("decoder_normalize_before",),
+    **dict.fromkeys(("base_sublayers", "base_shuffle"), ("base_layers",)),
+}
+"""Options of a model that are read where one of other options is set: those of its parts beside the mixers."""
+
+REPLACED_BY: dict[str, tuple[str, ...]] = {
+    "activation_fn": ("swiglu",),
+    "share_decoder_input_output_embed": ("adaptive_softmax_cutoff",),
+    "decoder_learned_pos": ("no_token_positional_embeddings",),
+    "encoder_learned_pos": ("no_token_positional_embeddings",),
+    "adaptive_input": ("character_embeddings",),
+}
+"""Options of a model that nothing reads where one of other options is set."""
+
+
 def check_ranges(options: Any) -> None:
-    """Raises a `ValueError` for a number among `options` that is outside its range in `RANGES`."""
-    for name, (least, most) in RANGES.items():
-        value: Any = getattr(options, name, None)
-        numbers = [value] if isinstance(value, (int, float)) else value if _is_list(value) else []
-        for number in numbers:
-            if not least <= number <= most:
-                allowed = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
-                raise InvalidInput(f"{name} is {number}; it must be {allowed}")
+    """Raises a `ValueError` for a number among `options` that is not finite, or outside its range in `RANGES`."""
+    values = OmegaConf.to_container(options) if OmegaConf.is_config(options) else getattr(options, "__dict__", {})
+    for name, value in values.items():
+        for number in value if _is_list(value) else [value]:
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                check_number(name, number, *RANGES.get(name, ()))
 
 
 def check_inference(cfg: Any) -> None:
@@ -126,6 +165,7 @@ def check_model_itself(model: str) -> None:
 
 def _checked(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
     def configure(args: Any) -> None:
+        given = frozenset(vars(args))  # an option of the model has no value yet unless it was given
         architecture(args)
         if hasattr(args, "arch") and getattr(args, "_name", None) is None:  # a command's, and no checkpoint's
             check_ranges(args)
@@ -133,7 +173,8 @@ def _checked(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
             _check_training(args)
             cuda_graphs.check_options(args)
             cuda_graphs.check_gpu(args)
-            _check_unused(args, ARCH_MODEL_REGISTRY[args.arch])
+            if not given >= _OWN:  # or they are complete
+                check_unread(args, ARCH_MODEL_REGISTRY[args.arch], given)
 
     configure.__doc__ = architecture.__doc__
     return configure
@@ -170,26 +211,39 @@ def _check_training(args: Any) -> None:
         raise InvalidInput(f"restore_file is {str(restored)!r}, and there is no such file")
 
 
-def _check_unused(args: Any, model: Any) -> None:
-    """Checks that no option was given that has no effect on the model."""
-    options, names = model.complete(args)
-    if options.no_cuda_graphs and not options.compile:
-        raise InvalidInput("no_cuda_graphs is set; it needs compile, which is not")
-    given = str(options.feature_map)
-    for option, default, needed, fits in (
-        ("favor_features", None, "favor", is_favor(given)),
-        ("dpfp_nu", 1, "dpfp", given == "dpfp"),
-    ):
-        value = getattr(options, option)
-        if value != default and not fits:
-            raise InvalidInput(f"{option} is {value}; it needs feature_map {needed}, and feature_map is {given}")
-    for mixer, kind in MIXERS.items():
-        for option, row in kind.options.items():
-            value = getattr(options, option_name(mixer, option))
-            if mixer not in names and value != row.default:
-                raise InvalidInput(
-                    f"{option_name(mixer, option)} is {value}; it needs a layer of {mixer}, and mixers has none"
-                )
+def check_unread(args: Any, model: Any, given: Collection[str]) -> None:
+    """Raises a `ValueError` for an option among those that were given that no part of the model reads."""
+    options, layers = model.complete(args)
+    if getattr(options, "transfer_from", None) or getattr(options, "finetune_from_model", None):
+        layers = [*layers, ("softmax", MIXERS)]  # of the source, whose shape the options say too
+    for option in given:
+        for others, needs in ((NEEDS.get(option, ()), True), (REPLACED_BY.get(option, ()), False)):
+            there = [other for other in others if getattr(options, other, None)]
+            if not others or bool(there) == needs:
+                continue
+            names = " or ".join(others)
+            why = f"it needs {names}, which is not set" if needs else f"with {there[0]} it has no effect"
+            value = getattr(options, option)
+            raise InvalidInput(f"{option} is {'set' if value is True else value}; {why}")
+    rule = str(getattr(options.update_rule, "value", options.update_rule))
+    if "update_rule" in given and (rule, MIXERS) not in layers:
+        raise InvalidInput(f"update_rule is {rule!r}; it needs a layer of {rule}, and mixers has none")
+    typed = {OPTIONS_OF_MIXERS[name]: (name, getattr(options, name)) for name in given if name in OPTIONS_OF_MIXERS}
+    check_read(typed, shared_settings(options), layers)
+
+
+def check_unread_settings(cfg: Any) -> None:
+    """The same for a model's whole configuration, as of fairseq-hydra-train, in which what is not preset was given."""
+    name = getattr(cfg, "_name", None)
+    model = ARCH_MODEL_REGISTRY.get(name)
+    if ARCH_MODEL_NAME_REGISTRY.get(name) != "fast_weight_lm" or not OmegaConf.is_config(cfg):
+        return
+    preset, options = Namespace(), Namespace(**OmegaConf.to_container(cfg))
+    ARCH_CONFIG_REGISTRY[name](preset)
+    set_defaults(preset, MODEL_DATACLASS_REGISTRY[ARCH_MODEL_NAME_REGISTRY[name]], FairseqDataclass)
+    names = {*OPTIONS_OF_MIXERS, *NEEDS, *REPLACED_BY} & vars(options).keys()
+    options.transfer_from = True  # it may be so: this configuration does not say it
+    check_unread(options, model, {x for x in names if getattr(options, x) != getattr(preset, x, None)})
 
 
 def read_cutoffs(name: str, text: str | None, types: int) -> list[int]:

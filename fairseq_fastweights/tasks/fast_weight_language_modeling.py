@@ -36,6 +36,7 @@ from fairseq_fastweights.models.option_checks import (
     check_is_language_model,
     check_positions,
     check_ranges,
+    check_unread_settings,
 )
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         check_is_language_model(args)
         if not from_checkpoint:
             check_architecture(args)
+            check_unread_settings(args)
         source = None if from_checkpoint else self._read_source()
         if source is not None:
             follow_source(args, source, parse_groups("transfer", self.args.transfer))

@@ -100,13 +100,9 @@ def in_hydra(arch: str, given: dict) -> dict:
 def test_flags_overrule_an_architecture_and_hydra_does_what_flags_do(our_fairseq, fairseq, arch):
     """Also if settings are those of the architecture's model (six layers)."""
     changed = {"decoder_layers": 6, "decoder_embed_dim": 24, "decoder_attention_heads": 4, "dropout": 0.25}
-    changed |= {"decoder_normalize_before": True, "adaptive_input_cutoff": "5,6", "max_target_positions": 77}
+    changed |= {"decoder_normalize_before": True, "layernorm_embedding": True, "max_target_positions": 77}
     if arch in OURS:
-        changed |= {
-            "update_rule": "delta" if "retnet" in arch or "mamba" in arch else "sum",
-            "rotary_base": 5,
-            "init_std": 0.5,
-        }
+        changed |= {"fast_weight_backend": "reference", "init_std": 0.5}
     for given in ({}, changed):
         flags = "".join(f" --{k.replace('_', '-')} {'' if v is True else v}" for k, v in given.items())
         args, model = fairseq.parse(arch, f"--tokens-per-sample 16 {flags}"), in_hydra(arch, given)

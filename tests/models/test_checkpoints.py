@@ -111,8 +111,8 @@ def prune(fairseq, state_dict: dict[str, torch.Tensor], flags: str, kept: str):
     [
         ("0,2", "2,4", ",", "--update-rule delta"),
         ("3,0,1", "1,2", "1,2", f"{SUM} --rotary-dim 4 --fast-weight-heads 4"),
-        ("3,0,1", "all", "all", "--update-rule delta"),
-        ("1", "2,4", "1", f"{SUM} --rotary-dim 4 --fast-weight-heads 4"),
+        ("3,0,1", "all", "all", ""),
+        ("0,1", "2,4", "2", f"{SUM} --rotary-dim 4 --fast-weight-heads 4"),
     ],
 )
 @torch.no_grad()

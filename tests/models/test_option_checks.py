@@ -12,6 +12,7 @@ from fairseq_fastweights.models.option_checks import RANGES, check_criterion, ch
 
 SHARED = "--share-decoder-input-output-embed"
 TRANSLATE = "--task translation --source-lang en --target-lang de"
+ROTARY = "--mixers softmax --rotary-dim 4"
 COMMANDS = [
     # (what is typed after the data, the first words of what is said of it)
     ("--arch fast_weight_lm --decoder-layers 0", "decoder_layers is 0; it must be at least 1"),
@@ -103,8 +104,8 @@ COMMANDS = [
 ]
 MODELS = [
     ("--decoder-attention-heads 3", "decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim, 16"),
-    ("--init-std -1", "init_std is -1.0; it must be positive"),
-    ("--init-std nan", "init_std is nan; it must be positive"),
+    ("--init-std -1", "init_std is -1.0; it must be above 0"),
+    ("--init-std nan", "init_std is nan; it must be a finite number"),
     (
         f"{SHARED} --decoder-input-dim 8",
         "decoder_input_dim is 8 and decoder_output_dim 16; with share_decoder_input_out",
@@ -118,8 +119,8 @@ MODELS = [
         "share_decoder_input_output_embed is set; with character_embeddings it must no",
     ),
     ("--character-embeddings --character-filters 7", "character_filters is '7'; it must be a list of pairs"),
-    ("--rotary-base -5", "rotary_base is -5.0; it must be positive"),
-    ("--rotary-scaling banana", "rotary_scaling is 'banana'; it must be linear:FACTOR or"),
+    (f"{ROTARY} --rotary-base -5", "rotary_base is -5.0; it must be above 0"),
+    (f"{ROTARY} --rotary-scaling banana", "rotary_scaling is 'banana'; it must be linear:FACTOR or"),
     (
         "--quant-noise-pq 0.1 --quant-noise-pq-block-size 5",
         "quant_noise_pq_block_size is 5; it must divide decoder_embe",
