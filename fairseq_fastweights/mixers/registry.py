@@ -204,7 +204,8 @@ def check_read(
             continue
         if any(setting in kinds[name].settings(name) for name, kinds in chosen):
             other, needed, _ = _CONDITIONS[setting]
-            raise InvalidInput(f"{shown} is {value}; it needs {needed}, and {other} is {settings.get(other) or 'auto'}")
+            there = "auto" if settings.get(other) is None else settings[other]
+            raise InvalidInput(f"{shown} is {value}; it needs {needed}, and {other} is {there}")
         owner = next((name for name in MIXERS if setting in map(partial(option_name, name), MIXERS[name].options)), "")
         short = setting.removeprefix(option_name(owner, "")) if owner else setting
         instead = [

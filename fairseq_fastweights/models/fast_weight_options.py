@@ -179,6 +179,7 @@ Each has its option, the value where a model lacks the option, and how the setti
 
 OPTIONS_OF_MIXERS: dict[str, str] = {
     "attention_dropout": "dropout",
+    **dict.fromkeys(("decoder_xformers_att_config", "encoder_xformers_att_config"), "xformers_att_config"),
     "fast_weight_heads": "fast_weight_heads",
     **{option: setting for setting, (option, *_) in SHARED_OPTIONS.items()},
     **{name: name for name in (option.name for option in fields(MixerOptions)) if not name.startswith("_")},

@@ -49,8 +49,8 @@ from fairseq_fastweights.ops.choice import say_again
 PLACES = ("encoder", "decoder", "cross")
 """The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""
 
-_SOFTMAX = ("softmax", {"softmax": Kind(Mixer, ("dropout",))})
-"""fairseq's own attention, which reads none of the mixers' settings but that."""
+_SOFTMAX = ("softmax", {"softmax": Kind(Mixer, ("dropout", "xformers_att_config"))})
+"""fairseq's own attention, which reads none of the other settings."""
 
 
 @defaults_in_help

@@ -160,13 +160,14 @@ def _find(part: str, torch_version: str) -> str | None:
     reason = why_not(part, torch_version)
     if reason is None or not _in_checkout():
         return reason
-    others = elsewhere()
-    for folder in others:
-        if why_not(part, torch_version, folder) is None:
+    here = part in record()
+    for folder in elsewhere():
+        other = why_not(part, torch_version, folder)
+        if other is None:
             _homes[part] = folder
             return None
-    unfit = f"; those in {', '.join(map(str, others))} are missing, or of other sources or another torch"
-    return reason + (unfit if others else "")
+        reason = reason if here else f"{other}; that is of the copy in {folder}"  # nothing was tried here
+    return reason
 
 
 def cpu_instruction_sets(path: str) -> list[str]:

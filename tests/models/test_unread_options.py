@@ -21,9 +21,10 @@ from fairseq_fastweights.mixers.registry import (
     settings_read,
 )
 from fairseq_fastweights.models import option_checks
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from fairseq_fastweights.models.fast_weight_options import OPTIONS_OF_MIXERS
 from fairseq_fastweights.models.option_checks import check_unread_settings
-from tests.models.test_architectures import OURS, in_hydra
+from tests.models.test_architectures import SMALL, in_hydra
 
 BASE: dict[str, Any] = {"num_heads": 4, "fast_weight_heads": 4, "max_positions": 32, "source_dim": 16} | SHARED_DEFAULTS
 OTHERS: dict[str, Any] = {
@@ -32,13 +33,6 @@ OTHERS: dict[str, Any] = {
     **{"projection_bias": "none", "query_key_norm_eps": 0.5, "dropout": 0.25, "fast_weight_heads": 2},
 }
 """Of each setting of several kinds another value than its default."""
-FLAGS = {
-    "attention_dropout": 0.25,
-    "feature_map": "elu",
-    "normalization": "sum",
-    "fast_weight_backend": "reference",
-    "rotary_scaling": "linear:2",
-}
 
 
 def contents(module: nn.Module) -> Any:
@@ -59,41 +53,36 @@ def built(name: str, kinds: Any, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kinds", [MIXERS, SOURCE_MIXERS], ids=["decoder", "source"])
 def test_what_a_mixer_says_that_it_reads_is_what_changes_it(kinds) -> None:
-    own = {
-        option_name(mixer, name): not row.default if row.type is bool else (0.5 if row.type is float else 2)
-        for mixer, kind in MIXERS.items()
-        for name, row in kind.options.items()
-    }
+    values: dict[str, tuple[Any, ...]] = {setting: (value,) for setting, value in OTHERS.items()}
+    for mixer, kind in MIXERS.items():
+        for name, row in kind.options.items():
+            values[option_name(mixer, name)] = {bool: (not row.default,), float: (0.5,)}.get(row.type, (2, 3))
+
+    plain = {mixer: built(mixer, kinds, BASE) for mixer in kinds}
+
+    def is_changed(mixer: str, setting: str, value: Any) -> bool:
+        try:
+            return built(mixer, kinds, BASE | {setting: value}) != plain[mixer]
+        except ValueError as refused:  # by the mixer itself, which has read it
+            return str(refused).startswith((setting, "feature_map", "the feature map"))
+
     for mixer, kind in kinds.items():
-        plain = built(mixer, kinds, BASE)
-        for setting, value in {**OTHERS, **own}.items():
-            read = setting in settings_read(mixer, BASE | {setting: value}, kinds)
-            try:
-                changed = built(mixer, kinds, BASE | {setting: value}) != plain
-            except ValueError as refused:  # by the mixer itself, which has read it
-                changed = str(refused).startswith((setting, "feature_map", "the feature map"))
-            # The default of the paper may be that value.
-            same = value in (kind.feature_map, kind.normalization) if read and not changed else False
-            assert changed == read or same, (mixer, setting)
+        for setting, others in values.items():
+            read = setting in settings_read(mixer, BASE | {setting: others[0]}, kinds)
+            is_papers = others[0] in (kind.feature_map, kind.normalization)
+            assert any(is_changed(mixer, setting, value) for value in others) == read or is_papers, (mixer, setting)
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS])
 def test_every_option_of_mixers_is_read_or_refused(fairseq, mixer: str) -> None:
-    for option, setting in OPTIONS_OF_MIXERS.items():
-        row = next(
-            (MIXERS[m].options[o] for m in MIXERS for o in MIXERS[m].options if option_name(m, o) == option), None
-        )
-        default = row.default if row else SHARED_DEFAULTS.get(setting)
-        value = FLAGS.get(option, 2 if default is None or (default == 0 and default is not False) else default)
-        flag = f"--{option.replace('_', '-')}" + ("" if isinstance(default, bool) else f" {value}")
-        read = setting in settings_read(
-            mixer, {**BASE, "feature_map": FLAGS.get(option) if option == "feature_map" else None}
-        )
-        if read:
-            fairseq.tiny("fast_weight_lm", f"--mixers {mixer} {flag}")
+    whole = vars(fairseq.tiny("fast_weight_lm", f"--mixers {mixer}"))
+    for option in OPTIONS_OF_MIXERS.keys() & whole.keys():
+        given = Namespace(**whole | {option: "elu" if option == "feature_map" else whole[option]})
+        if OPTIONS_OF_MIXERS[option] in settings_read(mixer, {}):
+            option_checks.check_unread(given, FastWeightLanguageModel, {option})
         else:
             with pytest.raises(ValueError, match=rf"^{option} is .*; it needs "):
-                fairseq.tiny("fast_weight_lm", f"--mixers {mixer} {flag}")
+                option_checks.check_unread(given, FastWeightLanguageModel, {option})
 
 
 LM, MT = (
@@ -147,6 +136,8 @@ REFUSED = [
         f"{MT} --fast-weight-attention encoder --fast-weight-backend native",
         f"fast_weight_backend is native; {NONE} sum",
     ),
+    (f"{MT} --encoder-xformers-att-config {{}}", f"encoder_xformers_att_config is {{}}; {NONE} sum"),
+    (f"{LM} --decoder-xformers-att-config {{}}", f"decoder_xformers_att_config is {{}}; {NONE} delta"),
     (f"{MT} --mixers mamba --local-window 4", "local_window is 4; it needs a layer of local, and mixers has none"),
 ]
 
@@ -181,7 +172,7 @@ def test_a_file_of_hydra_is_held_to_the_same(our_fairseq, fairseq) -> None:
     def config(given: dict[str, Any], arch: str = "fast_weight_lm") -> Any:
         return OmegaConf.create(in_hydra(arch, given))
 
-    for arch in OURS:
+    for arch in (SMALL, "fast_weight_lm_retnet_1b"):
         check_unread_settings(config({}, arch))
     check_unread_settings(config({"mixers": "gated-delta,softmax:2", "kv_heads": 1}))
     check_unread_settings(config({"dpfp_nu": 1}))  # a file that says all defaults
@@ -236,5 +227,5 @@ def test_infinity_and_not_a_number_are_refused_by_every_mixer(mixer: str) -> Non
                 build_mixer(mixer, 16, BASE | {setting: value} | ({"rotary_dim": 2} if "rotary" in setting else {}))
     integers = [name for name, row in MIXERS[mixer].options.items() if row.type is int]
     for name in integers:
-        with pytest.raises(ValueError, match=f"^{option_name(mixer, name)} is nan; it must be an integer"):
+        with pytest.raises(ValueError, match=f"^{option_name(mixer, name)} is nan; it must be "):
             build_mixer(mixer, 16, BASE | {option_name(mixer, name): float("nan")})
