@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, GenerationStep
+from fairseq_fastweights.mixers.registry import parse_pattern, settings_read
 
 SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -46,10 +47,13 @@ def converted(source: LlamaForCausalLM, mixer: str, layers: str) -> FastWeightFo
     rotary = {"rotary_dim": head_dim, "rotary_base": _BASE}
     shape = {"kv_heads": theirs.num_key_value_heads, "projection_bias": "none", **rotary}
     shape |= {"gated_delta_kv_heads": theirs.num_key_value_heads, "gated_delta_gate_rank": head_dim}
+    shape |= MEMORIES[mixer] if layers else {}
+    mixers = parse_pattern(f"softmax,{mixer}:{layers}" if layers else "softmax", theirs.num_hidden_layers)
+    read = {setting for name in mixers for setting in settings_read(name, shape)}
     config = FastWeightConfig(
         **{name: getattr(theirs, name) for name in SMOLLM2 if name != "num_key_value_heads"},
-        mixers=f"softmax,{mixer}:{layers}" if layers else "softmax",
-        mixer_settings=shape | (MEMORIES[mixer] if layers else {}),
+        mixers=list(mixers),
+        mixer_settings={name: value for name, value in shape.items() if name in read},
         position_embeddings="none",
         rms_norm_eps=_EPS,
         swiglu=True,
