@@ -255,7 +255,10 @@ def test_settings_are_refused_by_name(settings, message):
             setting(mixer_settings={"feature_map": "favor", "favor_features": 10**8}),
             "^favor_features is 10{8} in config",
         ),
-        (setting(mixers="linformer", max_position_embeddings=10**8), "^max_position_embeddings is 10{8} in config"),
+        (
+            setting(mixers="linformer", mixer_settings={}, max_position_embeddings=10**8),
+            "^max_position_embeddings is 10{8} in config",
+        ),
         (setting(hidden_size=10**6), "^hidden_size is 10{6} in config.json, and it asks for a tensor of shape"),
         (setting(vocab_size=10**8), "^vocab_size is 10{8} in config.json, and it asks for a tensor of shape"),
         (
