@@ -148,7 +148,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
             for text in ("2", "0,2", "0,0", "1,", "one")
         ),
         ({"update_rule": "hebb"}, r"update_rule is 'hebb'; .*sum, gated, "),
-        ({"update_rule": "gated-delta"}, r"update_rule is 'gated-delta'; it must be one of sum, .*retention; did you mean \w+\?$"),
+        ({"update_rule": "gated-delta"}, r"update_rule is 'gated-delta'; .*retention; did you mean \w+\?$"),
         ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
         ({"normalization": "removal", "update_rule": "sum"}, r"'removal', but the sum rule removes nothing"),
