@@ -44,8 +44,6 @@ HUB = "downloads a published model, when its user asks for that one"
 LISTED = {
     "fairseq_fastweights/integrations/transformers.py: import_module, import_module": OF_ITS_OWN,
     "fairseq_fastweights/ops/libraries.py: ctypes.CDLL, torch.ops.load_library": "kernels, compiled with the package",
-    "patches/files/fairseq/archives.py: extractall": "for a Python without the filter; the archive was checked",
-    "fairseq/archives.py: extractall": "the same file",
     "tools/build_fairseq.py: unpack_archive": "the source of fairseq, whose hash pip has compared",
     "tools/faults.py: import_module": OF_ITS_OWN,
     "tools/mutation.py: import_module": OF_ITS_OWN,

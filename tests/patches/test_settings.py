@@ -1,13 +1,18 @@
 """Settings are read and never run: a checkpoint may be anybody's."""
 
+import math
 from argparse import Namespace
 
 import pytest
 import torch
-from fairseq import checkpoint_utils, tasks
+from fairseq import checkpoint_utils, options, tasks
 from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli.hydra_train import hydra_main
+from hydra import compose, initialize_config_module
 
-literal = pytest.importorskip("fairseq.settings", reason="needs tools/build_fairseq.py's fairseq").literal
+settings = pytest.importorskip("fairseq.settings", reason="needs tools/build_fairseq.py's fairseq")
+literal = settings.literal
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,13 @@ def test_anything_else_is_refused(text):
         literal([text])
 
 
+def save(path, **parts):
+    """Writes a checkpoint without weights."""
+    history = {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
+    state = {"model": {}, "optimizer_history": [history | {"num_updates": 0}]}
+    torch.save(state | {"extra_state": {"train_iterator": {"epoch": 1}}} | parts, path)
+
+
 @pytest.mark.parametrize(
     ("arch", "setting"),
     [("transformer_lm", "character_filters"), ("fconv_lm", "decoder_layers"), ("fconv_lm", "decoder_attention")],
@@ -49,9 +61,101 @@ def test_a_checkpoint_that_loads_runs_nothing(tmp_path, arch, setting):
     marker = tmp_path / "ran"
     args = Namespace(arch=arch, task="language_modeling", data=str(tmp_path), character_embeddings=True)
     setattr(args, setting, f"__import__('pathlib').Path({str(marker)!r}).touch()")
-    history = {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
-    state = {"args": args, "model": {}, "optimizer_history": [history | {"num_updates": 0}]}
-    torch.save(state | {"extra_state": {"train_iterator": {"epoch": 1}}}, tmp_path / "model.pt")
+    save(tmp_path / "model.pt", args=args)
     with pytest.raises(ValueError, match="is no literal"):
         checkpoint_utils.load_model_ensemble([str(tmp_path / "model.pt")], task=task)
     assert not marker.exists()
+
+
+VARIABLE, LITERAL = "${oc.env:SECRET}", "it must be a literal, without ${...}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "overrides", "message"),
+    [
+        ({"cfg": {"model": {"a": VARIABLE}}}, {}, f"setting cfg.model.a is '{VARIABLE}'; {LITERAL}"),
+        ({"cfg": {"task": Namespace(a=[{"b": (VARIABLE,)}])}}, {}, f"setting cfg.task.a.b is '{VARIABLE}'; {LITERAL}"),
+        ({"cfg": {"task": {"a": "${.b}" * 99}}}, {}, f"setting cfg.task.a is '{'${.b}' * 40}'; {LITERAL}"),
+        ({"args": Namespace(lr=VARIABLE)}, {}, f"setting args.lr is '{VARIABLE}'; {LITERAL}"),
+        ({"cfg": {}}, {"data": "a${b}"}, f"setting overrides.data is 'a${{b}}'; {LITERAL}"),
+        ({"cfg": {"model": {"dropout": math.nan}}}, {}, "setting cfg.model.dropout is nan; it must be a finite number"),
+        ({"cfg": {"model": {"a": {"unkpen": -math.inf}}}}, {}, "setting cfg.model.a.unkpen is -inf; it must be a fin"),
+        ({"cfg": {"model": {"a": [0] * 5000}}}, {}, "setting cfg.model.a is one of more than 5,000 values, which are"),
+        ({"cfg": "a: &a [x]\nb: [*a, *a]"}, {}, "setting cfg is of type str; it must hold settings by name"),
+        ({"args": {"arch": "x"}}, {}, "setting args is of type dict; it must hold settings by name"),
+        ({"cfg": {"task": "???"}}, {}, "setting cfg.task is of type str; it must hold settings by name"),
+    ],
+)  # fmt: skip
+def test_a_checkpoints_settings_are_numbers_and_texts(tmp_path, monkeypatch, parts, overrides, message):
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = str(tmp_path / "model.pt")
+    save(path, **parts)
+    with pytest.raises(ValueError) as error:
+        checkpoint_utils.load_checkpoint_to_cpu(path, overrides)
+    assert str(error.value).startswith(f"{path} is refused: {message}")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("clip_norm", math.nan, "setting clip_norm is nan; it must be a finite number"),
+        ("lr", [0.1, math.inf], "setting lr is inf; it must be a finite number"),
+        (
+            "update_freq",
+            [1] * 5000,
+            "setting optimization.update_freq is one of more than 5,000 values, which are too many",
+        ),
+        ("save_dir", "a${b}", f"setting save_dir is 'a${{b}}'; {LITERAL}"),
+        ("clip_norm", math.inf, None),
+        ("stop_min_lr", -math.inf, None),
+        ("save_dir", "a\\", None),  # hydra's language of overrides has other meanings for these three
+        ("save_dir", "choice(1,2)", None),
+        ("save_dir", "'\\'\n\" é", None),
+        ("bpe", "../../x", None),
+    ],
+    ids=range(10),
+)
+def test_options_are_numbers_and_texts_as_they_are_given(option, value, message):
+    args = options.parse_args_and_arch(options.get_training_parser(), [".", "--arch", "lstm"])
+    setattr(args, option, value)
+    if message:
+        with pytest.raises(ValueError) as error:
+            convert_namespace_to_omegaconf(args)
+        assert str(error.value) == message
+        return
+    cfg = convert_namespace_to_omegaconf(args)
+    assert value in (cfg.optimization.get(option), cfg.checkpoint.get(option), cfg.get(option))
+
+
+def test_options_of_hydra_are_numbers():
+    with initialize_config_module("fairseq.config", version_base="1.1"):
+        cfg = compose("config", ["optimization.clip_norm=nan"])
+    with pytest.raises(ValueError, match=r"^setting optimization\.clip_norm is nan; it must be a finite number$"):
+        hydra_main.__wrapped__(cfg)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a: &a [1, {b: c}]\nd: *a", {"a": [1, {"b": "c"}], "d": [1, {"b": "c"}]}),
+        ("", None),
+        ("- &a0 {x: 1}\n" + "".join(f"- &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(20)), "than 100,000"),
+        ("- &a0 [x]\n" + "".join(f"- &a{i + 1} [*a{i}, *a{i}]\n" for i in range(20)), "than 100,000"),
+        ("&a [*a]", "inf values"),
+        ("a: [1", "expected"),
+        ("[" * 500, "recursion"),
+        ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("{[1]: 2}", "unhashable key"),
+        ("!!timestamp 2000-99-99", "month must be"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_yaml_is_read_and_its_aliases_multiply_nothing(tmp_path, text, found):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    if not isinstance(found, str):
+        assert settings.read_yaml(path) == found
+        return
+    with pytest.raises(ValueError, match=rf"^{path} cannot be read as YAML: .*{found}") as error:
+        settings.read_yaml(path)
+    assert "\n" not in str(error.value)

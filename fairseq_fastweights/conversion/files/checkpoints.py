@@ -37,9 +37,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it."""
+    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it.
+
+    Raises:
+        ValueError: if OmegaConf would resolve a value, as of an environment variable.
+    """
     cfg = copy.deepcopy(_defaults())
     for name, value in settings.items():
+        if "${" in str(value):
+            raise InvalidInput(f"{name} is {value!r}; it must be a literal, without ${{...}}")
         option = name.replace("-", "_")
         groups = [group for group in (cfg.model, cfg.task) if option in group]
         assert groups, option

@@ -1,15 +1,26 @@
-"""Reads settings that are written as Python, without running them.
+"""Reads settings that are written as Python or YAML, without running or multiplying them.
 
 This takes the place of every `eval`: settings come out of checkpoints, which may be anybody's.
 """
 
 import ast
+import math
+import os
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from fairseq.invalid_input import InvalidInput
+from fairseq.text_files import FileError, open_text
 
 LARGEST = 100_000
-"""Values and characters that sums and products may make of a text that is shorter."""
+"""Values and characters that sums, products and aliases may make of a text that is shorter."""
+_MOST = 5_000
+"""Values that OmegaConf may get of one file or command, those within others included."""
+_INFINITE = {"clip_norm": math.inf, "clip_threshold": math.inf, "stop_min_lr": -math.inf, "stop_time_hours": math.inf}
+_INFINITE["unkpen"] = math.inf
+"""Settings that may be infinite: bounds that are then none, and a penalty."""
 
 
 def literal(text: str) -> Any:
@@ -52,7 +63,71 @@ def _value(node: ast.expr, most: int) -> tuple[Any, int]:
     return left * right, size
 
 
-def _checked(size: int, most: int) -> int:
+def _checked(size: Any, most: int) -> Any:
     if size > most:
         raise ValueError(f"{size} values and characters are more than {most:,}")
     return size
+
+
+def check_literals(settings: Any) -> None:
+    """Raises an `InvalidInput` that names a setting, at any level of `settings`, which is no literal or no number.
+
+    OmegaConf would resolve an interpolation, which repeats other settings without bound and reads environment
+    variables. No comparison notices NaN. OmegaConf takes a millisecond for each value, so there may be only so many.
+    """
+    left, count = [("", settings, True)], 0
+    while left:
+        name, value, counts = left.pop()
+        count += counts
+        if count > _MOST:
+            raise InvalidInput(f"setting {name} is one of more than {_MOST:,} values, which are too many")
+        if isinstance(value, str) and "${" in value:
+            raise InvalidInput(f"setting {name} is {value[:200]!r}; it must be a literal, without ${{...}}")
+        may_be = _INFINITE.get(name.rpartition(".")[2])
+        if isinstance(value, float) and not math.isfinite(value) and value != may_be:
+            raise InvalidInput(f"setting {name} is {value}; it must be a finite number")
+        if isinstance(value, Namespace):  # OmegaConf does not look into it
+            value, counts = vars(value), False
+        if isinstance(value, Mapping):
+            left += [(f"{name}.{key}".lstrip("."), item, counts) for key, item in value.items()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += [(name, item, counts) for item in value]
+
+
+def check_checkpoint(path: str, state: Mapping[str, Any], overrides: Any) -> None:
+    """Raises a `FileError` if a checkpoint's settings, or what overrides them, are of another kind or no literals."""
+    args, cfg = state.get("args"), state.get("cfg")
+    kinds: dict[str, tuple[Any, Any]] = {"args": (args, Namespace), "cfg": (cfg, dict)}
+    if isinstance(cfg, dict):
+        kinds |= {f"cfg.{name}": (cfg.get(name), (dict, Namespace)) for name in ("model", "task")}
+    try:
+        for name, (value, kind) in kinds.items():
+            if value is not None and not isinstance(value, kind):
+                raise InvalidInput(f"setting {name} is of type {type(value).__name__}; it must hold settings by name")
+        check_literals({"args": args, "cfg": cfg, "overrides": overrides})
+    except InvalidInput as error:
+        raise FileError(f"{path} is refused: {error}") from None
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """The content of a file in YAML. Raises `FileError` if it is none, or if its aliases repeat too much of it."""
+    try:
+        with open_text(path) as file:
+            loader = yaml.SafeLoader(file)
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _checked(_nodes(node, {}), max(LARGEST, os.path.getsize(path)))
+            return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise FileError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
+def _nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node of YAML makes, those of aliases at each place."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # of one that holds itself
+        items = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_nodes(part, known) for part in parts)
+    return known[id(node)]
