@@ -1,22 +1,31 @@
 """Damaged binarised data is named in one line before anything of it is read."""
 
+import math
 import os
 import struct
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fairseq.data import data_utils
-from fairseq.data.indexed_dataset import make_builder
+from fairseq.data.huffman import HuffmanCodeBuilder, HuffmanMMapIndexedDatasetBuilder
+from fairseq.data.indexed_dataset import (
+    IndexedDatasetBuilder,
+    MMapIndexedDataset,
+    MMapIndexedDatasetBuilder,
+    make_builder,
+)
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
 
 from fairseq_fastweights import command_line
 from tests.conftest import age
 
-check_split = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq").check_split
+binarised_data = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq")
+check_split = binarised_data.check_split
 
 TYPES = range(40)
 """The dictionary's."""
@@ -36,8 +45,6 @@ def test_whole_data_and_what_is_no_such_data_are_let_through(split):
     for prefix, types in ((split, TYPES), (split, None), (split.with_name("nothing"), TYPES)):
         check_split(str(prefix), types)
     assert len(data_utils.load_indexed_dataset(str(split), TYPES)) == 3
-    split.with_suffix(".idx").write_bytes(b"WHATEVER and its own")
-    check_split(str(split), TYPES)
 
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -49,6 +56,13 @@ def pipe(name: str) -> Callable[[Path], object]:
 
 
 MANY = struct.pack("<Q", 3), struct.pack("<Q", 10**9)
+WRONG: list[Callable[[bytes], bytes]] = [
+    lambda x: x[:-8] + struct.pack("<q", -8),
+    lambda x: x[:-8] + struct.pack("<q", 2**63 - 8),
+    lambda x: x[:-7] + b"\1" + x[-6:],
+    lambda x: x[:-8] + struct.pack("<q", 5),
+    lambda x: x[:-24] + x[-16:-8] + x[-24:-16] + x[-8:],
+]
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (edit("train.idx", lambda x: x[:-1]), r"train.idx has [\d,]+ bytes; with the 3 entries that it says it must have"),
     (edit("train.idx", lambda x: x[:12]), "train.idx is cut short: it has 12 bytes, fewer than an index begins with"),
@@ -60,7 +74,15 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     ),
     (edit("train.idx", lambda x: x[:8] + b"\7" + x[9:]), "train.idx is damaged: version "),
     (edit("train.idx", lambda x: x[:17] + b"\x77" + x[18:]), "train.idx is damaged: version 1 and type "),
-    (edit("train.idx", lambda x: x[:-8] + struct.pack("<q", -8)), "idx is damaged: entry 2 is where no entry can be"),
+    (edit("train.idx", lambda x: b"WHATEVER and its own"), "train.idx is damaged: it begins with b'WHATEVER'"),
+    *(
+        (edit("train.idx", change), "idx is damaged: entry [012], or the one after it, is where no ent")
+        for change in WRONG
+    ),
+    (
+        edit("train.bin", lambda x: x + b"\4\0\0\0"),
+        r"train.bin has \d+ bytes; by train.idx it must have (10|20): it is",
+    ),
     (edit("train.bin", lambda x: x[:-1]), r"bin has \d+ bytes; by train.idx it must have (10|20): it is cut short"),
     (edit("train.bin", lambda x: b""), "train.bin has 0 bytes; by train.idx it must have"),
     (edit("train.bin", lambda x: x.replace(b"\5", b"\x37")), "bin has the token number 5[45]; the dictionary has 40"),
@@ -94,3 +116,70 @@ def test_tokens_beyond_the_dictionary_are_named(split):
         edit("train.bin", lambda x: x.replace(b"\1", b"\0"))(split)
         with pytest.raises(ValueError, match="the token number -1; "):
             check_split(str(split), TYPES)
+
+
+def test_a_flipped_bit_of_an_index_is_noticed(split):
+    index = split.with_suffix(".idx")
+    whole = index.read_bytes()
+    for bit in range(0, 8 * len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        index.write_bytes(damaged)
+        binarised_data._check.cache_clear()
+        with pytest.raises(ValueError, match=r"train\.(idx|bin) "):
+            check_split(str(split), TYPES)
+
+
+def test_indices_that_other_formats_have(tmp_path, split):
+    """An item of several dimensions, and a Huffman code."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "shapes.bin"))
+    for shape in ((2, 3), (), (0, 4)):
+        builder.add_item(torch.ones(shape, dtype=torch.int64))
+    builder.finalize(str(tmp_path / "shapes.idx"))
+    check_split(str(tmp_path / "shapes"), TYPES)
+    edit("shapes.idx", lambda x: x[:-8] + struct.pack("<q", 5))(split)  # still no numbers
+    check_split(str(tmp_path / "shapes"), TYPES)
+    edit("shapes.idx", lambda x: x[:-16] + struct.pack("<q", 1) + x[-8:])(split)
+    with pytest.raises(ValueError, match="entry 2, or the one after it, is where no entry can be"):
+        check_split(str(tmp_path / "shapes"), TYPES)
+    coder = HuffmanCodeBuilder()
+    coder.add_symbols("a", "b", "b")
+    with HuffmanMMapIndexedDatasetBuilder(str(tmp_path / "coded"), coder.build_code()) as coded:
+        for line in (["a", "b"], [], ["b"]):
+            coded.add_item(line)
+    check_split(str(tmp_path / "coded"), TYPES)
+    for wrong in (2**61, -1):
+        edit("coded.idx", lambda x, wrong=wrong: x[:-24] + struct.pack("<q", wrong) + x[-16:])(split)
+        with pytest.raises(ValueError, match=r"entry [01], or the one after it, is"):
+            check_split(str(tmp_path / "coded"), TYPES)
+    os.mkfifo(tmp_path / "train.vocab")
+    with pytest.raises(ValueError, match=r"train\.vocab is no regular file"):
+        check_split(str(split), TYPES)
+
+
+def test_tokens_are_whole_numbers_of_their_type(tmp_path):
+    builder = MMapIndexedDatasetBuilder(str(tmp_path / "train.bin"), dtype=np.float64)
+    builder.add_item(torch.tensor([4.5, 5, math.inf]))
+    builder.finalize(str(tmp_path / "train.idx"))
+    check_split(str(tmp_path / "train"), None)
+    with pytest.raises(ValueError, match=r"train\.bin holds numbers of type float64; tokens must be whole numbers"):
+        check_split(str(tmp_path / "train"), TYPES)
+    for impl in ("mmap", "cached"):
+        builder = make_builder(str(tmp_path / "other.bin"), impl, vocab_size=40)
+        for wrong in (math.nan, 4.5, 2.0**40, -9e9):
+            with pytest.raises(
+                ValueError, match=r"^the number \S+ cannot be kept as u?int\d+; it must be a whole number"
+            ):
+                builder.add_item(torch.tensor([4, wrong], dtype=torch.float64))
+        builder.add_item(torch.tensor([4.0, 5]))
+
+
+def test_sizes_of_parts_that_are_put_together_do_not_overflow(tmp_path):
+    builder = make_builder(str(tmp_path / "train.bin"), "mmap", vocab_size=40)
+    part = tmp_path / "part"
+    with MMapIndexedDataset.Index.writer(f"{part}.idx", np.uint16) as index:
+        index.write([2**30, 2**30, 1])
+    part.with_suffix(".bin").write_bytes(b"")
+    builder.merge_file_(str(part))
+    builder.finalize(str(tmp_path / "train.idx"))
+    assert MMapIndexedDataset.Index(str(tmp_path / "train.idx"))._pointers.tolist() == [0, 2**31, 2**32]

@@ -7,6 +7,7 @@ one that says more than there is in the file with the tokens, and a token that t
 middle of an epoch.
 """
 
+import math
 import os
 import stat
 import struct
@@ -15,11 +16,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
-import numpy.typing as npt
 from fairseq.data_files import note, state_of
 from fairseq.text_files import FileError, open_text
 
-_MMAP, _CACHED = b"MMIDIDX\x00", b"TNTIDX\x00\x00"
+_MMAP, _CACHED, _HUFFMAN = b"MMIDIDX\x00", b"TNTIDX\x00\x00", b"HUFFIDX\x00"
+_HEADS = {_MMAP: "<BQBQ", _CACHED: "<QQQQQ", _HUFFMAN: "<BQQQ"}
+"""What follows the magic number; that of two formats has a ninth byte."""
 _TYPES = {
     1: np.uint8,
     2: np.int8,
@@ -33,6 +35,8 @@ _TYPES = {
     10: np.uint64,
 }
 """Numbers of the types of tokens, as fairseq has them."""
+_DIMENSIONS = 32
+"""NumPy's arrays have no more."""
 
 
 class _Index(NamedTuple):
@@ -41,10 +45,10 @@ class _Index(NamedTuple):
     Attributes:
         dtype: of a token.
         first: number that stands for the dictionary's first type.
-        size: in bytes, at least that of the file.
+        size: of the file, in bytes.
     """
 
-    dtype: npt.DTypeLike
+    dtype: np.dtype[Any] | None  # no numbers, but a code
     first: int
     size: int
 
@@ -58,8 +62,8 @@ def check_split(prefix: str, dictionary: Sized | None) -> None:
     if not (os.path.exists(index) and os.path.exists(tokens)):
         note(path for path in (prefix, f"{prefix}.fasta") if os.path.isfile(path))
         return
-    for path in (index, tokens):
-        if not stat.S_ISREG(os.stat(path).st_mode):
+    for path in (index, tokens, f"{prefix}.vocab"):
+        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
             raise FileError(f"{path} is no regular file; data must be what fairseq-preprocess wrote")
     _check(prefix, None if dictionary is None else len(dictionary), state_of(index), state_of(tokens))
     note((index, tokens))
@@ -88,17 +92,17 @@ def open_dictionary(path: str) -> TextIO:
 def _check(prefix: str, types: int | None, *_: object) -> None:
     path = f"{prefix}.bin"
     index = _read_index(f"{prefix}.idx")
-    if index is None:
-        return
     size = os.path.getsize(path)
-    if size < index.size:
+    if size != index.size:
         raise FileError(
             f"{path} has {size:,} bytes; by {os.path.basename(prefix)}.idx it must have {index.size:,}: it is cut "
             "short, or the index is of other data"
         )
-    if types is None:
+    if types is None or index.dtype is None:
         return
-    for token in _extremes(path, np.dtype(index.dtype)):
+    if index.dtype.kind not in "iu":
+        raise FileError(f"{path} holds numbers of type {index.dtype}; tokens must be whole numbers")
+    for token in _extremes(path, index.dtype):
         if not 0 <= token - index.first < types:
             raise FileError(
                 f"{path} has the token number {token - index.first}; the dictionary has {types:,} types, and numbers "
@@ -115,28 +119,31 @@ def _extremes(path: str, dtype: np.dtype[Any]) -> tuple[int, ...]:
     return (max(found), min(found)) if found else ()
 
 
-def _read_index(path: str) -> _Index | None:
-    """Raises `FileError` if the index is damaged; None for one of another format."""
+def _read_index(path: str) -> _Index:
+    """Raises `FileError` if the index is damaged."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         magic = file.read(8)
-        if magic not in (_MMAP, _CACHED):
-            if size < 8 or not any(magic):
-                raise FileError(f"{path} is damaged: it begins with {magic!r}, as no index does")
-            return None
-        head = file.read(18 if magic == _MMAP else 40)
-        if len(head) < (18 if magic == _MMAP else 40):
+        if magic not in _HEADS:
+            raise FileError(f"{path} is damaged: it begins with {magic!r}, as no index does")
+        head = file.read(struct.calcsize(_HEADS[magic]))
+        if len(head) < struct.calcsize(_HEADS[magic]):
             raise FileError(f"{path} is cut short: it has {size} bytes, fewer than an index begins with")
+        values = struct.unpack(_HEADS[magic], head)
+        code, unit, numbers, length = 1, 0, 0, 0
         if magic == _MMAP:
-            more, version, code, entries = struct.unpack("<BQBQ", head)
-            version += more << 64  # the first byte is still one of the magic number, which has nine
+            ninth, version, code, entries = values
             expected = 26 + entries * (4 + 8)
+        elif magic == _CACHED:
+            version, code, unit, entries, numbers = values
+            ninth, expected = 0, 48 + 8 * (2 * (entries + 1) + numbers)
         else:
-            version, code, _, entries, numbers = struct.unpack("<QQQQQ", head)
-            expected = 48 + 8 * (2 * (entries + 1) + numbers)
-        if version != 1 or code not in _TYPES:
+            ninth, version, length, entries = values
+            expected = 33 + entries * (4 + 8)
+        if ninth or version != 1 or code not in _TYPES:
             raise FileError(
-                f"{path} is damaged: version {version} and type {code}, where version is 1 and type 1 to 10"
+                f"{path} is damaged: version {version + (ninth << 64)} and type {code}, where version is 1 and type "
+                "1 to 10"
             )
         if size != expected:
             raise FileError(
@@ -144,18 +151,38 @@ def _read_index(path: str) -> _Index | None:
                 "is cut short or damaged"
             )
         dtype = np.dtype(_TYPES[code])
-        if magic == _MMAP:
-            sizes = np.fromfile(file, np.int32, entries).astype(np.int64)
-            begins = np.fromfile(file, np.int64, entries)
-            wrong, ends = (sizes < 0) | (begins < 0), begins + sizes * dtype.itemsize
-            first = 0
+        if magic == _CACHED:
+            dims, places = (np.fromfile(file, np.int64, entries + 1) for _ in range(2))
+            sizes = _sizes(dims, np.fromfile(file, np.int64, numbers))
+            wrong = (sizes < 0) | (np.diff(places) != sizes) | (unit != dtype.itemsize)
         else:
-            dims, begins = np.fromfile(file, np.int64, entries + 1), np.fromfile(file, np.int64, entries + 1)
-            sizes = np.diff(begins)
-            wrong = (np.diff(dims) < 0) | (sizes < 0) | (begins[:-1] < 0)
-            if numbers == entries:  # each has one dimension, as text has
-                wrong |= sizes != np.fromfile(file, np.int64, numbers)
-            ends, first = begins * dtype.itemsize, 1  # the format is Lua's, which counts from 1
-        if wrong.any():
-            raise FileError(f"{path} is damaged: entry {int(wrong.argmax())} is where no entry can be")
-        return _Index(dtype, first, int(ends.max(initial=0)))
+            sizes = np.fromfile(file, np.int32, entries).astype(np.int64)
+            places = np.fromfile(file, np.int64, entries)
+            if magic == _MMAP:  # each begins where those before it end
+                end = places[-1:] + sizes[-1:] * dtype.itemsize
+                places = np.append(places, end)
+                wrong = (sizes < 0) | (np.diff(places) != sizes * dtype.itemsize)
+            else:  # where each ends; a token has a bit at least
+                places = np.concatenate([[0], places])
+                wrong = (sizes < 0) | (np.diff(places) < 0) | (np.diff(places) * 8 < sizes)
+        last = int(places[-1]) if len(places) else 0
+        if wrong.any() or (places < 0).any() or places[:1].any() or (magic == _HUFFMAN and last != length):
+            raise FileError(
+                f"{path} is damaged: entry {int(wrong.argmax())}, or the one after it, is where no entry can be"
+            )
+        return {
+            _MMAP: _Index(dtype, 0, last),
+            _CACHED: _Index(dtype, 1, last * dtype.itemsize),  # the format is Lua's, which counts from 1
+            _HUFFMAN: _Index(None, 0, last),
+        }[magic]
+
+
+def _sizes(dims: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """How many numbers each entry has, of which `dims` says where its dimensions are; -1 where they cannot be."""
+    counts = np.diff(dims)
+    in_order = dims[0] == 0 and dims[-1] == len(numbers) and ((counts >= 0) & (counts <= _DIMENSIONS)).all()
+    if not in_order or (numbers < 0).any():
+        return np.full(len(counts), -1)
+    if (counts == 1).all():  # as text has
+        return numbers
+    return np.array([math.prod(part.tolist()) for part in np.split(numbers, dims[1:-1])], object)
