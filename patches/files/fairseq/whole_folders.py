@@ -1,11 +1,18 @@
-"""Writes files beside those that they replace."""
+"""Writes files beside those that they replace, and none through a link or into a pipe."""
 
+import errno
 import fcntl
+import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import TextIO
+
+from fairseq.text_files import FileError
 
 _PREFIX = ".unfinished-"
 
@@ -29,6 +36,47 @@ def put_in_place(folder: str) -> Iterator[str]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(in_use)
+
+
+class LogFile(logging.FileHandler):
+    """A log, which may go on. Raises `FileError` if it is something else than a file of one name."""
+
+    def _open(self) -> TextIOWrapper:
+        flags = (
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        )  # not to wait for a pipe's reader
+        try:
+            descriptor = os.open(self.baseFilename, flags | os.O_CLOEXEC, 0o666)
+            found = os.fstat(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            if found:
+                os.close(descriptor)
+            raise FileError(f"{self.baseFilename} is a link, a pipe or a device; a log must be a file of its own")
+        return open(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def check_hydras_files(arguments: list[str]) -> None:
+    """Raises `FileError` if a file that hydra writes for a command's arguments is a link, a pipe or a device."""
+    folders = [value for name, _, value in (each.partition("=") for each in arguments) if name == "hydra.run.dir"]
+    for name in ("hydra_train.log", ".hydra", *(f".hydra/{part}.yaml" for part in ("config", "hydra", "overrides"))):
+        path = os.path.join(*folders[-1:], name)
+        with suppress(FileNotFoundError):
+            kind = os.lstat(path).st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+                raise FileError(
+                    f"{path} is a link, a pipe or a device; hydra writes to it, so it must be a regular file"
+                )
+
+
+def open_new(path: str) -> TextIO:
+    """Opens a text file to be written line by line; what was there before is removed, not written to."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "x", buffering=1, encoding="utf-8")
 
 
 def _remove_unfinished(folder: str) -> None:
