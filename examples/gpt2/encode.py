@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser, positive
-from common.files import TextError, decode_lines
+from common.files import TextError, decode_lines, open_new, write_whole
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             most = getattr(options, f"{split}_tokens")
             if paths:
                 counts[split] = encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
-        (options.out / "words.json").write_text(json.dumps(counts) + "\n")
+        write_whole(options.out / "words.json", json.dumps(counts) + "\n")
     except (TextError, OSError) as error:
         print(f"encode.py: {error}", file=sys.stderr)
         return 1
@@ -101,9 +101,9 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
     record.unlink(missing_ok=True)
     part = out.with_name(f"{out.name}.part")
     written = tokens = words = 0
-    with part.open("w", encoding="ascii") as file:
+    with open_new(part) as file:
         for line, count in _encode_all(chain.from_iterable(map(documents, paths)), source, workers):
-            file.write(f"{line}\n")
+            file.write(f"{line}\n".encode("ascii"))
             written += 1
             words += count
             tokens += line.count(" ") + 2  # with the line end
@@ -113,8 +113,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
         raise TextError(f"{', '.join(map(str, paths))}: there is no text")
     part.replace(out)
     counts = {"words": words, "subwords": tokens}
-    part.write_text(json.dumps({"made from": made_from, "counts": counts}))
-    part.replace(record)
+    write_whole(record, json.dumps({"made from": made_from, "counts": counts}))
     print(f"{out}: {written:,} documents, {tokens:,} tokens with an end for each")
     return counts
 

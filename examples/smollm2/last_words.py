@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser, positive
-from common.files import TextError, read_lines
+from common.files import TextError, read_lines, write_whole
 
 WORDS = 40
 TASK = """\
@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise TextError(f"{options.text} has no paragraph with a sentence that ends after {WORDS} words")
         options.out.mkdir(parents=True, exist_ok=True)
         file = options.out.resolve() / "last_words.jsonl"
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in found), encoding="utf-8")
-        (options.out / "last_words.yaml").write_text(TASK.format(file=json.dumps(str(file))), encoding="utf-8")
+        write_whole(file, "".join(json.dumps({"text": text}) + "\n" for text in found))
+        write_whole(options.out / "last_words.yaml", TASK.format(file=json.dumps(str(file))))
     except (TextError, OSError) as error:
         print(f"last_words.py: {error}", file=sys.stderr)
         return 1

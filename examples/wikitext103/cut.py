@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import TextError, read_lines
+from common.files import TextError, read_lines, write_whole
 from common.sentencepieces import SentencePieces
 
 SPLITS = ("train", "valid", "test")
@@ -43,13 +43,13 @@ def _cut(text: Path, out: Path, vocabulary: int) -> None:
     counts = {}
     for split, raw in lines.items():
         cut = pieces.encode(raw)
-        (out / _name(split)).write_text("".join(f"{line}\n" for line in cut), encoding="utf-8")
+        write_whole(out / _name(split), "".join(f"{line}\n" for line in cut))
         words, subwords = (sum(len(line.split()) + 1 for line in some) for some in (raw, cut))
         counts[split] = {"words": words, "subwords": subwords}
     assert pieces.dictionary is not None
-    (out / "dict.txt").write_text("".join(f"{name} 1\n" for name in pieces.dictionary), encoding="utf-8")
-    (out / pieces.file).write_bytes(model)
-    (out / "words.json").write_text(json.dumps(counts) + "\n")
+    write_whole(out / "dict.txt", "".join(f"{name} 1\n" for name in pieces.dictionary))
+    write_whole(out / pieces.file, model)
+    write_whole(out / "words.json", json.dumps(counts) + "\n")
 
 
 def _name(split: str) -> str:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser
 from common.figures import new_figure, plain, save_figure
+from common.files import write_whole
 from common.tables import format_table
 from papers.choi import MEASURES, TABLE_4, TABLES
 from papers.language_models import XATL_400M
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     tables = format_tables(runs)
     print(tables)
     if options.markdown:
-        options.markdown.write_text(tables + "\n", encoding="utf-8")
+        write_whole(options.markdown, tables + "\n")
     if options.figure:
         draw_averages(runs, options.figure)
     return 0
