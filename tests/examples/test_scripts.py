@@ -164,6 +164,8 @@ def test_documents_are_counted_read_once_and_refused_if_they_are_damaged(tmp_pat
     monkeypatch.setattr(encode, "load_tokenizer", lambda source: lambda text: " ".join(map(str, map(ord, text))))
     (tmp_path / "train.jsonl").write_text('{"text": "abc"}\n' * 9)
     (tmp_path / "valid.txt").write_text("de\n")
+    for name in ("words.json", "train.bpe.part"):
+        (tmp_path / name).symlink_to("precious")
 
     def main(most: str = "9") -> int:
         return encode.main([*[str(tmp_path)] * 3, "--train-tokens", most])
@@ -172,6 +174,7 @@ def test_documents_are_counted_read_once_and_refused_if_they_are_damaged(tmp_pat
     for most, number in (("9", 3), ("8", 2)):
         assert main(most) == 0 and (tmp_path / "train.bpe").read_text() == "97 98 99\n" * number
     assert f"{tmp_path / 'valid.bpe'} is there\n" in capfd.readouterr().out
+    assert not (tmp_path / "precious").exists()
     (tmp_path / "valid.txt").write_text("f\n")
     assert main() == 0 and (tmp_path / "valid.bpe").read_text() == "102\n"
     damaged = "is damaged, or not what its name says"
