@@ -96,8 +96,10 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
     settings = read(state_dict, module)
     if settings is None:
         return
-    before = settings["mixers"]
+    before = settings.get("mixers")
     if isinstance(before, list):
+        if len(before) < max(kept, default=0):
+            raise InvalidInput(f"{NAME} has the mixers of {len(before)} layers, and layer {max(kept)} is to be kept")
         left = [before[number - 1] for number in kept]
         settings["mixers"] = together(left)
         # What is said of a kind of mixer goes with the last of them.
@@ -117,7 +119,27 @@ def encode(settings: dict[str, Any]) -> Tensor:
 def read(state_dict: dict[str, Any], module: str) -> dict[str, Any] | None:
     """Reads the settings of a module in a checkpoint; None if it has none, as those of other models."""
     codes = state_dict.get(f"{module}.{NAME}")
-    return None if codes is None else decode(codes)
+    if codes is None:
+        return None
+    settings = decode(codes)
+    _check_kinds(settings)
+    return settings
+
+
+def _check_kinds(settings: dict[str, Any]) -> None:
+    """Raises an `InvalidInput` for names of mixers and numbers of layers that are none."""
+    for name, value in settings.items():
+        items = value if isinstance(value, list) else [None]
+        if name.endswith("mixers"):
+            right = isinstance(value, str) or all(isinstance(item, str) for item in items)
+        elif name == "output norm layers":
+            right = all(isinstance(item, int) for item in items)
+        else:
+            continue
+        if value is not None and not right:
+            raise InvalidInput(
+                f"{NAME} has {name} {str(value)[:100]}; they must be names of mixers or numbers of layers"
+            )
 
 
 def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
@@ -152,7 +174,7 @@ def decode(codes: Tensor) -> dict[str, Any]:
     """
     try:
         settings = json.loads(bytes(codes.tolist()).decode())
-    except (ValueError, TypeError, RecursionError) as error:
+    except (AttributeError, ValueError, TypeError, RecursionError) as error:
         raise InvalidInput(f"{NAME} holds no settings ({error})") from None
     if not isinstance(settings, dict):
         raise InvalidInput(f"{NAME} holds {type(settings).__name__}; it must hold settings by name")

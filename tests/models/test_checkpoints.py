@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -184,6 +185,21 @@ def test_settings_outlive_averages_half_types_and_moving_averages(fairseq):
 def test_settings_that_are_none_are_named(codes):
     with pytest.raises(ValueError, match=r"^settings_version holds "):
         checkpoint_settings.decode(torch.tensor(codes))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"update rule": ["sum"]}, {"softmax attention layers": 3}, {"cross mixers": [["sum"]]}, {"mixers": 3}),
+        *({"output norm layers": "1"}, {"mixers": ["sum", "softmax"]}),  # of two layers
+    ],
+)
+def test_settings_of_other_kinds_are_named(settings):
+    weights = {"decoder.settings_version": checkpoint_settings.encode(settings)}
+    with pytest.raises(ValueError, match=r"^settings_version has "):
+        checkpoint_settings.prune(weights, "decoder", [1, 3])
+    weights = {"decoder.settings_version": checkpoint_settings.encode({"other": math.nan})}
+    checkpoint_settings.prune(weights, "decoder", [1, 3])
 
 
 def test_layers_are_counted_and_not_believed():

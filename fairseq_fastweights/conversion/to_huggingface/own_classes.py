@@ -264,7 +264,7 @@ def has_source_mixers(folder: Path, checkpoint: Path | None = None) -> bool:
         return True
     weights = read_state(checkpoint)["model"]
     settings = checkpoint_settings.read(weights, "decoder")
-    return settings is None or bool(settings["mixers"] == source_mixers(folder))
+    return settings is None or bool(settings.get("mixers") == source_mixers(folder))
 
 
 def _check_kind(model: Any, task: Any) -> None:

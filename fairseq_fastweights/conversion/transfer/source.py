@@ -95,9 +95,9 @@ def read_source(file: Path) -> Source:
     if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
         raise InvalidInput(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
     settings = checkpoint_settings.read(weights, "decoder")
-    if settings is not None and settings["mixers"] != "softmax":
+    if settings is not None and settings.get("mixers") != "softmax":
         raise InvalidInput(
-            f"{file} holds a model with other mixers than softmax ({settings['mixers']}); transfer_from takes "
+            f"{file} holds a model with other mixers than softmax ({settings.get('mixers')}); transfer_from takes "
             "Transformers. To train it further, use --finetune-from-model"
         )
     return Source(file, upgrade(weights), options)
