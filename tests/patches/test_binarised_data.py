@@ -62,6 +62,7 @@ WRONG: list[Callable[[bytes], bytes]] = [
     lambda x: x[:-7] + b"\1" + x[-6:],
     lambda x: x[:-8] + struct.pack("<q", 5),
     lambda x: x[:-24] + x[-16:-8] + x[-24:-16] + x[-8:],
+    lambda x: x[:-24] + struct.pack("<3q", *(place + 2 for place in struct.unpack("<3q", x[-24:]))),
 ]
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (edit("train.idx", lambda x: x[:-1]), r"train.idx has [\d,]+ bytes; with the 3 entries that it says it must have"),
@@ -142,6 +143,11 @@ def test_indices_that_other_formats_have(tmp_path, split):
     edit("shapes.idx", lambda x: x[:-16] + struct.pack("<q", 1) + x[-8:])(split)
     with pytest.raises(ValueError, match="entry 2, or the one after it, is where no entry can be"):
         check_split(str(tmp_path / "shapes"), TYPES)
+    places = [0, 2**62, -(2**63), -(2**62), 0]  # sizes whose sum overflows to none
+    edit("shapes.idx", lambda x: x[:16] + struct.pack("<18q", 4, 4, 4, 4, *range(5), *places, *[2**62] * 4))(split)
+    edit("shapes.bin", lambda x: b"")(split)
+    with pytest.raises(ValueError, match=r"shapes\.idx is damaged: entry 0, or the one after it, is where no entry"):
+        check_split(str(tmp_path / "shapes"), None)
     coder = HuffmanCodeBuilder()
     coder.add_symbols("a", "b", "b")
     with HuffmanMMapIndexedDatasetBuilder(str(tmp_path / "coded"), coder.build_code()) as coded:
