@@ -26,6 +26,7 @@ from tests.conftest import age
 
 binarised_data = pytest.importorskip("fairseq.binarised_data", reason="needs tools/build_fairseq.py's fairseq")
 check_split = binarised_data.check_split
+pytestmark = pytest.mark.usefixtures("our_fairseq")
 
 TYPES = range(40)
 """The dictionary's."""

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_module
 
 settings = pytest.importorskip("fairseq.settings", reason="needs tools/build_fairseq.py's fairseq")
 literal = settings.literal
+pytestmark = pytest.mark.usefixtures("our_fairseq")
 
 
 @pytest.mark.parametrize(
