@@ -11,6 +11,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli.hydra_train import hydra_main
 from hydra import compose, initialize_config_module
 
+from fairseq_fastweights.conversion.files.checkpoints import configuration
+
 settings = pytest.importorskip("fairseq.settings", reason="needs tools/build_fairseq.py's fairseq")
 literal = settings.literal
 pytestmark = pytest.mark.usefixtures("our_fairseq")
@@ -126,6 +128,13 @@ def test_options_are_numbers_and_texts_as_they_are_given(option, value, message)
         return
     cfg = convert_namespace_to_omegaconf(args)
     assert value in (cfg.optimization.get(option), cfg.checkpoint.get(option), cfg.get(option))
+
+
+def test_what_a_config_json_says_becomes_no_interpolation():
+    with pytest.raises(
+        ValueError, match=r"^data is '\$\{oc\.env:SECRET\}'; it must be a literal, without \$\{\.\.\.\}$"
+    ):
+        configuration({"data": VARIABLE})
 
 
 def test_options_of_hydra_are_numbers():

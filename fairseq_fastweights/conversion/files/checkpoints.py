@@ -42,10 +42,11 @@ def configuration(settings: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: if OmegaConf would resolve a value, as of an environment variable.
     """
-    cfg = copy.deepcopy(_defaults())
     for name, value in settings.items():
         if "${" in str(value):
             raise InvalidInput(f"{name} is {value!r}; it must be a literal, without ${{...}}")
+    cfg = copy.deepcopy(_defaults())
+    for name, value in settings.items():
         option = name.replace("-", "_")
         groups = [group for group in (cfg.model, cfg.task) if option in group]
         assert groups, option
