@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from fairseq.data import iterators
 from torch import Tensor
 
 from fairseq_fastweights.data.segment_streams import SegmentStreams, Span
+from fairseq_fastweights.invalid_input import InvalidInput
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class SegmentIterator(iterators.EpochBatchIterator):
         super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
         self._carrier = carrier
         self._gathered: States | None = None
-        # How many of the epoch's batches came before those of `dataset`.
-        self._before = 0
+        # How many of the epoch's batches came before those of `dataset`, and how many segments before those.
+        self._before, self._segments_before = 0, 0
 
     def gather_states(self) -> None:
         """Sends the states of all processes to the first, which writes checkpoints; all processes must call it."""
@@ -62,9 +63,12 @@ class SegmentIterator(iterators.EpochBatchIterator):
         self._gathered = None if everyone is None else join(everyone)
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+        # Of no use: a segment is no sample of the next run's if its streams are others.
+        state = super().state_dict() | {"samples": None}
         if self._carrier is None:
-            return state | {"segments_read": state["iterations_in_epoch"] * self._together}
+            batches = self.frozen_batches[: state["iterations_in_epoch"] * self.num_shards]
+            read = self._segments_before + sum(map(len, batches))
+            return state | {"segments_read": read, "layout": self._layout}
         if state["iterations_in_epoch"] == 0:
             return state
         states = self._carrier.carried_states() if self.num_shards == 1 else self._gathered
@@ -78,18 +82,43 @@ class SegmentIterator(iterators.EpochBatchIterator):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._carrier is not None and "carried_states" in state_dict:
-            carried = self._find_states(state_dict)
+        read = state_dict["iterations_in_epoch"]
+        if self._carrier is not None:
+            if read and "segments_read" in state_dict:
+                self._refuse("carry_over_state", True, False)
+            carried = self._find_states(state_dict) if "carried_states" in state_dict else None
             if carried is not None and carried["states"]:
-                self._resume(self._carrier, carried["rest"], carried["states"], state_dict["iterations_in_epoch"])
-        elif self._carrier is None and "segments_read" in state_dict:
-            state_dict = state_dict | {"iterations_in_epoch": state_dict["segments_read"] // self._together}
-        super().load_state_dict(state_dict)
+                self._resume(self._carrier, carried["rest"], carried["states"], read)
+        elif read and "segments_read" in state_dict:
+            self._leave_out(state_dict["segments_read"], read, state_dict.get("layout", self._layout))
+        elif "carried_states" in state_dict:
+            self._refuse("carry_over_state", False, True)
+        # Another iterator's samples are refused there.
+        super().load_state_dict({name: x for name, x in state_dict.items() if name != "samples" or x is not None})
 
     @property
-    def _together(self) -> int:
-        """How many segments all processes read at a time."""
-        return self.num_shards * len(self.frozen_batches[0])
+    def _layout(self) -> dict[str, int]:
+        """The options that decide which segments there are."""
+        return {"text_streams": self.dataset.streams, "tokens_per_sample": self.dataset.segment_length}
+
+    def _leave_out(self, segments: int, batches: int, layout: dict[str, int]) -> None:
+        """Goes on after a number of segments, which were read in so many batches of each process."""
+        for option, ours in self._layout.items():
+            if ours != layout[option]:
+                self._refuse(option, ours, layout[option])
+        left = [number for batch in self.frozen_batches for number in batch][segments:]
+        rows = len(self.frozen_batches[0])
+        self._segments_before = segments
+        self._frozen_batches = ((),) * (batches * self.num_shards) + tuple(
+            left[first : first + rows] for first in range(0, len(left), rows)
+        )
+
+    @staticmethod
+    def _refuse(option: str, ours: object, former: object) -> NoReturn:
+        raise InvalidInput(
+            f"{option} is {ours}, but the checkpoint stopped within an epoch with {former}; it must be that, or "
+            "--reset-dataloader be given, which begins an epoch"
+        )
 
     def _find_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """The states in a checkpoint; none if they belong to another text."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from fairseq_fastweights.data import segment_iterator
 from fairseq_fastweights.data.segment_iterator import SegmentIterator, distribute, join
 from fairseq_fastweights.data.segment_streams import SegmentStreams
+from fairseq_fastweights.invalid_input import InvalidInput
 from tests.data.test_corpus_readers import PAD, corpus_of
 
 
@@ -55,6 +56,41 @@ def test_without_states_a_run_goes_on_in_batches_of_another_size():
         iterator.load_state_dict(state)
         found += [x for batch in iterator.next_epoch_itr(shuffle=False) for x in batch["target"].flatten().tolist()]
     assert sorted(found) == [10 + 10 * stream + place for stream in range(4) for place in (8, 9)]
+
+
+def streams(count=4, length=4, rows=1, carrier=None) -> SegmentIterator:
+    data = SegmentStreams(corpus_of(40), count, length, PAD, carried=carrier is not None)
+    return SegmentIterator(data, carrier, batch_sampler=data.batches(count // rows))
+
+
+def test_text_streams_are_read_once_whatever_the_batches_after_each_stop():
+    state, found = state_after(3, streams(rows=1)), []
+    for rows in (2, 4, 1, 2):  # 3 segments are no whole number of batches of these
+        iterator = streams(rows=rows)
+        iterator.load_state_dict(state)
+        batches = itertools.islice(iterator.next_epoch_itr(shuffle=False), None if found[7:] else 1)
+        found += [number for batch in batches for number in batch["id"].tolist()]
+        if not iterator.end_of_epoch():
+            state = iterator.state_dict()
+    assert found[:7] == [3, 4, 5, 6, 7, 8, 9] and sorted(found) == list(range(3, 12))
+
+
+STREAMS = state_after(3, streams())
+CARRIED = state_after(2, iterate(Mock(carried_states=lambda: states_of(2))))
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "told"),
+    [
+        (STREAMS, {"count": 2}, "text_streams is 2, but the checkpoint stopped within an epoch with 4; it must be"),
+        (STREAMS, {"length": 5}, "tokens_per_sample is 5, but .* with 4; .*, or --reset-dataloader be given"),
+        (STREAMS, {"carrier": Mock()}, "carry_over_state is True, but .* with False"),
+        (CARRIED, {}, "carry_over_state is False, but .* with True"),
+    ],
+)
+def test_other_streams_are_refused_within_an_epoch(state, options, told):
+    with pytest.raises(InvalidInput, match=told):
+        streams(**options).load_state_dict(state)
 
 
 def read_on(carriers: list[Mock], state: dict[str, object], stop: int | None = None, **layout: int) -> list[list[int]]:
@@ -164,6 +200,7 @@ def test_a_layer_that_one_process_never_ran_has_empty_states_there():
 def former(**layout: int) -> dict[str, object]:
     """As a checkpoint was written before it had the states of all processes."""
     state = state_after(2, iterate(None))
+    del state["segments_read"]
     layout = {"tokens": 40, "streams": 2, "processes": 1, "tokens per sample": 4} | layout
     return {**state, "carried_states": {"layout": layout, "states": states_of(2)}}
 
