@@ -20,6 +20,7 @@ from fairseq_fastweights.tasks.save_dir import LOCK
 from tests.conftest import binarise, evaluate, train
 from tests.conversion.test_bad_input import Harmful
 
+MISFIT, NEW = r"checkpoint_last\.pt does not fit the model", "another model needs another --save-dir"
 CARRY, APART = "--carry-over-state", "--separate-documents"
 
 
@@ -151,8 +152,17 @@ def printed(error: pytest.ExceptionInfo[Exception]) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--update-rule sum", "mixers is 'delta' in the checkpoint and 'sum' in the model"),
-        ("--decoder-ffn-embed-dim 48", "size mismatch for decoder.layers.0.fc1.weight"),
+        (
+            "--dropout 0.3 --decoder-ffn-embed-dim 48",
+            f"{MISFIT}: decoder_ffn_embed_dim is 32 in .* and 48 in .*; {NEW}",
+        ),
+        ("--update-rule gated", f"{MISFIT}: update_rule is 'delta' in the checkpoint and 'gated' in the model; {NEW}"),
+        ("--decoder-layers 3", f"{MISFIT}: decoder_layers is 2 in the checkpoint and 3 in the model; {NEW}"),
+        ("--decoder-attention-heads 4", f"{MISFIT}: decoder_attention_heads is 2 in .* and 4 in the model; {NEW}"),
+        (
+            "--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16",
+            rf"{MISFIT}: (decoder_(embed|output|input)_dim is 32 in [\w ]+ 16 in the model; ){{3}}{NEW}",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, model, tmp_path, flags, message):

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +139,32 @@ def test_as_many_of_the_best_are_kept_as_asked_for_whatever_the_losses(tmp_path)
 def test_a_run_whose_time_is_over_trains_no_further(tmp_path):
     run = Run(tmp_path)
     run.cfg.optimization.stop_time_hours = 0.5
-    assert run.start() == "it has trained for 1.00 hours; --stop-time-hours is 0.5"
+    assert run.start() == "it has trained for 1.00 hours; --stop-time-hours is 0.5, --reset-meters counts anew"
+
+
+@pytest.mark.parametrize(("clock", "jump"), [("time", 3e5), ("time", -3e5), ("monotonic", 3e5), ("monotonic", -3e5)])
+def test_a_clock_that_jumps_ends_no_run(monkeypatch, clock, jump):
+    from fairseq import trainer
+
+    run = SimpleNamespace(_last_time=time.monotonic(), _training_time=60.0)
+    right = getattr(time, clock)
+    for ahead in (0.0, jump, jump):
+        monkeypatch.setattr(time, clock, lambda ahead=ahead: right() + ahead)
+        seconds = trainer.Trainer._local_cumulative_training_time(run)
+    longest = trainer.LONGEST_STEP if (clock, jump) == ("monotonic", 3e5) else 0
+    assert 60 + longest <= seconds < 70 + longest
+
+
+def test_a_time_that_no_training_takes_counts_as_none(caplog):
+    """Such as a jump of the clock left behind, before time was counted by another."""
+    from fairseq.trainer import Trainer
+
+    run = SimpleNamespace(_last_time=0.0)
+    for number, seconds in enumerate((NAN, INF, -5.0, 10**400, 1.8e9, None, "x"), 1):
+        Trainer._take_up_time(run, seconds)
+        assert run._training_time == run._previous_training_time == 0 and len(caplog.messages) == number
+    Trainer._take_up_time(run, 1800.0)
+    assert 1800 <= Trainer._local_cumulative_training_time(run) < 1900 and number == len(caplog.messages)
 
 
 @pytest.mark.slow
