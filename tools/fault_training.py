@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-UPDATES, INTERVAL = 24, 4
-MODEL = f"""--user-dir {ROOT}/fairseq_fastweights --task fast_weight_language_modeling --arch fast_weight_lm
+UPDATES, INTERVAL, LINES = 24, 4, 200
+MODEL = f"""--user-dir {ROOT}/fairseq_fastweights --arch fast_weight_lm
     --decoder-layers 1 --decoder-embed-dim 32 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
-    --share-decoder-input-output-embed --no-token-positional-embeddings --carry-over-state --dropout 0.1
+    --share-decoder-input-output-embed --no-token-positional-embeddings --dropout 0.1
     --tokens-per-sample 16 --optimizer adam --lr 0.001 --max-update {UPDATES} --save-interval-updates {INTERVAL}
     --keep-interval-updates 2 --no-epoch-checkpoints --cpu --num-workers 0 --no-progress-bar
     --log-interval 1 --log-format json""".split()
@@ -66,12 +66,13 @@ class Training:
         atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
-        arguments = [str(self.data), *MODEL, *self.flags, "--save-dir", str(self.save_dir)]
+        batch = ["--batch-size", str(4 // self.processes)]
+        arguments = [str(self.data), *MODEL, *batch, *self.flags, "--save-dir", str(self.save_dir)]
         if self.processes > 1:
             arguments += "--ddp-backend legacy_ddp --distributed-backend gloo --distributed-no-spawn".split()
             arguments += ["--distributed-init-method", f"file://{self.folder}/meeting-{self.starts}"]
             arguments += ["--distributed-world-size", str(self.processes), "--distributed-rank", str(rank)]
-        sys.argv = ["fairseq-train", *arguments, "--batch-size", str(4 // self.processes)]
+        sys.argv = ["fairseq-train", *arguments]
         updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
         if rank == 0:
             self.after_update(lambda number: os.pwrite(updates, str(number).encode(), 0))
@@ -87,12 +88,29 @@ class Training:
 
     def after_update(self, act: Callable[[int], object]) -> None:
         """Has `act` done, in this process, after each update."""
+        self._after_step(lambda trainer, samples: act(trainer.get_num_updates()))
+
+    def note_samples(self) -> None:
+        """Notes which samples this process reads."""
+        file = os.open(self.folder / "samples", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def note(trainer: Any, samples: Any) -> None:
+            numbers = [number for sample in samples if sample for number in sample["id"].tolist()]
+            os.write(file, "".join(f"{number}\n" for number in numbers).encode())
+
+        self._after_step(note)
+
+    def samples(self) -> list[int]:
+        """Those that were noted, sorted."""
+        return sorted(map(int, (self.folder / "samples").read_text().split()))
+
+    def _after_step(self, act: Callable[[Any, Any], object]) -> None:
         trainer = import_module("fairseq.trainer").Trainer
         original = trainer.train_step
 
-        def train_step(self: Any, *arguments: Any, **named: Any) -> Any:
-            result = original(self, *arguments, **named)
-            act(self.get_num_updates())
+        def train_step(self: Any, samples: Any, *arguments: Any, **named: Any) -> Any:
+            result = original(self, samples, *arguments, **named)
+            act(self, samples)
             return result
 
         trainer.train_step = train_step
@@ -138,7 +156,7 @@ def write_corpus(folder: Path) -> Path:
     """Random words, binarised."""
     draw, data = random.Random(0), folder / "data"
     text = folder / "text"
-    text.write_text("".join(f"{' '.join(f'w{draw.randrange(40)}' for _ in range(9))}\n" for _ in range(200)))
+    text.write_text("".join(f"{' '.join(f'w{draw.randrange(40)}' for _ in range(9))}\n" for _ in range(LINES)))
     arguments = ["--only-source", "--trainpref", str(text), "--validpref", str(text), "--destdir", str(data)]
 
     def run() -> None:

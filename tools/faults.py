@@ -12,26 +12,38 @@ import argparse
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from fault_logs import LOGS
-from fault_training import INTERVAL, ROOT, UPDATES, Training, differences, outcome, trained, write_corpus
+from fault_training import INTERVAL, LINES, ROOT, UPDATES, Training, differences, outcome, trained, write_corpus
 
 NOBODY = 65534
+CARRIED = "--task fast_weight_language_modeling --carry-over-state"
+APART = "--task language_modeling --sample-break-mode eos --disable-validation"
 
 
-def _signalled(number: signal.Signals, training: Training, draw: random.Random, log: str | None = None) -> int:
+def _signalled(
+    number: signal.Signals,
+    training: Training,
+    draw: random.Random,
+    log: str | None = None,
+    begin: Callable[[Training], None] = lambda _: None,
+) -> int:
     last, delay = draw.randrange(INTERVAL, UPDATES // 2), draw.uniform(0, 0.05)
 
     def prepare(training: Training) -> None:
+        begin(training)
         spoil = int if log is None else LOGS[log]()
 
         def act() -> None:
@@ -109,6 +121,11 @@ def terminated(training: Training, draw: random.Random) -> int:
     return _signalled(signal.SIGTERM, training, draw)
 
 
+def without_remainder(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time, of a training with `--skip-remainder-batch`, into its second epoch"""
+    return _signalled(signal.SIGTERM, training, draw)
+
+
 def unread(training: Training, draw: random.Random) -> int:
     """SIGINT at a random time, when what reads the log ends, too (`tee`, and Ctrl-C)"""
     return _signalled(signal.SIGINT, training, draw, "reader")
@@ -122,6 +139,32 @@ def not_read(training: Training, draw: random.Random) -> int:
 def hung_up(training: Training, draw: random.Random) -> int:
     """a terminal is closed at a random time (SIGHUP)"""
     return _signalled(signal.SIGHUP, training, draw, "terminal")
+
+
+def clock_jumps(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time, and the clock jumps after a random update, of a training with `--stop-time-hours`"""
+    clock, ahead = draw.choice(("time", "monotonic")), draw.uniform(-1, 1) * 10 ** draw.uniform(4, 9)
+    number = draw.randrange(1, INTERVAL)
+
+    def begin(training: Training) -> None:
+        right = getattr(time, clock)
+        jump = partial(setattr, time, clock, lambda: right() + ahead)
+        training.after_update(lambda done: jump() if done == number else None)
+
+    return _signalled(signal.SIGTERM, training, draw, begin=begin)
+
+
+def other_batches(training: Training, draw: random.Random) -> int:
+    """SIGTERM at a random time, and other batches then: each sample is read once; then as they were"""
+    lost = _signalled(signal.SIGTERM, training, draw, begin=Training.note_samples)
+    choices = ("--batch-size 6", "--batch-size 1", "--max-tokens 30", "--seed 2", "--update-freq 2", "--num-workers 1")
+    flags = " ".join([*training.flags, *draw.sample(choices, 2), "--max-update 0 --max-epoch 1"])
+    other = Training(training.data, training.folder / "other", draw.choice((1, 2)), flags)
+    shutil.copytree(training.save_dir, other.save_dir, dirs_exist_ok=True)
+    assert set(other.run(Training.note_samples)) == {0}, f"it did not go on with {flags}"
+    found = sorted(training.samples() + other.samples())
+    assert found == list(range(LINES)), f"of {LINES} samples {len(set(found))} were read, in {len(found)} readings"
+    return lost
 
 
 def patient(training: Training, draw: random.Random) -> int:
@@ -295,7 +338,7 @@ class Fault(NamedTuple):
 
     happen: Callable[[Training, random.Random], int]
     processes: int = 1
-    flags: str = "--disable-validation"
+    flags: str = f"{CARRIED} --disable-validation"
 
     @property
     def title(self) -> str:
@@ -316,11 +359,14 @@ FAULTS = {
     "full-log": Fault(not_read),
     "hang-up": Fault(hung_up),
     "save-once": Fault(fails_once),
-    "nan": Fault(not_a_number, flags="--maximize-best-checkpoint-metric"),
-    "patience": Fault(patient, flags="--patience 2 --lr 1e-30 --stop-min-lr -1"),
+    "nan": Fault(not_a_number, flags=f"{CARRIED} --maximize-best-checkpoint-metric"),
+    "patience": Fault(patient, flags=f"{CARRIED} --patience 2 --lr 1e-30 --stop-min-lr -1"),
     "dates": Fault(wrong_dates),
     "links": Fault(links),
     "data": Fault(data_changed),
+    "clock": Fault(clock_jumps, flags=f"{CARRIED} --disable-validation --stop-time-hours 1"),
+    "remainder": Fault(without_remainder, flags=f"{APART} --skip-remainder-batch --update-freq 3"),
+    "batches": Fault(other_batches, flags=APART),
 }
 
 

@@ -118,6 +118,16 @@ def test_an_epoch_in_other_batches_is_read_once(number):
     assert sorted(chain(*read(parts))) == list(range(50)) and parts[0].epoch == 2
 
 
+@pytest.mark.parametrize("options", [{"max_sentences": 4}, {"max_sentences": 3, "processes": 3}])
+def test_an_epoch_that_was_divided_anew_goes_on_in_its_new_batches(options):
+    state = read_until(4)
+    before, whole = read(iterators(max_sentences=3), 4), read(iterators(**options), None, state)
+    assert sorted(chain(*before, *whole)) == list(range(50))
+    first, second = iterators(**options), iterators(**options)
+    found = read(first, 1, state)
+    assert found + read(second, None, first[0].state_dict()) == whole
+
+
 def test_what_was_read_of_other_samples_says_nothing_of_these(caplog):
     """Refused with the settings that changed, and in the run of another checkpoint's weights told."""
     state = read_until(4)
