@@ -23,25 +23,23 @@ Changes = dict[str, tuple[Any, Any]]
 
 def of_data(former: Any, now: Any) -> str:
     """The settings that change the samples of an epoch or its batches, in words; "" for none."""
-    if former is None:
-        return ""
-    shared = _changes(former.dataset, now.dataset) | _changes(former.common, now.common)
-    found = {name: shared[name] for name in _DATA if name in shared}
-    found = _changes(former.task, now.task) | found
-    found |= _changes(former.distributed_training, now.distributed_training, ("distributed_world_size",))
+    shared = _changes(former, now, "dataset") | _changes(former, now, "common")
+    found = _changes(former, now, "task") | {name: shared[name] for name in _DATA if name in shared}
+    processes = _changes(former, now, "distributed_training")
+    found |= {name: both for name, both in processes.items() if name == "distributed_world_size"}
     return ", ".join(f"{name} was {one} and is {other}" for name, (one, other) in found.items() if name != "data")
 
 
 def check_computation(path: str, former: Any, now: Any) -> None:
     """Raises an `InvalidInput` for settings with which the weights of a checkpoint mean something else."""
-    changes = {} if former is None else _changes(former.model, now.model)
+    changes = _changes(former, now, "model")
     if different := {name: both for name, both in changes.items() if _SAME_SHAPES.fullmatch(name)}:
         raise _misfit(path, different)
 
 
 def check_shapes(path: str, former: Any, now: Any, weights: Any, task: Any) -> None:
     """Raises an `InvalidInput` with the settings that do not fit a checkpoint's weights, where there are some."""
-    changes = {} if former is None else _changes(former.model, now.model)
+    changes = _changes(former, now, "model")
     wanted = {(name, tuple(x.shape)) for name, x in weights.items()}
 
     def misfits(name: str | None = None) -> float:
@@ -72,10 +70,10 @@ def _misfit(path: str, changes: Changes) -> InvalidInput:
     return InvalidInput(f"{path} does not fit the model: {'; '.join(told)}; another model needs another --save-dir")
 
 
-def _changes(former: Any, now: Any, names: tuple[str, ...] = ()) -> Changes:
+def _changes(former: Any, now: Any, part: str) -> Changes:
     """The settings of a part that both have and that differ; what a file says is not resolved."""
-    one, other = _plain(former, False), _plain(now, True)
-    both = names or [name for name in other if name in one and not name.startswith("_")]
+    one, other = _plain(getattr(former, part, None), False), _plain(getattr(now, part), True)
+    both = [name for name in other if name in one and not name.startswith("_")]
     return {name: (one[name], other[name]) for name in both if str(one[name]) != str(other[name])}
 
 

@@ -21,11 +21,11 @@ class ReadSamples:
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
-        self._identity: list[int] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Begins an epoch."""
+        """Begins an epoch, whose samples may have other sizes."""
+        self._identity: list[int] | None = None
         self._before: torch.Tensor | None = None
         self.rest: Any = None
         self.start = 0
