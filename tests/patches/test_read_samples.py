@@ -167,3 +167,20 @@ def test_where_nothing_is_left_the_next_epoch_begins():
     other._frozen_batches = other.frozen_batches[:10]  # the rest is filtered out
     other.load_state_dict(first.state_dict())
     assert other.epoch == 2 and len(read([other])) == 10
+
+
+class Heard(Numbers):
+    """Samples that depend on the epoch, as masks do."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch * 100 + index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_workers_hear_of_each_epoch(workers):
+    [first] = iterators(Heard(4), num_workers=workers, max_sentences=2)
+    for epoch in (1, 2):
+        assert {number // 100 for number in chain(*read([first]))} == {epoch}
