@@ -32,6 +32,10 @@ CARRY, APART = "--carry-over-state", "--separate-documents"
         ("--fast-weight-backend native", "'native' was asked for: the cpu kernels are lost"),
         (f"{CARRY} --sample-break-mode eos", "sample_break_mode is eos.*must be none"),
         (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
+        (
+            "--skip-remainder-batch --update-freq 500",
+            "skip_remainder_batch is set, which leaves nothing of an epoch of ",
+        ),
         (f"{CARRY} --batch-size 5000", "batch size times the number of processes is 5000"),
         (f"{CARRY} --arch transformer_lm", "TransformerLanguageModel has no state to carry"),
         (f"{CARRY} --reset-state-probability 1.5", r"reset_state_probability is 1\.5; it must be from 0 to 1"),

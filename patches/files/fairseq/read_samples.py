@@ -55,16 +55,24 @@ class ReadSamples:
             return
         for read, start in ((state["before"], state["start"]), (state["read"], done)):
             if read is not None:
-                samples = _samples(iterator.frozen_batches) if iterator.divide else np.zeros(2)
-                if len(np.unique(samples)) < len(samples):  # a sample is read once, or it is unknown which are left
+                left = self._left(read)
+                if left is None:
                     self._complain("batches")
                     return
-                self.rest = iterator.divide(samples[~_unpacked(read, len(iterator.dataset))[samples]])
+                self.rest = iterator.divide(left)
             self._before, self.start = read, start
             iterator.arrange(iterator.epoch, iterator.fix_batches_to_gpus, iterator.shuffle)
             if self.digest() == state["batches"]:
                 return
         logger.info("what is left of the epoch is divided into batches anew")
+
+    def _left(self, read: torch.Tensor) -> Any:
+        """The samples that are not among those; None where samples repeat, or the task makes batches by itself."""
+        if self._iterator.divide is None:
+            return None
+        samples = _samples(self._iterator.frozen_batches)
+        repeat = len(np.unique(samples)) < len(samples)
+        return None if repeat else samples[~_unpacked(read, len(self._iterator.dataset))[samples]]
 
     def _complain(self, of: str) -> None:
         iterator = self._iterator
