@@ -58,7 +58,7 @@ struct RegisterTile {
 };
 
 template <typename A, int N>
-struct alignas(N * sizeof(A) < 16 ? N * sizeof(A) : 16) Pack {
+struct alignas(N * sizeof(A) % 16 == 0 ? 16 : N * sizeof(A) & -(N * sizeof(A))) Pack {
     A x[N];
 };
 

@@ -1,0 +1,104 @@
+// Neighbouring numbers of a row: 16 bytes at a time where they are aligned, else one by one.
+#pragma once
+
+#include "recurrent/tile.cuh"
+
+// A loop of which the compiler makes no copies.
+#define ROLLED_FOR _Pragma("unroll 1") for
+
+namespace fairseq_fastweights {
+
+// Numbers of a type in 16 bytes; of float64, whose kernels are to be right rather than fast, one at a time.
+template <typename T>
+constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+
+__host__ DEVICE bool is_aligned(const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
+
+// True if pieces of 16 bytes of any step's row are aligned. `size` is a number's, in bytes.
+__host__ DEVICE bool is_aligned(const Sequence& x, int size) {
+    return is_aligned(x.data) && (x.batch | x.time | x.head) * size % 16 == 0;
+}
+
+// The first `count` of N numbers, and zeros; `whole` if they are N, and aligned.
+template <int N, typename T>
+DEVICE Pack<T, N> load_pack(const T* from, int count, bool whole) {
+    if constexpr (N * sizeof(T) % 16 == 0) {
+        if (whole) return *reinterpret_cast<const Pack<T, N>*>(from);
+    }
+    Pack<T, N> made{};
+    UNROLL_FOR (int i = 0; i < N; ++i)
+        if (i < count) made.x[i] = from[i];
+    return made;
+}
+
+template <int N, typename T, typename A>
+DEVICE void widen_pack(A (&to)[N], const Pack<T, N>& from) {
+    UNROLL_FOR (int i = 0; i < N; ++i) to[i] = widen<A>(from.x[i]);
+}
+
+// Two numbers of 16 bits, or one of 32.
+DEVICE unsigned word(float, const float* x) { return __float_as_uint(x[0]); }
+DEVICE unsigned word(__half, const float* x) {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+DEVICE unsigned word(__nv_bfloat16, const float* x) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// One instruction, which the compiler would make several of where others follow that store the same.
+DEVICE void store_16_bytes(void* to, uint4 x) {
+#ifdef FASTWEIGHTS_EMULATION
+    *static_cast<uint4*>(to) = x;
+#else
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+#endif
+}
+
+template <int N, typename T, typename A>
+DEVICE void store_pack(T* to, const A (&x)[N], int count, bool whole) {
+    if constexpr (sizeof(T) < 8 && sizeof(A) == 4 && N * sizeof(T) % 16 == 0) {
+        constexpr int n = 4 / sizeof(T);
+        if (whole) {
+            UNROLL_FOR (int i = 0; i < N; i += 4 * n)
+                store_16_bytes(to + i, make_uint4(word(T(), x + i), word(T(), x + i + n), word(T(), x + i + 2 * n),
+                                                  word(T(), x + i + 3 * n)));
+            return;
+        }
+    }
+    UNROLL_FOR (int i = 0; i < N; ++i)
+        if (i < count) to[i] = narrow<T>(x[i]);
+}
+
+// use(T()) for the type T that a dtype is stored as.
+template <typename F>
+DEVICE void with_stored(int32_t dtype, const F& use) {
+    switch (dtype) {
+        case kFloat32: return use(float());
+        case kFloat16: return use(__half());
+        case kBFloat16: return use(__nv_bfloat16());
+        default: use(double());
+    }
+}
+
+// to = the first `count` of N numbers from x[index] on, and zeros, by a dtype known at run time.
+template <int N, typename A>
+DEVICE void load_numbers(A (&to)[N], const Sequence& x, int64_t index, int count) {
+    with_stored(x.dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* from = static_cast<const T*>(x.data) + index;
+        widen_pack(to, load_pack<N>(from, count, count >= N && is_aligned(from)));
+    });
+}
+
+template <int N, typename A>
+DEVICE void store_numbers(const Sequence& x, int64_t index, const A (&from)[N], int count) {
+    with_stored(x.dtype, [&](auto type) {
+        using T = decltype(type);
+        T* to = static_cast<T*>(x.data) + index;
+        store_pack<N>(to, from, count, count >= N && is_aligned(to));
+    });
+}
+
+}  // namespace fairseq_fastweights
