@@ -46,6 +46,7 @@ struct Channels {
     const bool whole;  // all V channels, of all threads, and aligned
     unsigned part;
     int64_t b, c;
+    const bool* flags;  // of the row, where there are documents
     int count, begin, end;
     bool inside;
     int reach;
@@ -56,6 +57,7 @@ struct Channels {
         : call(p), whole(whole), reach(R()), weights(shared, p.width), window(shared, p.width) {
         const unsigned number = blockIdx.x * blockDim.x + threadIdx.x, across = (p.channels + V - 1) / V;
         part = number / across, c = int64_t(number % across) * V, b = part % p.batch;
+        flags = p.starts ? p.starts + b * p.time : nullptr;
         const int64_t first = int64_t(part / p.batch) * run;
         inside = first < (p.time > 0 ? p.time : 1);
         begin = int(first), end = int(first + run < p.time ? first + run : p.time);
@@ -101,9 +103,9 @@ struct Channels {
         }
     }
 
-    DEVICE bool begins(int64_t t) const {
-        return call.starts && t >= 0 && t < call.time && call.starts[b * call.time + t];
-    }
+    // True if a document begins at t.
+    DEVICE bool begins(int t) const { return flags && unsigned(t) < unsigned(call.time) && flags[t]; }
+
     // Goes on to the next step, whose input is x, and at which a document may begin.
     DEVICE void push(const A (&x)[V], bool begins) {
         reach = reach < R() ? reach + 1 : R();

@@ -8,8 +8,9 @@
 // g out is that of A; and of n it is d = g r a. With n = w z, z = (y - m) / l, dw is the sum over steps and heads of d z, and
 // dy = (d w - z mean(d w z)) / l, less mean(d w) / l where m is the mean.
 //
-// Without a norm a thread has a channel, of some steps; with one neighbouring lanes, at most a warp, have a vector. Sums for
-// parameters are taken part by part, in an order that depends on the sizes alone.
+// A thread has neighbouring channels, 16 bytes of them, of some steps; with a norm neighbouring threads, a power of two, have
+// the channels of a head, and what a vector needs is summed over them. Parameters, and the parts of the sums for their gradients,
+// stay in its registers. These sums are taken part by part, in an order that depends on the sizes alone.
 #include "elementary.cuh"
 
 using namespace fairseq_fastweights;
@@ -17,188 +18,220 @@ using namespace fairseq_fastweights;
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSteps = 16;        // of a thread, without a norm, in calls that are not very long
-constexpr int kMostParts = 4096;  // of a call
+constexpr int kSteps = 8;         // of a thread, in calls that are not very long
+constexpr int kMostParts = 1024;  // of a call's steps
 
-// How a call is divided: `across` threads of a block have neighbouring numbers, the others steps, `share` to a block.
+// How a call is divided: `across` threads of a block have neighbouring channels, in `blocks` blocks, the others steps, `share`
+// to a block. `lanes` threads have a vector; 0 for sizes that are not taken.
 struct Division {
-    int across;
-    int64_t rows, share, parts;
+    int V, lanes = 1, across = 1;
+    unsigned rows, blocks, share, parts;
 
-    __host__ __device__ explicit Division(const Gating& call) : across(1) {
-        const bool normed = call.norm != kNoNorm;
-        const int numbers = normed ? call.dim : call.heads * call.dim;
-        while (across < numbers && across < (normed ? kWarp : kThreads)) across *= 2;
-        rows = int64_t(call.outer) * call.inner * (normed ? call.heads : 1);
-        share = int64_t(kThreads / across) * kSteps;
-        if ((rows + share - 1) / share > kMostParts) share = (rows + kMostParts - 1) / kMostParts;
-        parts = (rows + share - 1) / share;
+    explicit Division(const Gating& call) : V(call.x.dtype == kFloat64 ? 1 : 16 / bytes_of(call.x.dtype)) {
+        const auto packs = [&](int64_t numbers) { return (numbers + V - 1) / V; };
+        if (call.norm != kNoNorm)
+            while (lanes < packs(call.dim)) lanes *= 2;
+        const int64_t columns = call.norm == kNoNorm ? packs(call.channels()) : int64_t(call.heads) * lanes;
+        while (across < columns && across < kThreads) across *= 2;
+        const int64_t steps = int64_t(call.outer) * call.inner;
+        if (lanes > kThreads || steps > 0x7fffffff) lanes = 0;
+        rows = unsigned(steps), blocks = unsigned((columns + across - 1) / across);
+        share = kThreads / across * kSteps;
+        if ((steps + share - 1) / share > kMostParts) share = unsigned((steps + kMostParts - 1) / kMostParts);
+        parts = unsigned((steps + share - 1) / share);
     }
 };
 
-DEVICE int64_t place(const Gating& call, const Sequence& x, int64_t step) {
-    return step / call.inner * x.batch + step % call.inner * x.time;
-}
+// Where a thread's numbers of a tensor lie, from step to step. `outer` and `inner` are a step's indices, and then those of the
+// distance to the next one.
+struct Place {
+    int64_t at, ahead, back;
 
-template <typename A>
-DEVICE A load(const Sequence& x, int64_t index) {
-    return load_element<A>(x.data, x.dtype, index);
-}
-template <typename A>
-DEVICE void store(const Sequence& x, int64_t index, A value) {
-    store_element(x.data, x.dtype, index, value);
-}
+    DEVICE Place(const Gating& call, const Sequence& x, int64_t first, uint2 step, uint2 distance)
+        : at(first + step.x * x.batch + step.y * x.time), ahead(distance.x * x.batch + distance.y * x.time),
+          back(x.batch - call.inner * x.time) {}
+    DEVICE void go_on(bool wraps) { at += ahead + (wraps ? back : 0); }
+};
 
-// to[0 ... across] = the sums over the rows of threads of what each has, in order.
+// x summed over a vector's threads, which are a power of two.
 template <typename A>
-__device__ void store_sums(A* shared, A value, int across, void* to, int64_t first, int64_t count) {
-    shared[threadIdx.x] = value;
+DEVICE A sum_over(A x, int lanes, A* shared) {
+    for (int other = (lanes < kWarp ? lanes : kWarp) / 2; other > 0; other /= 2)
+        x += __shfl_xor_sync(kAllLanes, x, other);
+    if (lanes <= kWarp) return x;
+    const int warps = lanes / kWarp, warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) shared[warp] = x;
     __syncthreads();
-    if (int(threadIdx.x) < across && int64_t(threadIdx.x) < count) {
-        A total = A(0);
-        for (int i = threadIdx.x; i < kThreads; i += across) total += shared[i];
-        static_cast<A*>(to)[first + threadIdx.x] = total;
-    }
+    x = A(0);
+    for (int i = 0; i < warps; ++i) x += shared[warp / warps * warps + i];
     __syncthreads();
-}
-
-template <typename A, bool Backward>
-__global__ void __launch_bounds__(kThreads) gate_channels(const Gating call) {
-    FASTWEIGHTS_SHARED_MEMORY(memory);
-    const Division by(call);
-    const int channels = call.heads * call.dim, first = blockIdx.x * by.across, c = first + threadIdx.x % by.across;
-    const int64_t begin = blockIdx.y * by.share, end = begin + by.share < by.rows ? begin + by.share : by.rows;
-    A d_bias = A(0), d_rate = A(0);
-    if (c < channels) {
-        const A bias = call.bias.data ? load<A>(call.bias, c) : A(0);
-        const A rate = call.log_rate.data ? -exponential(load<A>(call.log_rate, c / (channels / call.rates))) : A(1);
-        const A factor = A(call.scale) * rate;
-        for (int64_t step = begin + threadIdx.x / by.across; step < end; step += kThreads / by.across) {
-            const Activated<A> a(call.activation, load<A>(call.x, place(call, call.x, step) + c) + bias);
-            const A y = call.y.data ? load<A>(call.y, place(call, call.y, step) + c) : A(1);
-            if (!Backward) {
-                store(call.out, place(call, call.out, step) + c, factor * a.value * y);
-                continue;
-            }
-            const A g = load<A>(call.d_out, place(call, call.d_out, step) + c) * factor, dx = g * y * a.slope;
-            store(call.dx, place(call, call.dx, step) + c, dx);
-            if (call.y.data) store(call.dy, place(call, call.dy, step) + c, g * a.value);
-            d_bias += dx, d_rate += g * y * a.value;
-        }
-    }
-    if (!Backward) return;
-    A* shared = reinterpret_cast<A*>(memory);
-    const int64_t at = int64_t(blockIdx.y) * channels + first;
-    if (call.d_bias) store_sums(shared, d_bias, by.across, call.d_bias, at, channels - first);
-    if (call.d_log_rate) store_sums(shared, d_rate, by.across, call.d_log_rate, at, channels - first);
-}
-
-template <typename A>
-DEVICE A sum_over(A x, int lanes) {
-    for (int other = lanes / 2; other > 0; other /= 2) x += __shfl_xor_sync(kAllLanes, x, other);
     return x;
 }
 
-template <typename A, bool Backward>
-__global__ void __launch_bounds__(kThreads) gate_heads(const Gating call) {
-    const Division by(call);
-    const int lanes = by.across, lane = threadIdx.x % lanes, n = call.dim;
-    const int64_t number = int64_t(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
-    // Lanes without a row go along with the last one, as whole warps shuffle, and write nothing.
-    const bool inside = number < by.rows;
-    const int64_t row = inside ? number : by.rows - 1, step = row / call.heads;
-    const int head = row % call.heads;
-    const int64_t x = place(call, call.x, step) + int64_t(head) * n, y = place(call, call.y, step) + head * call.y.head;
-    A mean = A(0), squares = A(0);
-    if (call.norm == kLayerNorm) {
-        for (int i = lane; i < n; i += lanes) mean += load<A>(call.y, y + i);
-        mean = sum_over(mean, lanes) / A(n);
+// to[at ... at + count) = the sums over the rows of `across` threads of what each has, in order.
+template <int V, typename A>
+DEVICE void store_sums(A* shared, const A (&x)[V], int across, void* to, int64_t at, int64_t count) {
+    UNROLL_FOR (int v = 0; v < V; ++v) shared[v * kThreads + threadIdx.x] = x[v];
+    __syncthreads();
+    for (int i = threadIdx.x; i < across * V && i < count; i += kThreads) {
+        A total = A(0);
+        for (int j = i / V; j < kThreads; j += across) total += shared[i % V * kThreads + j];
+        static_cast<A*>(to)[at + i] = total;
     }
-    for (int i = lane; i < n; i += lanes) {
-        const A centred = load<A>(call.y, y + i) - mean;
-        squares += centred * centred;
-    }
-    const A inverse = A(1) / sqrt(sum_over(squares, lanes) / A(n) + A(call.eps)), scale = A(call.scale);
-    const auto z = [&](int i) { return (load<A>(call.y, y + i) - mean) * inverse; };
-    const auto weight = [&](int i) { return call.weight.data ? load<A>(call.weight, i) : A(1); };
-    if (!Backward) {
-        const int64_t out = place(call, call.out, step) + int64_t(head) * n;
-        for (int i = lane; inside && i < n; i += lanes) {
-            const Activated<A> a(call.activation, load<A>(call.x, x + i));
-            store(call.out, out + i, scale * a.value * weight(i) * z(i));
+    __syncthreads();
+}
+
+template <int V, typename A>
+DEVICE void activate(int activation, const A (&u)[V], A (&value)[V], A (&slope)[V]) {
+    const auto as = [&](auto known) {
+        UNROLL_FOR (int v = 0; v < V; ++v) {
+            const Activated<A> a(decltype(known)::value, u[v]);
+            value[v] = a.value, slope[v] = a.slope;
         }
-        return;
-    }
-    const int64_t out = place(call, call.d_out, step) + int64_t(head) * n;
-    const int64_t dx = place(call, call.dx, step) + int64_t(head) * n;
-    const int64_t dy = place(call, call.dy, step) + head * call.dy.head;
-    const auto d = [&](int i) {
-        return load<A>(call.d_out, out + i) * scale * Activated<A>(call.activation, load<A>(call.x, x + i)).value *
-               weight(i);
     };
-    A with_z = A(0), total = A(0);
-    for (int i = lane; i < n; i += lanes) with_z += d(i) * z(i), total += d(i);
-    with_z = sum_over(with_z, lanes) / A(n);
-    total = call.norm == kLayerNorm ? sum_over(total, lanes) / A(n) : A(0);
-    if (!inside) return;
-    for (int i = lane; i < n; i += lanes) {
-        const A g = load<A>(call.d_out, out + i) * scale, dz = d(i);
-        const Activated<A> a(call.activation, load<A>(call.x, x + i));
-        store(call.dx, dx + i, g * weight(i) * z(i) * a.slope);
-        store(call.dy, dy + i, (dz - z(i) * with_z - total) * inverse);
-    }
-    if (call.moments && lane == 0) {
-        static_cast<A*>(call.moments)[2 * row] = mean;
-        static_cast<A*>(call.moments)[2 * row + 1] = inverse;
+    switch (activation) {
+        case kSigmoid: return as(std::integral_constant<int, kSigmoid>());
+        case kSilu: return as(std::integral_constant<int, kSilu>());
+        case kLogSigmoid: return as(std::integral_constant<int, kLogSigmoid>());
+        default: as(std::integral_constant<int, kSoftplus>());
     }
 }
 
-// The gradient of the norm's weight, from the moments that the vectors had.
-template <typename A>
-__global__ void __launch_bounds__(kThreads) gate_weights(const Gating call) {
+// x and dx are of type T, out and d_out of type O, y and dy of T, or where O is not known of any. `whole` tells that all V
+// channels of a thread exist, if one of them does, and are aligned.
+template <typename T, typename O, bool Backward, bool Normed>
+__global__ void __launch_bounds__(kThreads) gate(const Gating call, const Division by, const bool whole) {
+    using A = typename Stored<T>::Compute;
+    using Y = std::conditional_t<std::is_same_v<O, Any>, Any, T>;
+    constexpr int V = kPack<T>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const Division by(call);
-    const int first = blockIdx.x * by.across, i = first + threadIdx.x % by.across, n = call.dim;
-    const int64_t begin = blockIdx.y * by.share, end = begin + by.share < by.rows ? begin + by.share : by.rows;
-    const A* moments = static_cast<const A*>(call.moments);
-    A total = A(0);
-    for (int64_t row = begin + threadIdx.x / by.across; i < n && row < end; row += kThreads / by.across) {
-        const int64_t step = row / call.heads, head = row % call.heads;
-        const Activated<A> a(call.activation, load<A>(call.x, place(call, call.x, step) + head * n + i));
-        const A z = (load<A>(call.y, place(call, call.y, step) + head * call.y.head + i) - moments[2 * row]) *
-                    moments[2 * row + 1];
-        total += load<A>(call.d_out, place(call, call.d_out, step) + head * n + i) * A(call.scale) * a.value * z;
+    A* shared = reinterpret_cast<A*>(memory);
+    const int column = blockIdx.x * by.across + threadIdx.x % by.across, channels = call.heads * call.dim;
+    const int head = Normed ? column / by.lanes : 0, i = (Normed ? column % by.lanes : column) * V;
+    const int left = (Normed ? (head < call.heads ? call.dim : 0) : channels) - i, count = left < V ? left : V;
+    const int c = head * call.dim + i;
+
+    A bias[V] = {}, factor[V];
+    if (!Normed && call.bias.data) load_numbers(bias, call.bias, c, count);
+    UNROLL_FOR (int v = 0; v < V; ++v) factor[v] = A(call.scale);
+    if (!Normed && call.log_rate.data) {
+        const int of_rate = channels / call.rates;
+        UNROLL_FOR (int v = 0; v < V; ++v)
+            if (v < count) factor[v] *= -exponential(load_element<A>(call.log_rate.data, call.log_rate.dtype, (c + v) / of_rate));
     }
-    store_sums(reinterpret_cast<A*>(memory), total, by.across, call.d_weight, int64_t(blockIdx.y) * n + first,
-               n - first);
+    A weight[V];
+    if (Normed && call.weight.data) load_numbers(weight, call.weight, i, count);
+
+    const unsigned begin = blockIdx.y * by.share, end = begin + by.share < by.rows ? begin + by.share : by.rows;
+    const unsigned distance = kThreads / by.across, inner = call.inner;
+    unsigned step = begin + threadIdx.x / by.across, at = step % inner;
+    const uint2 from = make_uint2(step / inner, at), to = make_uint2(distance / inner, distance % inner);
+    Place x_at(call, call.x, c, from, to), out_at(call, Backward ? call.d_out : call.out, c, from, to);
+    Place y_at(call, call.y, i + head * call.y.head, from, to), dx_at(call, call.dx, c, from, to);
+    Place dy_at(call, call.dy, i + head * call.dy.head, from, to);
+    const bool multiplies = Normed || call.y.data, centred = call.norm == kLayerNorm;
+    const A share = A(1) / A(call.dim);
+    A d_bias[V] = {}, d_factor[V] = {};  // of log_rate, or of weight
+    // Threads without a step, or a channel, go along, as whole blocks sum, and write nothing.
+    for (unsigned first = begin; first < end; first += distance, step += distance) {
+        const int n = step < end ? count : 0;
+        const bool full = whole && n > 0;
+        A x[V], y[V], g[V], value[V], slope[V], inverse = A(1);
+        load_as<T>(x, call.x, x_at.at, n, full);
+        if (multiplies) {
+            load_as<Y>(y, call.y, y_at.at, n, full);
+        } else {
+            UNROLL_FOR (int v = 0; v < V; ++v) y[v] = A(1);
+        }
+        if (Backward) load_as<O>(g, call.d_out, out_at.at, n, full);
+        UNROLL_FOR (int v = 0; v < V; ++v) x[v] += bias[v];
+        activate(call.activation, x, value, slope);
+        if (Normed) {
+            if (centred) {
+                A mean = A(0);
+                UNROLL_FOR (int v = 0; v < V; ++v) mean += y[v];
+                mean = sum_over(mean, by.lanes, shared) * share;
+                UNROLL_FOR (int v = 0; v < V; ++v) y[v] = v < n ? y[v] - mean : A(0);
+            }
+            A squares = A(0);
+            UNROLL_FOR (int v = 0; v < V; ++v) squares += y[v] * y[v];
+            inverse = inverse_root(sum_over(squares, by.lanes, shared) * share + A(call.eps));
+            UNROLL_FOR (int v = 0; v < V; ++v) y[v] *= inverse;
+        }
+        if (!Backward) {
+            UNROLL_FOR (int v = 0; v < V; ++v) {
+                value[v] *= factor[v] * y[v];
+                if (Normed && call.weight.data) value[v] *= weight[v];
+            }
+            store_as<O>(call.out, out_at.at, value, n, full);
+        } else {
+            A dx[V], dy[V];
+            UNROLL_FOR (int v = 0; v < V; ++v) {
+                g[v] *= factor[v];
+                if (n > 0) d_factor[v] += g[v] * value[v] * y[v];
+                if (Normed && call.weight.data) g[v] *= weight[v];
+                dx[v] = g[v] * y[v] * slope[v], dy[v] = g[v] * value[v];
+                if (n > 0) d_bias[v] += dx[v];
+            }
+            if (Normed) {
+                A with_z = A(0), total = A(0);
+                UNROLL_FOR (int v = 0; v < V; ++v) with_z += dy[v] * y[v], total += dy[v];
+                with_z = sum_over(with_z, by.lanes, shared) * share;
+                total = centred ? sum_over(total, by.lanes, shared) * share : A(0);
+                UNROLL_FOR (int v = 0; v < V; ++v) dy[v] = (dy[v] - y[v] * with_z - total) * inverse;
+            }
+            store_as<T>(call.dx, dx_at.at, dx, n, full);
+            if (multiplies) store_as<Y>(call.dy, dy_at.at, dy, n, full);
+        }
+        at += to.y;
+        const bool wraps = at >= inner;
+        at -= wraps ? inner : 0;
+        x_at.go_on(wraps), y_at.go_on(wraps), out_at.go_on(wraps), dx_at.go_on(wraps), dy_at.go_on(wraps);
+    }
+    if (!Backward) return;
+    if (Normed) {
+        const int64_t part = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+        if (call.d_weight) store_sums(shared, d_factor, by.lanes, call.d_weight, part * call.dim, call.dim);
+    } else {
+        const int first = blockIdx.x * by.across * V;
+        const int64_t part = int64_t(blockIdx.y) * channels + first;
+        if (call.d_bias) store_sums(shared, d_bias, by.across, call.d_bias, part, channels - first);
+        if (call.d_log_rate) store_sums(shared, d_factor, by.across, call.d_log_rate, part, channels - first);
+    }
 }
 
-template <typename A, bool Backward>
+template <typename T, typename O, bool Backward>
 cudaError_t launch_as(const Gating& call, cudaStream_t stream) {
     const Division by(call);
-    const int numbers = call.norm == kNoNorm ? call.heads * call.dim : call.dim;
-    const dim3 block(kThreads), parts((numbers + by.across - 1) / by.across, unsigned(by.parts));
-    const size_t shared = Backward ? kThreads * sizeof(A) : 0;
-    if (call.norm == kNoNorm) return launch(gate_channels<A, Backward>, parts, block, shared, stream, call);
-    const int64_t in_block = kThreads / by.across, blocks = (by.rows + in_block - 1) / in_block;
-    if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
-    const cudaError_t error = launch(gate_heads<A, Backward>, dim3(unsigned(blocks)), block, 0, stream, call);
-    if (error != cudaSuccess || !Backward || !call.d_weight) return error;
-    return launch(gate_weights<A>, parts, block, shared, stream, call);
+    bool whole = !std::is_same_v<O, Any> && (call.norm == kNoNorm ? call.heads * call.dim : call.dim) % by.V == 0;
+    for (const Sequence& x : {call.x, call.y, call.dx, call.dy, call.out, call.d_out})
+        whole = whole && is_aligned(x, bytes_of(x.dtype));
+    const size_t shared = sizeof(typename Stored<T>::Compute) * kThreads * (Backward ? by.V : 1);
+    return launch(call.norm == kNoNorm ? gate<T, O, Backward, false> : gate<T, O, Backward, true>,
+                  dim3(by.blocks, by.parts), dim3(kThreads), shared, stream, call, by, whole);
 }
 
 template <bool Backward>
 cudaError_t launch_gating(const Gating& call, cudaStream_t stream) {
-    if (call.heads < 1 || call.dim < 1 || call.rates < 1) return cudaErrorInvalidValue;
+    if (call.heads < 1 || call.dim < 1 || call.rates < 1 || Division(call).lanes == 0) return cudaErrorInvalidValue;
     if (call.outer == 0 || call.inner == 0) return cudaSuccess;
-    return call.x.dtype == kFloat64 ? launch_as<double, Backward>(call, stream)
-                                    : launch_as<float, Backward>(call, stream);
+    if (call.x.dtype == kFloat64) return launch_as<double, Any, Backward>(call, stream);
+    const int32_t type = call.x.dtype, out = (Backward ? call.d_out : call.out).dtype;
+    if (Backward && call.dx.dtype != type) return cudaErrorInvalidValue;
+    const bool likewise = !call.y.data || (call.y.dtype == type && (!Backward || call.dy.dtype == type));
+    return with_type(type, cudaErrorInvalidValue, [&](auto of) {
+        using T = decltype(of);
+        if (likewise && out == type) return launch_as<T, T, Backward>(call, stream);
+        if (likewise && out == kFloat32) return launch_as<T, float, Backward>(call, stream);
+        return launch_as<T, Any, Backward>(call, stream);
+    });
 }
 
 }  // namespace
 
 extern "C" int32_t fairseq_fastweights::fastweights_gating_parts(const Gating* params) {
-    return static_cast<int32_t>(Division(*params).parts);
+    const Division by(*params);
+    return static_cast<int32_t>(by.parts * (params->norm == kNoNorm ? 1 : by.blocks));
 }
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_gating_forward(const Gating* params, cudaStream_t stream) {

@@ -101,4 +101,23 @@ DEVICE void store_numbers(const Sequence& x, int64_t index, const A (&from)[N], 
     });
 }
 
+// A type that is known at run time.
+struct Any {};
+
+template <typename T, int N, typename A>
+DEVICE void load_as(A (&to)[N], const Sequence& x, int64_t index, int count, bool whole) {
+    if constexpr (std::is_same_v<T, Any>)
+        load_numbers(to, x, index, count);
+    else
+        widen_pack(to, load_pack<N>(static_cast<const T*>(x.data) + index, count, whole));
+}
+
+template <typename T, int N, typename A>
+DEVICE void store_as(const Sequence& x, int64_t index, const A (&from)[N], int count, bool whole) {
+    if constexpr (std::is_same_v<T, Any>)
+        store_numbers(x, index, from, count);
+    else
+        store_pack<N>(static_cast<T*>(x.data) + index, from, count, whole);
+}
+
 }  // namespace fairseq_fastweights
