@@ -89,7 +89,7 @@ struct Channels {
 
     DEVICE void input(A (&x)[V], int t) const {
         if (t >= 0)
-            widen_pack(x, load_pack<V>(row(call.x, t), count, whole));
+            load_wide(x, row(call.x, t), count, whole);
         else
             load_numbers(x, call.before, place(call.before, t + R()), call.before.data ? count : 0);
     }
@@ -140,7 +140,7 @@ DEVICE A* shared_taps() {
 }
 
 template <typename T, int Width>
-__global__ void __launch_bounds__(kThreads, 4) convolve(const Convolution call, int run, bool whole) {
+__global__ void __launch_bounds__(kThreads, 3) convolve(const Convolution call, int run, bool whole) {
     using Work = Channels<T, Width>;
     using A = typename Work::A;
     constexpr int V = Work::V;

@@ -18,7 +18,7 @@ using namespace fairseq_fastweights;
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSteps = 8;         // of a thread, in calls that are not very long
+constexpr int kNumbers = 64;      // of a thread, in calls that are not very long
 constexpr int kMostParts = 1024;  // of a call's steps
 
 // How a call is divided: `across` threads of a block have neighbouring channels, in `blocks` blocks, the others steps, `share`
@@ -36,7 +36,7 @@ struct Division {
         const int64_t steps = int64_t(call.outer) * call.inner;
         if (lanes > kThreads || steps > 0x7fffffff) lanes = 0;
         rows = unsigned(steps), blocks = unsigned((columns + across - 1) / across);
-        share = kThreads / across * kSteps;
+        share = kThreads / across * (kNumbers / kPack<float> / (V > 1 ? V / kPack<float> : 1));
         if ((steps + share - 1) / share > kMostParts) share = unsigned((steps + kMostParts - 1) / kMostParts);
         parts = unsigned((steps + share - 1) / share);
     }
@@ -48,9 +48,10 @@ struct Place {
     int64_t at, ahead, back;
 
     DEVICE Place(const Gating& call, const Sequence& x, int64_t first, uint2 step, uint2 distance)
-        : at(first + step.x * x.batch + step.y * x.time), ahead(distance.x * x.batch + distance.y * x.time),
+        : at(first + step.x * x.batch + step.y * x.time), ahead(opaque(distance.x * x.batch + distance.y * x.time)),
           back(x.batch - call.inner * x.time) {}
-    DEVICE void go_on(bool wraps) { at += ahead + (wraps ? back : 0); }
+    DEVICE void go_on() { at += ahead; }
+    DEVICE void wrap() { at += opaque(back); }  // in a branch that is taken or not, since nothing says what it adds
 };
 
 // x summed over a vector's threads, which are a power of two.
@@ -100,7 +101,8 @@ DEVICE void activate(int activation, const A (&u)[V], A (&value)[V], A (&slope)[
 // x and dx are of type T, out and d_out of type O, y and dy of T, or where O is not known of any. `whole` tells that all V
 // channels of a thread exist, if one of them does, and are aligned.
 template <typename T, typename O, bool Backward, bool Normed>
-__global__ void __launch_bounds__(kThreads) gate(const Gating call, const Division by, const bool whole) {
+__global__ void __launch_bounds__(kThreads) gate(const Gating call, const Division by, const bool whole, const typename Stored<T>::Compute scale,
+                     const typename Stored<T>::Compute eps) {
     using A = typename Stored<T>::Compute;
     using Y = std::conditional_t<std::is_same_v<O, Any>, Any, T>;
     constexpr int V = kPack<T>;
@@ -112,15 +114,18 @@ __global__ void __launch_bounds__(kThreads) gate(const Gating call, const Divisi
     const int c = head * call.dim + i;
 
     A bias[V] = {}, factor[V];
+    UNROLL_FOR (int v = 0; v < V; ++v) factor[v] = scale;
+    if (Normed && call.weight.data) {
+        load_numbers(factor, call.weight, i, count);
+        UNROLL_FOR (int v = 0; v < V; ++v) factor[v] *= scale;
+    }
     if (!Normed && call.bias.data) load_numbers(bias, call.bias, c, count);
-    UNROLL_FOR (int v = 0; v < V; ++v) factor[v] = A(call.scale);
     if (!Normed && call.log_rate.data) {
         const int of_rate = channels / call.rates;
         UNROLL_FOR (int v = 0; v < V; ++v)
-            if (v < count) factor[v] *= -exponential(load_element<A>(call.log_rate.data, call.log_rate.dtype, (c + v) / of_rate));
+            if (v < count)
+                factor[v] *= -exponential(load_element<A>(call.log_rate.data, call.log_rate.dtype, (c + v) / of_rate));
     }
-    A weight[V];
-    if (Normed && call.weight.data) load_numbers(weight, call.weight, i, count);
 
     const unsigned begin = blockIdx.y * by.share, end = begin + by.share < by.rows ? begin + by.share : by.rows;
     const unsigned distance = kThreads / by.across, inner = call.inner;
@@ -144,7 +149,9 @@ __global__ void __launch_bounds__(kThreads) gate(const Gating call, const Divisi
             UNROLL_FOR (int v = 0; v < V; ++v) y[v] = A(1);
         }
         if (Backward) load_as<O>(g, call.d_out, out_at.at, n, full);
-        UNROLL_FOR (int v = 0; v < V; ++v) x[v] += bias[v];
+        if constexpr (!Normed) {
+            UNROLL_FOR (int v = 0; v < V; ++v) x[v] += bias[v];
+        }
         activate(call.activation, x, value, slope);
         if (Normed) {
             if (centred) {
@@ -155,22 +162,18 @@ __global__ void __launch_bounds__(kThreads) gate(const Gating call, const Divisi
             }
             A squares = A(0);
             UNROLL_FOR (int v = 0; v < V; ++v) squares += y[v] * y[v];
-            inverse = inverse_root(sum_over(squares, by.lanes, shared) * share + A(call.eps));
+            inverse = inverse_root(sum_over(squares, by.lanes, shared) * share + eps);
             UNROLL_FOR (int v = 0; v < V; ++v) y[v] *= inverse;
         }
         if (!Backward) {
-            UNROLL_FOR (int v = 0; v < V; ++v) {
-                value[v] *= factor[v] * y[v];
-                if (Normed && call.weight.data) value[v] *= weight[v];
-            }
+            UNROLL_FOR (int v = 0; v < V; ++v) value[v] *= factor[v] * y[v];
             store_as<O>(call.out, out_at.at, value, n, full);
         } else {
             A dx[V], dy[V];
             UNROLL_FOR (int v = 0; v < V; ++v) {
-                g[v] *= factor[v];
-                if (n > 0) d_factor[v] += g[v] * value[v] * y[v];
-                if (Normed && call.weight.data) g[v] *= weight[v];
-                dx[v] = g[v] * y[v] * slope[v], dy[v] = g[v] * value[v];
+                value[v] *= g[v];
+                if (n > 0) d_factor[v] += value[v] * y[v];
+                dx[v] = g[v] * factor[v] * y[v] * slope[v], dy[v] = value[v] * factor[v];
                 if (n > 0) d_bias[v] += dx[v];
             }
             if (Normed) {
@@ -184,31 +187,40 @@ __global__ void __launch_bounds__(kThreads) gate(const Gating call, const Divisi
             if (multiplies) store_as<Y>(call.dy, dy_at.at, dy, n, full);
         }
         at += to.y;
-        const bool wraps = at >= inner;
-        at -= wraps ? inner : 0;
-        x_at.go_on(wraps), y_at.go_on(wraps), out_at.go_on(wraps), dx_at.go_on(wraps), dy_at.go_on(wraps);
+        x_at.go_on(), y_at.go_on(), out_at.go_on(), dx_at.go_on(), dy_at.go_on();
+        if (at >= inner) {
+            at -= inner;
+            x_at.wrap(), y_at.wrap(), out_at.wrap(), dx_at.wrap(), dy_at.wrap();
+        }
     }
-    if (!Backward) return;
-    if (Normed) {
-        const int64_t part = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
-        if (call.d_weight) store_sums(shared, d_factor, by.lanes, call.d_weight, part * call.dim, call.dim);
-    } else {
-        const int first = blockIdx.x * by.across * V;
-        const int64_t part = int64_t(blockIdx.y) * channels + first;
-        if (call.d_bias) store_sums(shared, d_bias, by.across, call.d_bias, part, channels - first);
-        if (call.d_log_rate) store_sums(shared, d_factor, by.across, call.d_log_rate, part, channels - first);
+    if constexpr (Backward) {
+        UNROLL_FOR (int v = 0; v < V; ++v) d_factor[v] *= Normed ? scale : factor[v];
+        if (Normed) {
+            const int64_t part = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+            if (call.d_weight) store_sums(shared, d_factor, by.lanes, call.d_weight, part * call.dim, call.dim);
+        } else {
+            const int first = blockIdx.x * by.across * V;
+            const int64_t part = int64_t(blockIdx.y) * channels + first;
+            if (call.d_bias) store_sums(shared, d_bias, by.across, call.d_bias, part, channels - first);
+            if (call.d_log_rate) store_sums(shared, d_factor, by.across, call.d_log_rate, part, channels - first);
+        }
     }
 }
 
 template <typename T, typename O, bool Backward>
-cudaError_t launch_as(const Gating& call, cudaStream_t stream) {
+cudaError_t launch_as(Gating call, cudaStream_t stream) {
     const Division by(call);
     bool whole = !std::is_same_v<O, Any> && (call.norm == kNoNorm ? call.heads * call.dim : call.dim) % by.V == 0;
-    for (const Sequence& x : {call.x, call.y, call.dx, call.dy, call.out, call.d_out})
+    bool flat = true;  // steps follow one another at one distance
+    for (const Sequence& x : {call.x, call.y, call.dx, call.dy, call.out, call.d_out}) {
         whole = whole && is_aligned(x, bytes_of(x.dtype));
-    const size_t shared = sizeof(typename Stored<T>::Compute) * kThreads * (Backward ? by.V : 1);
+        flat = flat && x.batch == call.inner * x.time;
+    }
+    if (flat) call.inner *= call.outer, call.outer = 1;
+    using A = typename Stored<T>::Compute;
+    const size_t shared = sizeof(A) * kThreads * (Backward ? by.V : 1);
     return launch(call.norm == kNoNorm ? gate<T, O, Backward, false> : gate<T, O, Backward, true>,
-                  dim3(by.blocks, by.parts), dim3(kThreads), shared, stream, call, by, whole);
+                  dim3(by.blocks, by.parts), dim3(kThreads), shared, stream, call, by, whole, A(call.scale), A(call.eps));
 }
 
 template <bool Backward>

@@ -36,18 +36,34 @@ DEVICE void widen_pack(A (&to)[N], const Pack<T, N>& from) {
     UNROLL_FOR (int i = 0; i < N; ++i) to[i] = widen<A>(from.x[i]);
 }
 
-// Two numbers of 16 bits, or one of 32.
-DEVICE unsigned word(float, const float* x) { return __float_as_uint(x[0]); }
-DEVICE unsigned word(__half, const float* x) {
+// A word as numbers, two of 16 bits or one of 32; and numbers as a word.
+DEVICE void widen_word(float, float* to, unsigned word) { to[0] = __uint_as_float(word); }
+DEVICE void widen_word(__half, float* to, unsigned word) {
+    to[0] = __half2float(__ushort_as_half(word & 0xffffu)), to[1] = __half2float(__ushort_as_half(word >> 16));
+}
+DEVICE void widen_word(__nv_bfloat16, float* to, unsigned word) {
+    to[0] = __uint_as_float(word << 16), to[1] = __uint_as_float(word & 0xffff0000u);
+}
+DEVICE unsigned narrow_word(float, const float* x) { return __float_as_uint(x[0]); }
+DEVICE unsigned narrow_word(__half, const float* x) {
     const __half2 pair = __floats2half2_rn(x[0], x[1]);
     return *reinterpret_cast<const unsigned*>(&pair);
 }
-DEVICE unsigned word(__nv_bfloat16, const float* x) {
+DEVICE unsigned narrow_word(__nv_bfloat16, const float* x) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// One instruction, which the compiler would make several of where others follow that store the same.
+// One instruction each, which the compiler would make several of where others follow that access the same one by one.
+DEVICE uint4 load_16_bytes(const void* from) {
+#ifdef FASTWEIGHTS_EMULATION
+    return *static_cast<const uint4*>(from);
+#else
+    uint4 x;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+#endif
+}
 DEVICE void store_16_bytes(void* to, uint4 x) {
 #ifdef FASTWEIGHTS_EMULATION
     *static_cast<uint4*>(to) = x;
@@ -56,14 +72,35 @@ DEVICE void store_16_bytes(void* to, uint4 x) {
 #endif
 }
 
+// Numbers that are read and written in pieces of 16 bytes where they are aligned.
+template <int N, typename T, typename A>
+constexpr bool kInPieces = sizeof(A) == 4 && sizeof(T) <= 4 && N * sizeof(T) % 16 == 0;
+
+// to = the first `count` of N numbers, and zeros; `whole` if they are N, and aligned.
+template <int N, typename T, typename A>
+DEVICE void load_wide(A (&to)[N], const T* from, int count, bool whole) {
+    if constexpr (kInPieces<N, T, A>) {
+        constexpr int n = 4 / sizeof(T);
+        if (whole) {
+            UNROLL_FOR (int i = 0; i < N; i += 4 * n) {
+                const uint4 x = load_16_bytes(from + i);
+                widen_word(T(), to + i, x.x), widen_word(T(), to + i + n, x.y);
+                widen_word(T(), to + i + 2 * n, x.z), widen_word(T(), to + i + 3 * n, x.w);
+            }
+            return;
+        }
+    }
+    UNROLL_FOR (int i = 0; i < N; ++i) to[i] = i < count ? widen<A>(from[i]) : A(0);
+}
+
 template <int N, typename T, typename A>
 DEVICE void store_pack(T* to, const A (&x)[N], int count, bool whole) {
-    if constexpr (sizeof(T) < 8 && sizeof(A) == 4 && N * sizeof(T) % 16 == 0) {
+    if constexpr (kInPieces<N, T, A>) {
         constexpr int n = 4 / sizeof(T);
         if (whole) {
             UNROLL_FOR (int i = 0; i < N; i += 4 * n)
-                store_16_bytes(to + i, make_uint4(word(T(), x + i), word(T(), x + i + n), word(T(), x + i + 2 * n),
-                                                  word(T(), x + i + 3 * n)));
+                store_16_bytes(to + i, make_uint4(narrow_word(T(), x + i), narrow_word(T(), x + i + n), narrow_word(T(), x + i + 2 * n),
+                                                  narrow_word(T(), x + i + 3 * n)));
             return;
         }
     }
@@ -88,7 +125,7 @@ DEVICE void load_numbers(A (&to)[N], const Sequence& x, int64_t index, int count
     with_stored(x.dtype, [&](auto type) {
         using T = decltype(type);
         const T* from = static_cast<const T*>(x.data) + index;
-        widen_pack(to, load_pack<N>(from, count, count >= N && is_aligned(from)));
+        load_wide(to, from, count, count >= N && is_aligned(from));
     });
 }
 
@@ -109,7 +146,7 @@ DEVICE void load_as(A (&to)[N], const Sequence& x, int64_t index, int count, boo
     if constexpr (std::is_same_v<T, Any>)
         load_numbers(to, x, index, count);
     else
-        widen_pack(to, load_pack<N>(static_cast<const T*>(x.data) + index, count, whole));
+        load_wide(to, static_cast<const T*>(x.data) + index, count, whole);
 }
 
 template <typename T, int N, typename A>

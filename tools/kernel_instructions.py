@@ -48,14 +48,14 @@ class Listing:
         for line in text.splitlines():
             if label := re.match(r"(\.L\w+):", line):
                 labels[label[1]] = len(self.code)
-            elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;", line):
+            elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(\S.*)", line):
                 self.code.append(instruction[1])
         self.after: list[list[int]] = []
         for i, instruction in enumerate(self.code):
-            target = re.search(r"\bBRA\b.*`\((\.L\w+)\)", instruction)
-            always = re.match(r"(BRA(\.U)? `|EXIT|RET)", instruction)
-            following = [] if always or i + 1 == len(self.code) else [i + 1]
-            self.after.append(following + ([labels[target[1]]] if target else []))
+            jumps = re.search(r"\bBR[AX]\b", instruction)
+            targets = [labels[label] for label in re.findall(r"\.L\w+", instruction)] if jumps else []
+            always = re.match(r"(BRA(\.U)? `|BRX|EXIT|RET)", instruction)
+            self.after.append(targets if always or i + 1 == len(self.code) else [i + 1, *targets])
 
     def cheapest(self, start: int, ends: set[int]) -> dict[tuple[int, int], int]:
         """The fewest instructions from `start` to before any of `ends`, by the stores and exponentials among them."""

@@ -51,7 +51,7 @@ def run_gate(emulator, x, d_out, how, **others):
     rates = len(others["log_rate"]) if "log_rate" in others else 1
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
     params = KINDS["Gating"](*x.shape[:2], heads, dim, rates, activation, norm, eps, scale)
-    made = {"out": nan(*x.shape, dtype=x.dtype), "dx": torch.full_like(x, torch.nan)}
+    made = {"out": nan(*x.shape, dtype=d_out.dtype), "dx": torch.full_like(x, torch.nan)}
     made |= {} if y is None else {"dy": torch.full_like(y, torch.nan)}
     for name, tensor in {"x": x, "d_out": d_out, **others, **made}.items():
         setattr(
@@ -77,36 +77,42 @@ def run_gate(emulator, x, d_out, how, **others):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_are_their_definition(small_emulator, activation, dtype):
-    # Fewer channels than threads, more, and no power of two; several parts of sums; projections among others.
-    for time, channels, rates, multiplies in ((3, 4, 2, False), (70, 37, 1, True), (2, 300, 300, True)):
-        x = drawn(time, 2, channels + 3, dtype=dtype)[..., 1 : 1 + channels]
+    # Projections among others, which are aligned where 8 are left out before them; fewer channels than threads, more, and
+    # no power of two; several parts of sums; types that no kernel is compiled for.
+    cases = ((3, 4, 2, False, 1, dtype), (70, 37, 1, True, 1, dtype), (2, 300, 300, True, 1, dtype))
+    cases += ((20, 264, 8, True, 8, dtype), (3, 16, 1, False, 8, torch.float32), (5, 24, 3, True, 8, torch.float16))
+    for time, channels, rates, multiplies, before, out_dtype in cases:
+        x = drawn(time, 2, channels + 16, dtype=dtype)[..., before : before + channels]
         inputs = {"x": x, "bias": drawn(channels, dtype=torch.float32), "log_rate": drawn(rates, dtype=dtype, seed=2)}
         inputs |= {"y": drawn(2, time, channels, dtype=dtype, seed=3).transpose(0, 1)} if multiplies else {}
-        d_out = drawn(time, 2, channels, dtype=dtype, seed=4)
+        d_out = drawn(time, 2, channels, dtype=out_dtype, seed=4)
         run = lambda **given: (gate(given.pop("x"), activation, scale=0.7, backend="reference", **given),)  # noqa: E731
         (out,), wanted = definition(run, inputs, [d_out])
         found = run_gate(
             small_emulator, inputs.pop("x"), d_out, (list(ACTIVATIONS).index(activation), 0, 0.0, 0.7), **inputs
         )
         wanted |= {"out": out, "dx": wanted["d_x"], "dy": wanted.get("d_y")}
-        agree(found, wanted, dtype)
+        agree(found, wanted, max(dtype, out_dtype, key=TOLERANCE.get))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_gated_norms_are_their_definition(small_emulator, norm, dtype):
-    for time, heads, dim in ((2, 3, 4), (5, 2, 37), (70, 1, 32)):
+    # Vectors of less than a thread's numbers, of several threads, warps and of a whole block; more heads than a block has;
+    # several parts of sums; vectors that are aligned, and not; those of another type than the gates; no weight.
+    cases = ((2, 3, 4, dtype), (5, 2, 37, dtype), (70, 1, 32, dtype), (2, 300, 8, dtype), (20, 8, 72, torch.float32))
+    for time, heads, dim, of_y in (*cases, (1, 2, 131, dtype), (2, 1, {2: 1500, 4: 1000, 8: 250}[dtype.itemsize], dtype)):
         inputs = {
             "x": drawn(time, 2, heads * dim, dtype=dtype),
-            "y": drawn(2, time, heads, dim, dtype=dtype, seed=1).transpose(0, 1),
-            "weight": drawn(dim, dtype=torch.float32, seed=2),
+            "y": drawn(2, time, heads, dim, dtype=of_y, seed=1).transpose(0, 1),
         }
+        inputs |= {"weight": drawn(dim, dtype=torch.float32, seed=2)} if heads != 2 else {}
         d_out = drawn(time, 2, heads * dim, dtype=dtype, seed=4)
         how = {"norm": norm, "eps": 1e-3, "scale": 0.7}
         run = lambda **given: (gate(given.pop("x"), "silu", backend="reference", **how, **given),)  # noqa: B023, E731
         (out,), wanted = definition(run, inputs, [d_out])
         found = run_gate(small_emulator, inputs.pop("x"), d_out, (1, NORMS.index(norm), 1e-3, 0.7), **inputs)
-        agree(found, wanted | {"out": out, "dx": wanted["d_x"], "dy": wanted["d_y"]}, dtype)
+        agree(found, wanted | {"out": out, "dx": wanted["d_x"], "dy": wanted["d_y"]}, max(dtype, of_y, key=TOLERANCE.get))
 
 
 def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
@@ -139,12 +145,16 @@ def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_convolutions_are_their_definition(small_emulator, padded, documents, dtype):
-    # Fewer steps than the convolution sees, one, and more than a run; more channels than a block has threads.
-    for (time, channels, width), given in product(((2, 5, 4), (40, 3, 3), (1, 130, 1)), (True, False)):
+    # Fewer steps than the convolution sees, none, one, and more than a run; more channels than a block has threads; channels
+    # that are aligned, and not; widths that kernels are compiled for, and others.
+    cases = ((2, 5, 4, 1), (40, 3, 3, 1), (1, 130, 1, 1), (21, 16, 4, 8), (9, 24, 2, 8), (17, 8, 3, 8), (11, 8, 6, 8))
+    cases += ((0, 8, 4, 8), (12, 16, 4, 1))
+    for (time, channels, width, skipped), given in product(cases, (True, False)):
         lengths = torch.tensor([time, time // 2]) if padded else None
         starts = torch.zeros(2, time, dtype=torch.bool)
-        starts[0, time // 3], starts[1, 0] = True, time > 1
-        x = drawn(time, 2, channels + 2, dtype=dtype)[..., 1:-1]
+        if time:
+            starts[0, time // 3], starts[1, 0] = True, time > 1
+        x = drawn(time, 2, channels + 16, dtype=dtype)[..., skipped : skipped + channels]
         inputs = {"x": x, "weight": drawn(channels, width, dtype=dtype, seed=1)}
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         if given:
