@@ -368,7 +368,6 @@ struct Cpu {
     static int64_t parts(const Convolution& p) { return p.batch; }
     static int64_t rates(const Gating& p) { return p.rates; }
     static Tensor total(const Tensor& parts, const Tensor& x) { return fairseq_fastweights::total(parts, x); }
-    template <class Call> static optional<Tensor> room(const Call&, const Tensor&) { return {}; }
 
     static Tensor lengths(const Tensor& given, int64_t time) {
         const Tensor lengths = given.is_contiguous() ? given : contiguous(given);

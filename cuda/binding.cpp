@@ -227,10 +227,13 @@ struct Gpu {
         check_launch(launch(&p, stream_of(x)), "map_features");
     }
     static void run(const Gating& p, const Tensor& x, bool backward) {
+        const int64_t most = x.scalar_type() == ScalarType::Double ? 256 : 4096 / x.element_size();
+        if (p.norm != kNoNorm && p.dim > most) fail("y has vectors of ", p.dim, " numbers; a norm takes up to ", most);
         const auto launch = backward ? fastweights_gating_backward : fastweights_gating_forward;
         check_launch(launch(&p, stream_of(x)), "gate");
     }
     static void run(const Convolution& p, const Tensor& x, bool backward) {
+        if (backward && p.d_y.dtype != p.x.dtype) fail("d_y is not of the type of x, ", x.scalar_type());
         const auto launch = backward ? fastweights_convolution_backward : fastweights_convolution_forward;
         check_launch(launch(&p, stream_of(x)), "short_convolution");
     }
@@ -244,13 +247,6 @@ struct Gpu {
         const int64_t count = parts.size(0), own = x.numel(), shared = count && own ? parts.numel() / count / own : 1;
         return parts.reshape({count, own, shared}).sum(at::IntArrayRef{0, 2}).view(x.sizes()).to(x.scalar_type());
     }
-
-    // The moments of the vectors that are normed, for the gradient of the norm's weight.
-    static optional<Tensor> room(const Gating& p, const Tensor& x) {
-        if (!p.weight.data) return {};
-        return new_empty(x, {p.outer, p.inner, p.heads, 2}, state_type(x));
-    }
-    static optional<Tensor> room(const Convolution&, const Tensor& x) { return new_empty(x, x.sizes(), state_type(x)); }
 
     // To look at them would be to wait for the GPU.
     static Tensor lengths(const Tensor& given, int64_t time) { return given.clamp(0, time).contiguous(); }

@@ -21,7 +21,7 @@ namespace {
 constexpr int kThreads = 128, kGenericThreads = 32;
 constexpr int kMostRun = 32, kLeastRun = 8;  // steps
 constexpr int kEnoughThreads = 32768;        // for runs of more steps than the least
-constexpr int kAtOnce = 4;                   // steps whose inputs are loaded before any is used, backwards half of it
+constexpr int kAtOnce = 4;                   // steps that are loaded before any is used; backwards half of them
 
 // `width` numbers for each of a thread's V channels.
 template <typename A, int Width, int V>

@@ -11,7 +11,6 @@
 //     rates(p)                          how many numbers each of those for log_rate has,
 //     total(parts, x)                   and their sum, the gradient of x
 //     lengths(x, sizes, time)           lengths of rows, checked or clamped
-//     room(p, x)                        memory that a backward kernel needs beside its results, or nothing
 #pragma once
 
 #include <tuple>
@@ -173,8 +172,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d
     };
     const Tensor d_bias = room(bias, p.channels(), p.d_bias), d_rate = room(log_rate, Device::rates(p), p.d_log_rate);
     const Tensor d_weight = room(weight, p.dim, p.d_weight);
-    const optional<Tensor> moments = Device::room(p, x);
-    p.moments = data_of(moments);
     p.d_out = sequence("d_out", g, 3), p.dx = sequence("dx", dx, 3);
     if (y) p.dy = sequence("dy", dy, y->dim());
     Device::run(p, x, true);
@@ -261,8 +258,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> short_convolution_backward(const Tens
     const int64_t parts = Device::parts(p);
     const Tensor dw = new_empty(x, {parts, p.channels, p.width}, state_type(x));
     const Tensor db = new_empty(x, {parts, p.channels}, state_type(x));
-    const optional<Tensor> d = Device::room(p, x);
-    p.dw = dw.data_ptr(), p.db = db.data_ptr(), p.d = data_of(d);
+    p.dw = dw.data_ptr(), p.db = db.data_ptr();
     Device::run(p, x, true);
     return {dx, Device::total(dw, weight), bias ? Device::total(db, *bias) : nothing(x), d_before};
 }

@@ -43,7 +43,7 @@ enum Norm : int32_t { kNoNorm = 0, kRmsNorm = 1, kLayerNorm = 2 };
 // Gates x, (outer, inner, channels), channels = heads * dim, and what they multiply, if anything: y, as x or, with a norm,
 // (outer, inner, heads, dim). bias (channels) and log_rate (rates), each for as many channels in turn, come without a norm,
 // weight (dim) with one; each may be absent, and all are contiguous. Kernels put down parts of the sums over steps for these:
-// float, or double where x is; null where they are not wanted. `moments`, on GPUs alone, holds two numbers for each vector.
+// float, or double where x is; null where they are not wanted.
 template <typename Int>
 struct GatingOf {
     Int outer = 0, inner = 0, heads = 1, dim = 0, rates = 1;
@@ -55,15 +55,13 @@ struct GatingOf {
     void* d_bias = nullptr;
     void* d_log_rate = nullptr;
     void* d_weight = nullptr;
-    void* moments = nullptr;
 
     int64_t channels() const { return int64_t{heads} * dim; }
 };
 
 // A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1, channels),
 // weight (channels, width) and bias (channels), contiguous. before, bias, starts, lengths (of rows that padding follows),
-// d_last and d_before may be absent. dw and db are parts of sums as above, and d, on GPUs alone, is room for (time, batch,
-// channels) of the same type.
+// d_last and d_before may be absent. dw and db are parts of sums as above.
 template <typename Int>
 struct ConvolutionOf {
     Int batch = 0, time = 0, channels = 0, width = 1;
@@ -73,7 +71,6 @@ struct ConvolutionOf {
     Sequence d_y, d_last, dx, d_before;
     void* dw = nullptr;
     void* db = nullptr;
-    void* d = nullptr;
 };
 
 }  // namespace fairseq_fastweights

@@ -17,6 +17,9 @@ from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.choice import choose_backend
 from fairseq_fastweights.ops.native_operators import register_autograd
 
+WIDEST = 90
+"""The widest convolution that the CUDA kernels take on every GPU, in every dtype: its inputs lie in shared memory."""
+
 
 def short_convolution(
     x: Tensor,
@@ -43,7 +46,8 @@ def short_convolution(
         (time, batch, channels) in the dtype of x, and the last inputs, (batch, width - 1, channels), in the dtype of
         states.
     """
-    if backend == "auto" and forward_ad._current_level >= 0:
+    too_wide = x.is_cuda and weight.shape[1] > WIDEST
+    if backend == "auto" and (too_wide or forward_ad._current_level >= 0):
         backend = "reference"
     if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
         return _definition(x, weight, bias, before, lengths, starts)

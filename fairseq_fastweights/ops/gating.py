@@ -99,6 +99,8 @@ def gate(
             activated = ACTIVATIONS[activation](x)
             return activated if y is None else y * activated
         backend = "reference" if few else backend
+        if x.is_cuda and norm != "none" and y is not None and y.shape[-1] > most_normed(x.dtype):
+            backend = "reference"
     numbers = _NUMBERS[activation], _NUMBERS[norm]
     if choose_elementwise(backend, x) != "native":
         return _definition(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
@@ -106,6 +108,11 @@ def gate(
     x, y = _in_steps(x, 3), None if y is None else _in_steps(y, 3 + of_y)
     out: Tensor = _gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     return out if out.shape == shape else out.view(shape)
+
+
+def most_normed(dtype: torch.dtype) -> int:
+    """The longest vector that the CUDA kernels norm: 256 threads have 16 bytes of it each, or a number in float64."""
+    return 256 if dtype == torch.float64 else 4096 // dtype.itemsize
 
 
 def _form(

@@ -65,8 +65,7 @@ def run_gate(emulator, x, d_out, how, **others):
         for name in others
         if name != "y"
     }
-    moments = nan(*x.shape[:2], heads, 2, dtype=precise)
-    for name, tensor in (sums | {"moments": moments}).items():
+    for name, tensor in sums.items():
         setattr(params, name, tensor.data_ptr())
     for way in ("forward", "backward"):
         assert getattr(library, f"fastweights_gating_{way}")(ctypes.byref(params), None) == 0
@@ -101,7 +100,11 @@ def test_gated_norms_are_their_definition(small_emulator, norm, dtype):
     # Vectors of less than a thread's numbers, of several threads, warps and of a whole block; more heads than a block has;
     # several parts of sums; vectors that are aligned, and not; those of another type than the gates; no weight.
     cases = ((2, 3, 4, dtype), (5, 2, 37, dtype), (70, 1, 32, dtype), (2, 300, 8, dtype), (20, 8, 72, torch.float32))
-    for time, heads, dim, of_y in (*cases, (1, 2, 131, dtype), (2, 1, {2: 1500, 4: 1000, 8: 250}[dtype.itemsize], dtype)):
+    for time, heads, dim, of_y in (
+        *cases,
+        (1, 2, 131, dtype),
+        (2, 1, {2: 1500, 4: 1000, 8: 250}[dtype.itemsize], dtype),
+    ):
         inputs = {
             "x": drawn(time, 2, heads * dim, dtype=dtype),
             "y": drawn(2, time, heads, dim, dtype=of_y, seed=1).transpose(0, 1),
@@ -112,7 +115,9 @@ def test_gated_norms_are_their_definition(small_emulator, norm, dtype):
         run = lambda **given: (gate(given.pop("x"), "silu", backend="reference", **how, **given),)  # noqa: B023, E731
         (out,), wanted = definition(run, inputs, [d_out])
         found = run_gate(small_emulator, inputs.pop("x"), d_out, (1, NORMS.index(norm), 1e-3, 0.7), **inputs)
-        agree(found, wanted | {"out": out, "dx": wanted["d_x"], "dy": wanted["d_y"]}, max(dtype, of_y, key=TOLERANCE.get))
+        agree(
+            found, wanted | {"out": out, "dx": wanted["d_x"], "dy": wanted["d_y"]}, max(dtype, of_y, key=TOLERANCE.get)
+        )
 
 
 def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
@@ -133,7 +138,6 @@ def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
         setattr(params, name, value)
     parts = library.fastweights_convolution_parts(ctypes.byref(params))
     room = {"dw": nan(parts, channels, width, dtype=precise), "db": nan(parts, channels, dtype=precise)}
-    room["d"] = nan(*x.shape, dtype=precise)
     for name, tensor in {**room, "lengths": lengths, "starts": starts}.items():
         setattr(params, name, None if tensor is None else tensor.data_ptr())
     for way in ("forward", "backward"):

@@ -1,11 +1,15 @@
 """ptxas says what a kernel takes; registers that spill where a shape is tuned for are a fault."""
 
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import check_cuda_kernels
+import kernel_instructions
 import pytest
 from check_cuda_kernels import SMALL_SPILLS, Kernel, read_compiler_output
+from kernel_instructions import Listing, nvdisasm
 from native_toolchain import Nvcc, Unavailable
 
 OUTPUT = """ptxas info    : 0 bytes gmem
@@ -70,3 +74,57 @@ def test_the_kernels_compile_and_do_not_spill(nvcc: None, monkeypatch: pytest.Mo
     status = check_cuda_kernels.main([])
     printed = capsys.readouterr()
     assert status == 0, f"{printed.err}\n{printed.out}"
+
+
+LISTING = """\
+        /*0000*/                   ISETP.NE.AND P0, PT, R1, RZ, PT ;
+.L_x_1:
+        /*0010*/                   MUFU.EX2 R2, R3 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   LDG.E.U16 R4, desc[UR4][R6.64] ;
+        /*0040*/                   FMUL R2, R2, R2 ;
+        /*0050*/                   FMUL R2, R2, R2 ;
+        /*0060*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0070*/                   MUFU.EX2 R8, R3 ;
+        /*0080*/               @P1 STG.E.128 desc[UR4][R6.64], R8 ;
+.L_x_3:
+        /*0090*/                   BRX R12 -0x90     (*"BRANCH_TARGETS .L_x_1,.L_x_4"*)
+.L_x_4:
+        /*00a0*/                   EXIT ;
+.L_x_5:
+        /*00b0*/                   BRA `(.L_x_5);
+"""
+
+
+def test_instructions_are_counted_on_the_way_that_computes_and_stores_most() -> None:
+    """Not those of another branch; by exponentials; and a kernel without such a loop has no count."""
+    listing = Listing(LISTING)
+    assert listing.loop() == (1, 2, 5)
+    assert min(listing.cheapest(0, {-1}).values()) == 7
+    assert Listing(LISTING.replace("128", "64")).loop() is None
+
+
+MOST_INSTRUCTIONS = {  # forwards, backwards; of a convolution a thread has 32 steps, of a gate 64 numbers
+    "convolution": ("convolve<(float|__half|__nv_bfloat16), [234]>", 30, "differentiate<.+, [234]>", 60),
+    "gating": (r"gate<(\w+), (\1|float), false, false>", 31, r"gate<(\w+), (\1|float), true, false>", 50),
+    "gating of norms": (r"gate<(\w+), (\1|float), false, true>", 39, r"gate<(\w+), (\1|float), true, true>", 62),
+}
+
+
+@pytest.mark.emulated  # half a minute of two cores
+def test_convolutions_and_gates_take_few_instructions_for_an_element(nvcc: None) -> None:
+    try:
+        nvdisasm(Nvcc.find())
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with ThreadPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else 2) as pool:
+        files = [kernel_instructions.ROOT / f"cuda/{name}.cu" for name in kernel_instructions.FILES]
+        counts = [each for own in pool.map(kernel_instructions.count, files) for each in own]
+    for name, (forward, most_forward, backward, most_backward) in MOST_INSTRUCTIONS.items():
+        for pattern, most in ((forward, most_forward), (backward, most_backward)):
+            found = [each for each in counts if re.match(pattern, each.kernel)]
+            assert len(found) == (9 if name == "convolution" else 5)
+            for each in found:
+                elements = 64 if "gate" in each.kernel else 32 * (4 if "float" in each.kernel else 8)
+                assert each.of_element + each.once / elements <= most, each
