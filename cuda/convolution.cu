@@ -78,7 +78,7 @@ struct Channels {
         load_numbers(bias, call.bias, c, call.bias.data ? count : 0);
         UNROLL_FOR (int j = 0; j <= R(); ++j)
             UNROLL_FOR (int v = 0; v < V; ++v) window(j, v) = A(0);
-        ROLLED_FOR (int t = begin - R(); t < begin; ++t) {
+        ROLLED_FOR(int t = begin - R(); t < begin; ++t) {
             A x[V];
             input(x, t);
             push(x, begins(t));
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 3) convolve(const Convolution call, 
             if (t + i < of.end) store_pack<V>(y_row, y, of.count, whole);
         }
     }
-    ROLLED_FOR (int j = 0; of.begin == 0 && j < of.R(); ++j) {
+    ROLLED_FOR(int j = 0; of.begin == 0 && j < of.R(); ++j) {
         const int t = of.length() - of.R() + j;
         A x[V] = {};
         if (of.is_kept(t)) of.input(x, t);
@@ -276,7 +276,8 @@ cudaError_t launch_any(const Convolution& call, bool backward, cudaStream_t stre
             default: return launch_as<T, 0>(call, backward, stream);
         }
     };
-    return call.x.dtype == kFloat64 ? launch_as<double, 0>(call, backward, stream) : with_type(call.x.dtype, cudaErrorInvalidValue, run);
+    return call.x.dtype == kFloat64 ? launch_as<double, 0>(call, backward, stream)
+                                    : with_type(call.x.dtype, cudaErrorInvalidValue, run);
 }
 
 }  // namespace

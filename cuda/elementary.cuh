@@ -29,7 +29,7 @@ DEVICE double inverse_root(double x) { return 1.0 / sqrt(x); }
 
 // log(1 + x) for x from 0 to 1, to two units in the last place: the polynomial that agrees at Chebyshev's points.
 DEVICE float log_one_plus(float x) {
-    constexpr float c[10] = {1.0f,          -0.49999893f, 0.3332971f,   -0.24951616f, 0.19663274f,
+    constexpr float c[10] = {1.0f,         -0.49999893f, 0.3332971f,   -0.24951616f, 0.19663274f,
                              -0.15269667f, 0.105436236f, -0.05637361f, 0.019542527f, -0.003176057f};
     float sum = c[9];
     UNROLL_FOR (int i = 8; i >= 0; --i) sum = fmaf(sum, x, c[i]);

@@ -100,10 +100,9 @@ DEVICE void activate(int activation, const A (&u)[V], A (&value)[V], A (&slope)[
 
 // x and dx are of type T, out and d_out of type O, y and dy of T, or where O is not known of any. `whole` tells that all V
 // channels of a thread exist, if one of them does, and are aligned.
-template <typename T, typename O, bool Backward, bool Normed>
-__global__ void __launch_bounds__(kThreads) gate(const Gating call, const Division by, const bool whole, const typename Stored<T>::Compute scale,
-                     const typename Stored<T>::Compute eps) {
-    using A = typename Stored<T>::Compute;
+template <typename T, typename O, bool Backward, bool Normed, typename A = typename Stored<T>::Compute>
+__global__ void __launch_bounds__(kThreads)
+    gate(const Gating call, const Division by, const bool whole, const A scale, const A eps) {
     using Y = std::conditional_t<std::is_same_v<O, Any>, Any, T>;
     constexpr int V = kPack<T>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
@@ -219,8 +218,9 @@ cudaError_t launch_as(Gating call, cudaStream_t stream) {
     if (flat) call.inner *= call.outer, call.outer = 1;
     using A = typename Stored<T>::Compute;
     const size_t shared = sizeof(A) * kThreads * (Backward ? by.V : 1);
-    return launch(call.norm == kNoNorm ? gate<T, O, Backward, false> : gate<T, O, Backward, true>,
-                  dim3(by.blocks, by.parts), dim3(kThreads), shared, stream, call, by, whole, A(call.scale), A(call.eps));
+    const auto kernel = call.norm == kNoNorm ? gate<T, O, Backward, false> : gate<T, O, Backward, true>;
+    return launch(kernel, dim3(by.blocks, by.parts), dim3(kThreads), shared, stream, call, by, whole, A(call.scale),
+                  A(call.eps));
 }
 
 template <bool Backward>

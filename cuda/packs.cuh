@@ -68,7 +68,8 @@ DEVICE void store_16_bytes(void* to, uint4 x) {
 #ifdef FASTWEIGHTS_EMULATION
     *static_cast<uint4*>(to) = x;
 #else
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 #endif
 }
 
@@ -99,8 +100,8 @@ DEVICE void store_pack(T* to, const A (&x)[N], int count, bool whole) {
         constexpr int n = 4 / sizeof(T);
         if (whole) {
             UNROLL_FOR (int i = 0; i < N; i += 4 * n)
-                store_16_bytes(to + i, make_uint4(narrow_word(T(), x + i), narrow_word(T(), x + i + n), narrow_word(T(), x + i + 2 * n),
-                                                  narrow_word(T(), x + i + 3 * n)));
+                store_16_bytes(to + i, make_uint4(narrow_word(T(), x + i), narrow_word(T(), x + i + n),
+                                                  narrow_word(T(), x + i + 2 * n), narrow_word(T(), x + i + 3 * n)));
             return;
         }
     }

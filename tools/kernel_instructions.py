@@ -4,9 +4,10 @@
 
 Reads the listing of the machine code (nvcc, and nvdisasm beside it, on PATH or from the package nvidia-cuda-nvdisasm).
 Of each kernel that stores 16 bytes in a loop it takes the way through one pass of that loop that computes the most
-exponentials and makes the most of these stores, the cheapest of these, and divides its instructions by the exponentials,
-of which each element takes one. Predicated instructions count, and nothing that a call without documents, initial inputs
-and odd sizes leaves out. "once" are the fewest instructions of a thread outside of the loop.
+exponentials and makes the most of these stores, the cheapest of these, and divides its instructions by the
+exponentials, of which each element takes one. Predicated instructions count, and nothing that a call without documents
+and odd sizes leaves out: of a gate it is that of a sigmoid, of a norm that of vectors which a thread has alone. "once"
+are the fewest instructions of a thread outside of the loop.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Listing:
         for line in text.splitlines():
             if label := re.match(r"(\.L\w+):", line):
                 labels[label[1]] = len(self.code)
-            elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(\S.*)", line):
-                self.code.append(instruction[1])
+            elif code := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(\S.*)", line):
+                self.code.append(code[1])
         self.after: list[list[int]] = []
         for i, instruction in enumerate(self.code):
             jumps = re.search(r"\bBR[AX]\b", instruction)

@@ -76,8 +76,8 @@ def run_gate(emulator, x, d_out, how, **others):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_are_their_definition(small_emulator, activation, dtype):
-    # Projections among others, which are aligned where 8 are left out before them; fewer channels than threads, more, and
-    # no power of two; several parts of sums; types that no kernel is compiled for.
+    # Projections among others, aligned where 8 are left out before them; fewer channels than threads, more, and no
+    # power of two; several parts of sums; types that no kernel is compiled for.
     cases = ((3, 4, 2, False, 1, dtype), (70, 37, 1, True, 1, dtype), (2, 300, 300, True, 1, dtype))
     cases += ((20, 264, 8, True, 8, dtype), (3, 16, 1, False, 8, torch.float32), (5, 24, 3, True, 8, torch.float16))
     for time, channels, rates, multiplies, before, out_dtype in cases:
@@ -97,14 +97,11 @@ def test_gates_are_their_definition(small_emulator, activation, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_gated_norms_are_their_definition(small_emulator, norm, dtype):
-    # Vectors of less than a thread's numbers, of several threads, warps and of a whole block; more heads than a block has;
-    # several parts of sums; vectors that are aligned, and not; those of another type than the gates; no weight.
+    # Vectors of less than a thread's numbers, of several threads, of warps and of a whole block; more heads than a
+    # block has; several parts of sums; vectors that are aligned, and not; those of another type; no weight.
     cases = ((2, 3, 4, dtype), (5, 2, 37, dtype), (70, 1, 32, dtype), (2, 300, 8, dtype), (20, 8, 72, torch.float32))
-    for time, heads, dim, of_y in (
-        *cases,
-        (1, 2, 131, dtype),
-        (2, 1, {2: 1500, 4: 1000, 8: 250}[dtype.itemsize], dtype),
-    ):
+    cases += ((1, 2, 131, dtype), (2, 1, {2: 1500, 4: 1000, 8: 250}[dtype.itemsize], dtype))
+    for time, heads, dim, of_y in cases:
         inputs = {
             "x": drawn(time, 2, heads * dim, dtype=dtype),
             "y": drawn(2, time, heads, dim, dtype=of_y, seed=1).transpose(0, 1),
@@ -149,8 +146,8 @@ def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_convolutions_are_their_definition(small_emulator, padded, documents, dtype):
-    # Fewer steps than the convolution sees, none, one, and more than a run; more channels than a block has threads; channels
-    # that are aligned, and not; widths that kernels are compiled for, and others.
+    # Fewer steps than the convolution sees, none, one, and more than a run; more channels than a block has threads;
+    # channels that are aligned, and not; widths that kernels are compiled for, and others.
     cases = ((2, 5, 4, 1), (40, 3, 3, 1), (1, 130, 1, 1), (21, 16, 4, 8), (9, 24, 2, 8), (17, 8, 3, 8), (11, 8, 6, 8))
     cases += ((0, 8, 4, 8), (12, 16, 4, 1))
     for (time, channels, width, skipped), given in product(cases, (True, False)):

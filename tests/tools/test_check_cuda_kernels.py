@@ -107,8 +107,8 @@ def test_instructions_are_counted_on_the_way_that_computes_and_stores_most() -> 
 
 MOST_INSTRUCTIONS = {  # forwards, backwards; of a convolution a thread has 32 steps, of a gate 64 numbers
     "convolution": ("convolve<(float|__half|__nv_bfloat16), [234]>", 30, "differentiate<.+, [234]>", 60),
-    "gating": (r"gate<(\w+), (\1|float), false, false>", 31, r"gate<(\w+), (\1|float), true, false>", 50),
-    "gating of norms": (r"gate<(\w+), (\1|float), false, true>", 39, r"gate<(\w+), (\1|float), true, true>", 62),
+    "gating": (r"gate<(\w+), (\1|float), false, false, ", 31, r"gate<(\w+), (\1|float), true, false, ", 50),
+    "gating of norms": (r"gate<(\w+), (\1|float), false, true, ", 39, r"gate<(\w+), (\1|float), true, true, ", 62),
 }
 
 
