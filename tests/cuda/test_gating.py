@@ -125,7 +125,8 @@ def run_convolution(emulator, x, d_y, d_last, lengths, starts, **others):
     made["last"] = nan(batch, width - 1, channels, dtype=precise)
     made |= {"d_before": torch.full_like(others["before"], torch.nan)} if "before" in others else {}
     params = KINDS["Convolution"](batch, time, channels, width)
-    for name, tensor in {"x": x, "d_y": d_y, "d_last": d_last, **others, **made}.items():
+    given = {"x": x, "d_y": d_y, **others, **made} | ({} if d_last is None else {"d_last": d_last})
+    for name, tensor in given.items():
         flat = name in ("weight", "bias")
         value = (
             StridedSequence(tensor.data_ptr(), 0, 0, 0, DTYPES[tensor.dtype])
@@ -161,11 +162,12 @@ def test_convolutions_are_their_definition(small_emulator, padded, documents, dt
         if given:
             inputs["bias"] = drawn(channels, dtype=torch.float32, seed=2)
             inputs["before"] = drawn(2, width - 1, channels, dtype=precise, seed=3)
-        weights = [drawn(*x.shape, dtype=dtype, seed=4), drawn(2, width - 1, channels, dtype=precise, seed=5)]
+        weights = [drawn(*x.shape, dtype=dtype, seed=4), given * drawn(2, width - 1, channels, dtype=precise, seed=5)]
         where = {"lengths": lengths, "starts": starts if documents else None}
         run = partial(short_convolution, bias=None, before=None, **where, backend="reference")
         (y, last), wanted = definition(run, inputs, weights)
-        found = run_convolution(small_emulator, inputs.pop("x"), *weights, *where.values(), **inputs)
+        d_y, d_last = weights[0], weights[1] if given else None
+        found = run_convolution(small_emulator, inputs.pop("x"), d_y, d_last, *where.values(), **inputs)
         agree(found, wanted | {"y": y, "last": last, "dx": wanted["d_x"]}, dtype)
 
 
