@@ -64,6 +64,11 @@ RANGES: dict[str, tuple[float, float]] = {
         (0, 1),
     ),
     "seed": (0, 2**32 - 1),
+    # Of generation; -1 is fairseq's for one that is not used.
+    **dict.fromkeys(("lenpen", "lm_weight", "diverse_beam_strength"), (-math.inf, math.inf)),
+    **dict.fromkeys(("sampling_topk", "diversity_rate"), (-1, math.inf)),
+    "sampling_topp": (-1, 1),
+    "temperature": (0, math.inf),
 }
 """The smallest and the largest value of options."""
 

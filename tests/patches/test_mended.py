@@ -135,7 +135,22 @@ def fasta_of_any_name(folder: Path) -> None:
         data_utils.load_indexed_dataset(str(data / "valid"), dictionary)
 
 
+def paths_with_colons(folder: Path) -> None:
+    from fairseq.utils import split_paths
+
+    (folder / "a:b").mkdir()
+    assert split_paths(f"{folder}/a:b") == [f"{folder}/a:b"]
+    assert split_paths(f"{folder}/a:c") == [f"{folder}/a", "c"]
+
+
+def one_model_to_validate(folder: Path) -> None:
+    given = "--path a.pt:b.pt --batch-size 2 --task language_modeling --cpu".split()
+    with pytest.raises(ValueError, match=r"--path is a\.pt:b\.pt; it must be one model"):
+        command("validate", str(folder), *given)
+
+
 WORKING = (
+    *(paths_with_colons, one_model_to_validate),
     *(masks_of_bytes, files_without_iopath, dictionaries_that_are_files),
     dropout_of_16_bits,
     fasta_of_any_name,

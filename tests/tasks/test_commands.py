@@ -165,7 +165,7 @@ def test_trainings_evaluations_and_generations_say_once_which_backend_runs(corpu
     for log in (
         train(corpus, tmp_path / "lm", *two),
         command("eval_lm", *text, *read, "--gen-subset", "valid"),
-        command("generate", *text, *read, "--sample-break-mode", "eos", "--max-len-b", "3"),
+        command("generate", *text, *read, "--sample-break-mode", "eos", "--max-len-b", "20"),
         train_translation(pairs, tmp_path / "mt", *two),
         command("generate", str(pairs), *TRANSLATION, *QUIET, "--path", path, "--max-len-b", "3"),
     ):
@@ -184,6 +184,30 @@ def test_generate_scores_as_evaluation_does(corpus, model, capsys, contexts):
     scores = re.findall(r"^P-\d+\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
     values = [float(x) for row in scores for x in row.split()]
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
+
+
+def test_prompts_read_together_give_what_each_gives(our_fairseq, corpus, model, tmp_path, capsys):
+    """fairseq-interactive with a buffer, and fairseq-generate with batches, of samples that hold several lines."""
+    (tmp_path / "input").write_text("w1 w2 w3 w4 w5\n\nw7\nw8 w9 w8\n")
+    flags = ["--path", str(model()), "--beam", "2", "--max-len-b", "25", "--min-len", "9", *TASK, *QUIET]
+    capsys.readouterr()
+    for name, reading, sizes in (
+        ("interactive", ["--input", str(tmp_path / "input")], ([], ["--buffer-size", "9", "--batch-size", "4"])),
+        ("generate", ["--tokens-per-sample", "13"], (["--batch-size", "1"], ["--batch-size", "7"])),
+    ):
+        made = []
+        for size in sizes:
+            command(name, str(corpus), *reading, *size, *flags)
+            lines = re.findall(r"^([SHP])-(\d+)\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+            made.append({(kind, int(number)): text for kind, number, text in lines})
+        together, alone = made
+        assert together.keys() == alone.keys() and len(alone) >= 12
+        for (kind, number), text in alone.items():
+            if kind == "H":
+                words, score = text.split("\t")[1], float(text.split("\t")[0])
+                others_score, others_words = together[kind, number].split("\t")
+                assert words == others_words and score == pytest.approx(float(others_score), abs=1e-3)
+                assert words.startswith(alone["S", number]) and len(alone["P", number].split()) >= 10
 
 
 def test_a_finished_command_trains_no_further_update(our_fairseq, corpus, tmp_path):

@@ -1,9 +1,12 @@
 """Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
 
+import math
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
+from fairseq.sequence_scorer import SequenceScorer
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
 from tests.tasks.conftest import loss_alone, losses, slow, train_in_two, weights
@@ -55,6 +58,28 @@ def test_sliding_windows_give_fairseqs_perplexity(corpus, model, made_with, flag
     fairseqs_task = [*TASK[:2], "--task", "language_modeling"]
     theirs, as_many = evaluate(corpus, model(*made_with), *reading, task=fairseqs_task)
     assert tokens == as_many and 2**ours == pytest.approx(2**theirs, rel=1e-5)
+
+
+def test_several_checkpoints_are_one_model_with_their_mean_probabilities(our_fairseq, corpus, model, tmp_path):
+    """With a state that is carried, and in a sliding window."""
+    train(corpus, tmp_path, *NO_POSITIONS, "--max-update", "2")
+    first, other, original = model(*NO_POSITIONS), tmp_path / "checkpoint_last.pt", SequenceScorer.generate
+
+    def scores(path, *flags):
+        found = []
+
+        def keep(*arguments, **named):
+            hypotheses = original(*arguments, **named)
+            found.extend(hypothesis[0]["positional_scores"] for hypothesis in hypotheses)
+            return hypotheses
+
+        with patch.object(SequenceScorer, "generate", keep):
+            evaluate(corpus, path, "--batch-size", "8", "--tokens-per-sample", "16", *flags)
+        return torch.cat(found)
+
+    for flags in (CARRY, ["--context-window", "9"]):
+        one, two, both = (scores(path, *flags) for path in (first, other, f"{first}:{other}"))
+        torch.testing.assert_close(both, torch.logaddexp(one, two) - math.log(2))
 
 
 @pytest.mark.slow
