@@ -104,6 +104,39 @@ def test_generate_gives_with_a_cache_what_it_gives_without(mixers):
     assert torch.equal(alone[0], greedy[0, 2:])
 
 
+HOW: list[dict[str, object]] = [
+    *({"min_new_tokens": 6, **others} for others in ({}, {"num_beams": 3, "no_repeat_ngram_size": 2})),
+    *({"no_repeat_ngram_size": n} for n in (1, 2)),
+    {"repetition_penalty": 1.5, "encoder_repetition_penalty": 1.2},
+    {"bad_words_ids": [[5], [7, 8]], "sequence_bias": {(9,): 3.0}, "begin_suppress_tokens": [10]},
+    *(
+        {"num_beams": 3, "num_return_sequences": 2, **others}
+        for others in ({"length_penalty": 2.0}, {"early_stopping": True})
+    ),
+    {"exponential_decay_length_penalty": (3, 1.5), "forced_eos_token_id": 2, "renormalize_logits": True},
+    *({"do_sample": True, "temperature": 0.1, **others} for others in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0})),
+    {"guidance_scale": 1.5},
+]
+
+
+@torch.no_grad()
+def test_options_give_a_row_of_a_batch_what_they_give_it_alone():
+    model, width = build("window-sum,gated-delta:2").double(), 6
+    texts = [draw(1, time, seed=time)[0] for time in (2, 6, 4)]
+    padded, mask = torch.full((3, width), 1), torch.zeros(3, width, dtype=torch.long)
+    for row, text in enumerate(texts):
+        padded[row, width - len(text) :], mask[row, width - len(text) :] = text, 1
+    # Not the padding as a word: a penalty of what has been said means it, too, in a row that has some.
+    always = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [1], "eos_token_id": 2, "pad_token_id": 1}
+    for how in HOW:
+        made = model.generate(padded, attention_mask=mask, **{**always, **how})
+        together = torch.nn.functional.pad(made, (0, width + 8 - made.shape[1]), value=1).view(3, -1, width + 8)
+        for row, text in enumerate(texts):
+            alone = model.generate(text[None], attention_mask=torch.ones(1, len(text)), **{**always, **how})
+            made = torch.nn.functional.pad(alone, (0, len(text) + 8 - alone.shape[1]), value=1)[:, len(text) :]
+            assert torch.equal(made, together[row, :, width:]), how
+
+
 @cases
 def test_generation_in_training_reads_the_prompt(mixers):
     """Also with gradient checkpointing and gradients; and no layer is dropped whose state is kept."""

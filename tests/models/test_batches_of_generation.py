@@ -14,7 +14,7 @@ import torch
 from fairseq.data.data_utils import collate_tokens
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
-from fairseq.search import Sampling
+from fairseq.search import LexicallyConstrainedBeamSearch, Sampling
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.fairseq_task import FairseqTask
@@ -33,7 +33,10 @@ OPTIONS: list[dict[str, Any]] = [
     *({"max_len_a": a, "max_len_b": b} for a, b in ((0.5, 8), (1.5, 1))),
     {"min_len": 9},
     {"min_len": 8, "max_len_b": 8, "no_repeat_ngram_size": 1},
-    *({"match_source_len": True, **others} for others in ({}, {"prefix_size": 5}, {"no_repeat_ngram_size": 1})),
+    *(
+        {"match_source_len": True, **others}
+        for others in ({"beam": 27}, {"prefix_size": 5}, {"no_repeat_ngram_size": 1})
+    ),
     {"unnormalized": True},
     *({"lenpen": x} for x in (0.0, 3.0)),
     *({"unkpen": x} for x in (3.0, -3.0, math.inf)),
@@ -50,6 +53,7 @@ OPTIONS: list[dict[str, Any]] = [
 OF_SOURCES: list[dict[str, Any]] = [
     *({"constraints": kind, **others} for kind in ("ordered", "unordered") for others in ({}, {"beam": 1})),
     *({"constraints": "unordered", "max_len_b": 6, "prefix_size": n} for n in (0, 2)),
+    {"constraints": "ordered", "prefix_size": 2, "beam": 1},
     *({"print_alignment": kind} for kind in ("hard", "soft")),
     {"print_alignment": "hard", "prefix_size": 9},
     {"print_alignment": "hard", "score_reference": True},
@@ -193,7 +197,7 @@ def test_a_translation_is_that_of_its_source_alone(arch, options):
             elif "prefix_size" in options:
                 kept = min(options["prefix_size"], most)
                 assert text[:kept] == target[:kept].tolist()[: len(text)]
-        if "constraints" in options and options.get("max_len_b", 12) == 12:
+        if "constraints" in options and options.get("max_len_b", 12) == 12 and "prefix_size" not in options:
             assert all(str(words)[1:-1] in str(texts[0]) for words in constraints)
 
 
@@ -235,7 +239,7 @@ def test_a_prompt_stays_however_improbable_its_words(fairseq, options):
     sample = {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([7])}}
     for logits in ({}, {5: -12.0}, {6: -math.inf, EOS: -400.0}):
         model = FairseqLanguageModel(Given(task.dictionary, logits))
-        for temperature in (1.0, 0.1, 1e-3):
+        for temperature in (1.0, 0.1, 1e-38):
             generator = task.build_generator([model], settings(temperature=temperature, **options))
             for found in task.inference_step(generator, [model], sample)[0]:
                 assert found["tokens"][:6].tolist() == prompt and found["score"].isfinite()
@@ -287,6 +291,7 @@ REFUSED = [
     ({"constraints": "ordered"}, "--constraints is set, but the batch has none"),
     ({"print_alignment": "hard"}, "--print-alignment is set, but the model has no attention over a source"),
     ({"sampling": True, "sampling_topk": 2, "sampling_topp": 0.5}, "--sampling-topk and --sampling-topp exclude"),
+    ({"lm_model": Bigrams(43)}, "--lm-path: the language model has 43 tokens; they must be the 44 of the target"),
     ({"logits": math.nan}, r"--path: the model's probabilities after 0 tokens are not numbers \(NaN\)"),
     ({"logits": math.nan, "sampling": True}, "--path: the model's probabilities after 0 tokens are not numbers"),
 ]
@@ -295,12 +300,25 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
 def test_generation_that_cannot_be_ends_in_one_line(fairseq, options, message):
     task, prompt = fairseq.task(), torch.tensor([[EOS, 5, 6, 6, EOS, 7, 8]])
-    options = dict(options)
+    options, extra = dict(options), {"lm_model": options.get("lm_model")}
     model = FairseqLanguageModel(Given(task.dictionary, dict.fromkeys(range(44), options.pop("logits", 0.0))))
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.tensor([7])}}
     with pytest.raises((ValueError, AssertionError), match=message) as error:
-        task.inference_step(task.build_generator([model], settings(**options)), [model], sample)
+        generator = task.build_generator([model], settings(**options), extra_gen_cls_kwargs=extra)
+        task.inference_step(generator, [model], sample)
     assert told(error.value) == str(error.value)
+
+
+def test_candidates_are_taken_in_turns_by_how_many_constraints_they_meet(fairseq):
+    """Also if scores differ by more than 100."""
+    search = LexicallyConstrainedBeamSearch(fairseq.task().dictionary, "unordered")
+    search.init_constraints(pack_constraints([[torch.tensor([5])]]), 2)
+    search.constraint_states[0][0] = search.constraint_states[0][0].advance(5)
+    lprobs = torch.full((1, 2, 44), -math.inf)
+    lprobs[0, :, 4], lprobs[0, 0, 6], lprobs[0, 1, 6] = -1, -2, -160
+    found, words, beams = search.step(1, lprobs, torch.tensor([[[-150.0], [-1.0]]]))
+    assert found.tolist() == [[-151, -2, -152, -161]]
+    assert words.tolist() == [[4, 4, 6, 6]] and beams.tolist() == [[0, 1, 0, 1]]
 
 
 def test_alignments_are_written_as_pairs_or_probabilities() -> None:

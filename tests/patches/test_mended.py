@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("our_fairseq")
 @pytest.mark.parametrize(
     ("size", "rows", "forbidden"),
     [
-        (1, [[4, 5]], [{4, 5}]),  # and not the end, which is at the beginning, too
+        (1, [[4, 5], [4, 2]], [{4, 5}, {4}]),  # and not the end, which is at the beginning, too, and between lines
         (2, [[4, 5, 4, 6, 4], [4, 5, 6, 5, 6]], [{5, 6}, {5}]),
         (3, [[4, 5, 6, 4], [4, 5, 4, 5], [4, 4, 4, 4]], [set(), {4}, {4}]),
     ],
