@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.ops.once import differentiable_once
 
 
 class _AllGather(torch.autograd.Function):
@@ -33,7 +34,8 @@ class _AllGather(torch.autograd.Function):
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    @differentiable_once
+    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None

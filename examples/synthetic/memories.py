@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import FeatureMap
+from fairseq_fastweights.ops.once import differentiable_once
 
 SMALLEST_DIVISOR = 1e-30
 """Sums of attention weights below it are not divided by: nothing was found, and gradients would overflow."""
@@ -259,6 +259,7 @@ class _Caps(torch.autograd.Function):
     def forward(
         ctx: Any, u: Tensor, same: Tensor, z_at: Tensor, z_square: Tensor, a: Tensor, b: Tensor, square: Tensor
     ) -> tuple[Tensor, ...]:
+        inputs = u, same, z_at, z_square, a, b, square
         scales, along, errors = torch.zeros_like(a), torch.empty_like(a), torch.empty_like(a)
         weights, sums = torch.empty_like(u), torch.empty_like(u)  # w, g
         largest, twice = torch.ones_like(square), 2 * z_at
@@ -272,13 +273,15 @@ class _Caps(torch.autograd.Function):
             square = torch.addcmul(square, error, a[:, now]).addcmul_(on_value * largest, b[:, now])
             largest = square.clamp(min=0).sqrt_().maximum(largest)
             weights[:, t], sums[:, t], errors[:, now], along[:, now] = w, g, error, on_value
-        ctx.save_for_backward(u, same, z_at, a, b, scales, largest, weights, sums, errors, along)
+        ctx.save_for_backward(*inputs, scales, largest, weights, sums, errors, along)
         return scales, largest, square
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_scales: Tensor, d_largest: Tensor, d_square: Tensor) -> tuple[Tensor | None, ...]:
-        u, same, z_at, a, b, scales, largest, weights, sums, errors, along = ctx.saved_tensors
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: Any, d_scales: Tensor, d_largest: Tensor, d_square: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        u, same, z_at, _, a, b, _, scales, largest, weights, sums, errors, along = saved
         of_value = b * scales
         by_weight = 2 * a[:, :, None] * (sums - z_at) + of_value[:, :, None] * same  # of |M_t|^2, as is the next
         by_scale = by_weight * u + torch.diag_embed(b * along)

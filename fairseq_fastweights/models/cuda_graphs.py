@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.ops.once import differentiable_once
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +131,13 @@ class _Replay(torch.autograd.Function):
     def forward(context: Any, recording: _Recording, others: list[Tensor], x: Tensor, *parameters: Tensor) -> Any:
         out, *states = recording.run_forward(context, [x, *others])
         context.recording = recording
+        context.save_for_backward(*parameters)
         context.mark_non_differentiable(*(x for x in states if x is not None))
         return (out, *states)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(context: Any, gradient: Tensor, *unused: Any) -> Any:
+    @differentiable_once
+    def backward(context: Any, saved: Any, gradient: Tensor, *unused: Any) -> Any:
         return (None, None, *context.recording.run_backward(context, gradient))
 
 

@@ -245,7 +245,10 @@ class ReadBeforeWrite(Rule):
             with without_autocast(q):
                 first = torch.einsum("bthk,bhkv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
         key, ones = (k * beta[..., None]).to(k.dtype), torch.ones_like(beta)
-        out, state = super().__call__(q.roll(-1, 1), key, v, ones, initial_state=initial_state, **options)
+        if starts is not None:  # nothing is read there; what comes after a document must not reach its gradients
+            q = q.masked_fill(starts[..., None, None], 0)
+        later = torch.cat([q[:, 1:], torch.zeros_like(q[:, :1])], dim=1)
+        out, state = super().__call__(later, key, v, ones, initial_state=initial_state, **options)
         out = torch.cat([first, out[:, :-1]], dim=1)
         # A document begins with an empty memory.
         return out if starts is None else out.masked_fill(starts[..., None, None], 0), state

@@ -92,13 +92,20 @@ def reference(
     D: Tensor | None = None,
     *,
     initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step at a time: the definition. Its gradients are those that autograd finds through the loop."""
+    """One step at a time: the definition. Its gradients are those that autograd finds through the loop.
+
+    Before the steps of `starts`, (batch, time), the state is emptied.
+    """
     dtype = state_dtype(u.dtype)
     A = A.to(dtype)
     state = u.new_zeros(u.shape[0], *A.shape, dtype=dtype) if initial_state is None else initial_state
     outputs = []
-    for u_t, delta_t, B_t, C_t in zip(*(x.to(dtype).unbind(1) for x in (u, delta, B, C)), strict=True):
+    kept = [None] * u.shape[1] if starts is None else (~starts[..., None, None]).unbind(1)
+    for u_t, delta_t, B_t, C_t, kept_t in zip(*(x.to(dtype).unbind(1) for x in (u, delta, B, C)), kept, strict=True):
+        if kept_t is not None:
+            state = torch.where(kept_t, state, 0)
         decay = (delta_t[..., None] * A).exp()
         state = decay * state + (delta_t * u_t)[..., None] * B_t[:, None, :]
         outputs.append((state * C_t[:, None, :]).sum(-1))

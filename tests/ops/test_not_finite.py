@@ -1,4 +1,4 @@
-"""Steps before one that is not finite are not touched by it."""
+"""Steps before one that is not finite are not touched by it, nor are other documents, rows and heads."""
 
 from __future__ import annotations
 
@@ -56,3 +56,45 @@ def test_steps_before_are_left_alone(rule: Rule, case: Case) -> None:
             assert not (found.pop("later").isfinite() & ~defined.pop("later").isfinite()).any(), name
             for of, gradient in found.items():
                 assert gradient.isfinite().all() or not defined[of].isfinite().all(), (name, of)
+
+
+BEGIN, END = 20, 66  # of the document that is spoilt
+
+
+def of_others(x: Tensor) -> Tensor:
+    """What does not belong to that document, in one head of one row of x, (batch, time, heads, ...)."""
+    own = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
+    own[0, BEGIN:END, 1] = True
+    return x[~own]
+
+
+def of_other_documents(rule: Rule, backend: str, spoilt: str, value: float) -> dict[str, Tensor]:
+    """The outputs, last states and gradients that others have."""
+    inputs = rule.inputs(T=70)
+    starts = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)
+    starts[0, [BEGIN, END]] = starts[1, 50] = True
+    if spoilt in inputs:
+        with torch.no_grad():
+            inputs[spoilt][0, 45, 1] = value
+    out, state = rule.run(inputs, backend, starts=starts)
+    d_out = torch.ones_like(out)
+    if spoilt == "d_out":
+        d_out[0, 45, 1] = value
+    given = {name: x for name, x in inputs.items() if x is not None}
+    gradients = torch.autograd.grad((out, state), list(given.values()), (d_out, torch.ones_like(state)))
+    found = {"out": of_others(out.detach()), "state": state.detach()}
+    grads = zip(given, gradients, strict=True)
+    return found | {f"d_{name}": x if name == "initial_state" else of_others(x) for name, x in grads}
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", "native"])
+@pytest.mark.parametrize("rule", RULES)
+def test_other_documents_rows_and_heads_are_left_alone(rule: Rule, backend: str) -> None:
+    if backend != "reference" and DEVICE.type == "cuda":
+        pytest.skip("on a GPU documents are multiplied by decays of 0: docs/limits.md")
+    clean = of_other_documents(rule, backend, "", 0)
+    names = [name for name, x in rule.inputs(T=2).items() if x is not None and name != "initial_state"]
+    for spoilt in (*names, "d_out"):
+        for value in (math.nan, math.inf) if spoilt == "v" else (math.nan,):
+            for of, x in of_other_documents(rule, backend, spoilt, value).items():
+                assert torch.allclose(x, clean[of], rtol=1e-4, atol=1e-4), (spoilt, value, of)

@@ -8,15 +8,12 @@ which are as many numbers as a chunk's steps have, and of an erase key beside de
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from fairseq_fastweights.ops import reference
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.delta import DeltaFunction
 from fairseq_fastweights.ops.chunkwise.diagonal import DiagonalFunction
-from fairseq_fastweights.ops.chunkwise.layout import LONGEST_CHUNK
+from fairseq_fastweights.ops.chunkwise.documents import are_apart, step_by_step
 from fairseq_fastweights.ops.chunkwise.scan import ScanFunction
 from fairseq_fastweights.ops.gates import decay_at_starts
 from fairseq_fastweights.ops.reference import ungrouped
@@ -35,8 +32,12 @@ def fast_weight_rule(
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}: the recurrence that all rules are rows of."""
-    if erase is not None and log_value_decay is not None:
-        return _step_by_step(q, k, v, erase, beta, log_key_decay, log_value_decay, initial_state, starts)
+    decays = log_key_decay, log_value_decay
+    # An erase key with decays of values has no form in matrices.
+    if (erase is not None and log_value_decay is not None) or not are_apart(
+        starts, (q, k, v, erase, beta, initial_state), decays
+    ):
+        return step_by_step(q, k, v, erase, beta, log_key_decay, log_value_decay, initial_state, starts)
     if log_key_decay is not None and log_key_decay.dim() == 3:
         log_key_decay = log_key_decay[..., None]
     if starts is not None:
@@ -44,10 +45,10 @@ def fast_weight_rule(
     other_key = None if erase is None or erase is k else ungrouped(erase, v)
     q, k = ungrouped(q, v), ungrouped(k, v)
     if erase is not None:
-        return DeltaFunction.apply(q, k, v, other_key, beta, log_key_decay, initial_state)
+        return DeltaFunction.apply(q, k, v, other_key, beta, log_key_decay, initial_state, starts)
     if beta is not None:
         k = k.to(state_dtype(v.dtype)) * beta[..., None]
-    return DiagonalFunction.apply(q, k, v, log_key_decay, log_value_decay, initial_state)
+    return DiagonalFunction.apply(q, k, v, log_key_decay, log_value_decay, initial_state, starts)
 
 
 def selective_scan(
@@ -62,29 +63,3 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T, of which a chunk's states are formed together."""
     return ScanFunction.apply(u, delta, A, B, C, D, initial_state)
-
-
-def _step_by_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    erase: Tensor,
-    beta: Tensor | None,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor,
-    initial_state: Tensor | None,
-    starts: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Computes step by step, a chunk again backwards: an erase key with decays of values has no form in matrices."""
-    outputs, state = [], initial_state
-    for t in range(0, v.shape[1], LONGEST_CHUNK):
-        first, *chunk = (
-            None if x is None else x[:, t : t + LONGEST_CHUNK]
-            for x in (starts, q, k, v, erase, beta, log_key_decay, log_value_decay)
-        )
-        out, state = checkpoint(
-            reference.fast_weight_rule, *chunk, initial_state=state, starts=first, use_reentrant=False
-        )
-        outputs.append(out)
-    assert state is not None
-    return torch.cat(outputs, 1), state

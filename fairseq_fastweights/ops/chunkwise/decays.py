@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights.ops.chunkwise.layout import times_lower
+from fairseq_fastweights.ops.once import differentiable_once
 
 
 def halves(length: int) -> list[int]:
@@ -93,8 +93,8 @@ class _LowerProducts(torch.autograd.Function):
         return (readers @ read.transpose(-1, -2)).tril_()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        readers, read = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor, Tensor]:
+        readers, read = saved
         gradient = gradient.tril()
         return times_lower(gradient, read), gradient.transpose(-1, -2) @ readers

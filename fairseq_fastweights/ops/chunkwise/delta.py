@@ -17,18 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.decays import exclusive_reverse, inclusive, scores, times
+from fairseq_fastweights.ops.chunkwise.documents import are_apart, gradients_of, step_by_step
 from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, times_lower, to_chunks
+from fairseq_fastweights.ops.once import differentiable_once
 
 
 class DeltaFunction(torch.autograd.Function):
-    """(q, k, v, erase, beta, log_key_decay, initial_state) -> (out, final_state).
+    """(q, k, v, erase, beta, log_key_decay, initial_state, starts) -> (out, final_state).
 
-    erase and beta may be None, for k and for 1; log_key_decay too, or (batch, time, heads, key_dim or 1).
+    erase and beta may be None, for k and for 1; log_key_decay too, or (batch, time, heads, key_dim or 1), which empties
+    the state where `starts` is true.
     """
 
     @staticmethod
@@ -41,6 +43,7 @@ class DeltaFunction(torch.autograd.Function):
         beta: Tensor | None,
         log_key_decay: Tensor | None,
         initial_state: Tensor | None,
+        starts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(v):
             chunks = _prepare(q, k, v, erase, beta, log_key_decay)
@@ -50,15 +53,21 @@ class DeltaFunction(torch.autograd.Function):
                 kept = states[-1] if chunks.total is None else chunks.total[:, :, n] * states[-1]
                 states.append(kept + chunks.writes[:, :, n].transpose(-1, -2) @ u)
             stacked = torch.stack(states, dim=2)
-            starts = stacked[:, :, :-1]
-            out = chunks.reads @ starts + times_lower(chunks.scores, chunks.uv - chunks.w @ starts)
-        ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, stacked)
+            entering = stacked[:, :, :-1]
+            out = chunks.reads @ entering + times_lower(chunks.scores, chunks.uv - chunks.w @ entering)
+        ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, initial_state, starts, stacked)
         return from_chunks(out, v.shape[1], v.dtype), states[-1].clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, states = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, initial_state, starts, states = saved
+        if starts is not None and not are_apart(starts, (d_out, d_final)):
+
+            def run(q: Tensor, k: Tensor, v: Tensor, erase: Any, beta: Any, f: Any, state: Any) -> Any:
+                return step_by_step(q, k, v, k if erase is None else erase, beta, f, None, state, starts)
+
+            return *gradients_of(run, (*inputs, initial_state), (d_out, d_final)), None
         leaves: list[Any] = [
             None if x is None else x.detach().requires_grad_(wanted)
             for x, wanted in zip(inputs, ctx.needs_input_grad[:6], strict=True)
@@ -70,8 +79,8 @@ class DeltaFunction(torch.autograd.Function):
             uv, w, inside, reads, writes = (x.detach() for x in chunks[:5])
             total = None if chunks.total is None else chunks.total.detach()
             dy = to_chunks(d_out.to(v.dtype), uv.shape[-2])
-            starts = states[:, :, :-1]
-            u = uv - w @ starts
+            entering = states[:, :, :-1]
+            u = uv - w @ entering
             # d S = reads^T dY + total * d S_end - W^T dU, dU = scores^T dY + writes d S_end, from the last chunk on.
             du_inside = inside.transpose(-1, -2) @ dy
             direct = reads.transpose(-1, -2) @ dy - w.transpose(-1, -2) @ du_inside
@@ -85,18 +94,18 @@ class DeltaFunction(torch.autograd.Function):
             du = du_inside + writes @ d_end
             gradients = _Chunks(
                 uv=du,
-                w=-du @ starts.transpose(-1, -2),
+                w=-du @ entering.transpose(-1, -2),
                 scores=dy @ u.transpose(-1, -2),
-                reads=dy @ starts.transpose(-1, -2),
+                reads=dy @ entering.transpose(-1, -2),
                 writes=u @ d_end.transpose(-1, -2),
-                total=None if total is None else (starts * d_end).sum(-1, keepdim=True).sum_to_size(total.shape),
+                total=None if total is None else (entering * d_end).sum(-1, keepdim=True).sum_to_size(total.shape),
             )
             wanted = [x for x in leaves if x is not None and x.requires_grad]
             through = [(x, g) for x, g in zip(chunks, gradients, strict=True) if x is not None and x.requires_grad]
             outputs, cotangents = zip(*through, strict=True) if wanted else ((), ())
             found = iter(torch.autograd.grad(outputs, wanted, cotangents) if wanted else ())
         of_inputs = [next(found) if x is not None and x.requires_grad else None for x in leaves]
-        return *of_inputs, d_state if ctx.needs_input_grad[6] else None
+        return *of_inputs, d_state if ctx.needs_input_grad[6] else None, None
 
 
 class _Chunks(NamedTuple):

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
@@ -37,14 +36,16 @@ from fairseq_fastweights.ops.chunkwise.decays import (
     suffix_sums,
     times,
 )
+from fairseq_fastweights.ops.chunkwise.documents import are_apart, gradients_of, step_by_step
 from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, times_lower, to_chunks
+from fairseq_fastweights.ops.once import differentiable_once
 
 
 class DiagonalFunction(torch.autograd.Function):
-    """(q, k, v, log_key_decay, log_value_decay, initial_state) -> (out, final_state).
+    """(q, k, v, log_key_decay, log_value_decay, initial_state, starts) -> (out, final_state).
 
     log_key_decay is (batch, time, heads, key_dim or 1), log_value_decay (batch, time, heads, value_dim), either may
-    be None.
+    be None; the former empties the state where `starts` is true.
     """
 
     @staticmethod
@@ -56,6 +57,7 @@ class DiagonalFunction(torch.autograd.Function):
         log_key_decay: Tensor | None,
         log_value_decay: Tensor | None,
         initial_state: Tensor | None,
+        starts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         with without_autocast(v):
             time = v.shape[1]
@@ -73,14 +75,21 @@ class DiagonalFunction(torch.autograd.Function):
                     split(out, half)[1].add_(times(scores @ times(v1, r_z), p_z))
             inside_f, inside_z = inclusive(fc), inclusive(zc)
             out += times(times(qc, inside_f) @ states[:, :, :-1], inside_z)
-        ctx.save_for_backward(q, k, v, log_key_decay, log_value_decay, states)
+        ctx.save_for_backward(q, k, v, log_key_decay, log_value_decay, initial_state, starts, states)
         # The last state is handed out as a copy: what is saved must not change with it.
         return from_chunks(out, time, v.dtype), states[:, :, -1].clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_key_decay, log_value_decay, states = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_key_decay, log_value_decay, initial_state, starts, states = saved
+        if starts is not None and not are_apart(starts, (d_out, d_final)):
+
+            def run(q: Tensor, k: Tensor, v: Tensor, f: Any, z: Any, state: Any) -> Any:
+                return step_by_step(q, k, v, None, None, f, z, state, starts)
+
+            given = (q, k, v, log_key_decay, log_value_decay, initial_state)
+            return *gradients_of(run, given, (d_out, d_final)), None
         with without_autocast(v):
             time = v.shape[1]
             qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
@@ -101,7 +110,7 @@ class DiagonalFunction(torch.autograd.Function):
         inputs = (q, k, v, log_key_decay, log_value_decay)
         found = zip((dq, dk, dv, df, dz), inputs, ctx.needs_input_grad, strict=False)
         gradients = [from_chunks(x, time, of.dtype) if x is not None and wanted else None for x, of, wanted in found]
-        return *gradients, d_states if ctx.needs_input_grad[5] else None
+        return *gradients, d_states if ctx.needs_input_grad[5] else None, None
 
 
 def _chunks(

@@ -47,10 +47,13 @@ def times_lower(lower: Tensor, x: Tensor) -> Tensor:
 
     0 times what is not finite is no 0: it is taken out of the product, and put back where it may be seen.
     """
-    # On a GPU the CPU would have to wait for the answer, which would cost more than the passes below.
-    answers = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if answers and bool(x.sum().isfinite()):
+    if answers(x) and bool(x.sum().isfinite()):
         return lower @ x
     finite = torch.nan_to_num(x, 0.0, 0.0, 0.0)
     unseen = (x - finite).cumsum(-2)
     return torch.baddbmm(unseen.flatten(0, -3), lower.flatten(0, -3), finite.flatten(0, -3)).view_as(x)
+
+
+def answers(x: Tensor) -> bool:
+    """True if the values of `x` can be asked for: on a GPU the CPU would have to wait for them."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

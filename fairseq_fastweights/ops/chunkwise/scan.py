@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.checks import state_dtype
 from fairseq_fastweights.ops.chunkwise.layout import chunk_length
+from fairseq_fastweights.ops.once import differentiable_once
 
 # Steps whose states are formed together: on a CPU they should stay in its cache.
 LONGEST_CHUNK_ON_CPU = 16
@@ -54,13 +54,13 @@ class ScanFunction(torch.autograd.Function):
             out = torch.cat(outputs, 1)[:, : u.shape[1]]
             if D is not None:
                 out = out + D.to(dtype) * u.to(dtype)
-        ctx.save_for_backward(u, delta, A, B, C, D, torch.stack(states[:-1]))
+        ctx.save_for_backward(u, delta, A, B, C, D, initial_state, torch.stack(states[:-1]))
         return out.to(u.dtype), states[-1]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        u, delta, A, B, C, D, states = ctx.saved_tensors
+    @differentiable_once
+    def backward(ctx: Any, saved: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        u, delta, A, B, C, D, _, states = saved
         dtype = state_dtype(u.dtype)
         with without_autocast(u):
             rates, dA, d_state = A.to(dtype), torch.zeros_like(A, dtype=dtype), d_final
