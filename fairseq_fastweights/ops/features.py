@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_fastweights.ops import native_operators
-from fairseq_fastweights.ops.checks import check_tensor, state_dtype
+from fairseq_fastweights.ops.checks import check_devices, check_tensor, state_dtype
 from fairseq_fastweights.ops.choice import choose_elementwise
 from fairseq_fastweights.ops.native_operators import register_autograd
 
@@ -168,6 +168,7 @@ def random_features(
             f"projected has shape {tuple(projected.shape)} and source {tuple(source.shape)}; they must be (batch, "
             "time, heads, features) and (batch, time, heads, dim)"
         )
+    check_devices({"source": source}, "projected", projected)
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}")
     dtype = state_dtype(projected.dtype) if dtype is None else dtype

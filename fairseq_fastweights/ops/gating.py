@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_fastweights.ops.checks import check_shape, check_tensor, state_dtype
+from fairseq_fastweights.ops.checks import check_devices, check_shape, check_tensor, state_dtype
 from fairseq_fastweights.ops.choice import choose_elementwise
 from fairseq_fastweights.ops.native_operators import register_autograd
 
@@ -96,8 +96,10 @@ def gate(
         form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
         few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]
         if form == "plain" and (few or (y is None and precise)):
-            activated = ACTIVATIONS[activation](x)
-            return activated if y is None else y * activated
+            if y is None:
+                return ACTIVATIONS[activation](x)
+            check_devices({"y": y}, "x", x)
+            return y * ACTIVATIONS[activation](x)
         backend = "reference" if few else backend
         if x.is_cuda and norm != "none" and y is not None and y.shape[-1] > most_normed(x.dtype):
             backend = "reference"
@@ -155,6 +157,10 @@ def _definition(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    # The kernels look at this themselves.
+    for name, tensor in (("bias", bias), ("log_rate", log_rate), ("y", y), ("weight", weight)):
+        if tensor is not None and tensor.device != x.device:
+            check_devices({name: tensor}, "x", x)
     precise = state_dtype(x.dtype)
     logits = x.to(precise) if bias is None else x.to(precise) + bias.to(precise)
     out = list(ACTIVATIONS.values())[activation](logits)

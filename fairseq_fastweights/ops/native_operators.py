@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.checks import check_devices, state_dtype
 
 NAMESPACE = "fairseq_fastweights"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -65,6 +65,24 @@ for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
+def _shapes_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the shapes of an operator's results, for tensors without memory.
+
+    torch calls it too where one of several tensors is on meta: what it made of the others would be unwritten memory.
+    """
+    names = [argument.name for argument in getattr(torch.ops.fairseq_fastweights, name).default._schema.arguments]
+
+    def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*inputs: Any) -> Any:
+            given = {of: x for of, x in zip(names, inputs, strict=True) if isinstance(x, Tensor)}
+            check_devices(given, *next(iter(given.items())))
+            return shapes(*inputs)
+
+        return torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
+
+    return register
+
+
 def _shape_of_forward(k: Tensor, v: Tensor, interval: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, time, heads, key_dim = *v.shape[:3], k.shape[3]
     kept = (time + interval - 1) // interval - 1 if interval else 0
@@ -85,24 +103,24 @@ def _shape_of_state_gradient(k: Tensor, v: Tensor, initial_state: Tensor | None)
     return v.new_empty(shape, dtype=state_dtype(v.dtype))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rule_forward", lib=_library)
+@_shapes_of("rule_forward")
 def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
     return _shape_of_forward(k, v, others[-1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rule_backward", lib=_library)
+@_shapes_of("rule_backward")
 def _(d_out: Any, d_final_state: Any, *given: Any) -> Any:
     q, k, v, erase, _, beta, log_gate, _, f, z, _, initial_state, _, _ = given
     gradients = [_shape_of_gradient(x, v) for x in (q, k, v, erase, beta, log_gate, f, z)]
     return (*gradients, _shape_of_state_gradient(k, v, initial_state))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rule_step_", lib=_library)
+@_shapes_of("rule_step_")
 def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
     return torch.empty_like(v)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_forward", lib=_library)
+@_shapes_of("selective_scan_forward")
 def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, interval: int) -> Any:
     batch, time, channels = u.shape
     kept = (time + interval - 1) // interval - 1 if interval else 0
@@ -114,7 +132,7 @@ def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, in
     )
 
 
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_backward", lib=_library)
+@_shapes_of("selective_scan_backward")
 def _(
     d_out: Any,
     d_final_state: Any,
@@ -133,63 +151,63 @@ def _(
     return (*gradients, u.new_empty(shape, dtype=state_dtype(u.dtype)))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::selective_scan_step_", lib=_library)
+@_shapes_of("selective_scan_step_")
 def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, state: Any) -> Any:
     return torch.empty_like(u)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::map_features", lib=_library)
+@_shapes_of("map_features")
 def _(x: Any, feature_map: int, nu: int, normalization: int, eps: float, scale: float, dtype: torch.dtype) -> Any:
     return x.new_empty(*x.shape[:-1], x.shape[-1] * (2 * nu if feature_map == DPFP else 1), dtype=dtype)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::map_features_backward", lib=_library)
+@_shapes_of("map_features_backward")
 def _(d_out: Any, x: Any, *how: Any) -> Any:
     return torch.empty_like(x)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::random_features", lib=_library)
+@_shapes_of("random_features")
 def _(x: Any, source: Any, *how: Any) -> Any:
     return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=how[-1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::random_features_backward", lib=_library)
+@_shapes_of("random_features_backward")
 def _(d_out: Any, x: Any, source: Any, *how: Any) -> Any:
     return torch.empty_like(x), torch.empty_like(source)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gate", lib=_library)
+@_shapes_of("gate")
 def _(x: Any, *others: Any) -> Any:
     return x.new_empty(x.shape, dtype=others[-1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gate_backward", lib=_library)
+@_shapes_of("gate_backward")
 def _(d_out: Any, x: Any, bias: Any, log_rate: Any, y: Any, weight: Any, *how: Any) -> Any:
     return tuple(_shape_of_gradient(of, x) for of in (x, bias, log_rate, y, weight))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::short_convolution", lib=_library)
+@_shapes_of("short_convolution")
 def _(x: Any, weight: Any, *others: Any) -> Any:
     _, batch, channels = x.shape
     return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, channels, dtype=state_dtype(x.dtype))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::short_convolution_backward", lib=_library)
+@_shapes_of("short_convolution_backward")
 def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *others: Any) -> Any:
     return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::delta_step_", lib=_library)
+@_shapes_of("delta_step_")
 def _(q: Any, k: Any, v: Any, beta: Any, weight: Any, *others: Any) -> Any:
     return v.new_empty(len(v), 1, len(weight), v.shape[-1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::window_step_", lib=_library)
+@_shapes_of("window_step_")
 def _(q: Any, *others: Any) -> Any:
     return q.new_empty(q.shape)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gated_delta_step_", lib=_library)
+@_shapes_of("gated_delta_step_")
 def _(x: Any, beta: Any, decay: Any, gate: Any, *others: Any) -> Any:
     return x.new_empty(gate.shape)
 
@@ -352,7 +370,11 @@ def register_autograd(
 def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: Any) -> list[Tensor | None]:
     outputs = definition(*inputs)
     pairs = zip(outputs if isinstance(outputs, tuple) else (outputs,), d_outs, strict=True)
-    results, weights = zip(*((y, d_y) for y, d_y in pairs if d_y is not None), strict=True)
+    # Of what is returned, a part may depend on no input that wants a gradient.
+    differentiated = [(y, d_y) for y, d_y in pairs if d_y is not None and y.requires_grad]
+    if not differentiated:
+        return [None for _ in of]
+    results, weights = zip(*differentiated, strict=True)
     wanted = [x for x in of if x is not None and x.requires_grad]
     found = iter(torch.autograd.grad(results, wanted, weights, create_graph=True, allow_unused=True))
     return [next(found) if x is not None and x.requires_grad else None for x in of]
