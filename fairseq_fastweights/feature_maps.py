@@ -61,20 +61,21 @@ class FeatureMap(nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
+        k: Tensor | None,
         *,
         scales: Scales = "fixed",
         normalize: bool = False,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return `(phi(q), phi(k))`.
 
         Both are mapped in one call because a random map has to use one draw for the two.
 
         Args:
             q: (batch, time, heads, key_dim).
-            k: (batch, time, heads, key_dim); batch and time may differ from those of q.
+            k: (batch, time, heads, key_dim); batch and time may differ from those of q. None, if `are_alike`, where q
+                holds heads of keys too.
             scales: which features a map may multiply by positive numbers to keep them within the range
                 of their dtype, because a normalisation divides these out again. "fixed": none.
                 "queries": each query by its own number (attention normalisation). "queries and
@@ -88,11 +89,13 @@ class FeatureMap(nn.Module):
             backend: one of `ops.BACKENDS`, as for the update rules.
 
         Returns:
-            Two tensors (batch, time, heads, output_dim).
+            Two tensors (batch, time, heads, output_dim); the second is None if k is.
 
         Raises:
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
         """
+        if k is None:
+            return self._map_alike(q, scales, normalize, dtype, backend), None
         self._check_inputs(q, k)
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
@@ -105,19 +108,10 @@ class FeatureMap(nn.Module):
         return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
 
     def are_alike(self, scales: Scales) -> bool:
-        """True if queries and keys of all heads are mapped alike, so that `map_alike` can map them in one tensor."""
+        """True if queries and keys of all heads are mapped alike, so that `forward` can map them in one tensor."""
         return type(self)._prepare is FeatureMap._prepare
 
-    def map_alike(
-        self,
-        x: Tensor,
-        *,
-        scales: Scales = "fixed",
-        normalize: bool = False,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> Tensor:
-        """Return phi of every vector of x, (batch, time, heads, key_dim), as `forward` does; only if `are_alike`."""
+    def _map_alike(self, x: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
         return self._finish(x, normalize, dtype, backend)
 
     def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
@@ -314,16 +308,7 @@ class FavorMap(FeatureMap):
     def are_alike(self, scales: Scales) -> bool:
         return scales in ("fixed", "all")
 
-    def map_alike(
-        self,
-        x: Tensor,
-        *,
-        scales: Scales = "fixed",
-        normalize: bool = False,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-    ) -> Tensor:
-        """Maps several vectors, as `FeatureMap` does, with one draw for all."""
+    def _map_alike(self, x: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
         how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
         with without_autocast(x):
             return self._features_of(x, self._drawn(x), scales == "all", **how)

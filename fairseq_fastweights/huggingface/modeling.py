@@ -27,6 +27,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 )
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import use_rms_norms
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.safetensors_digests import note_digest
@@ -458,7 +459,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         if not isinstance(logits_to_keep, int):
             check_whole("logits_to_keep", logits_to_keep, dims=1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(features[:, kept])
+        logits = self.lm_head(in_rows(features[:, kept]))
         if self.config.masked_tokens:
             masked = torch.tensor(self.config.masked_tokens, device=logits.device)
             logits = logits.index_fill(-1, masked, MASKED_LOGIT)

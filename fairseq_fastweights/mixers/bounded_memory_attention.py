@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
@@ -79,7 +80,7 @@ class BoundedMemoryAttention(SoftmaxMixer):
         scores, keys = ops.decay_rule(q, k, phi, None, log_kept, initial_state=keys, in_place=in_place)
         weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype))).to(v.dtype)
         out, values = ops.decay_rule(weights, psi, v, log_kept, None, initial_state=values, in_place=in_place)
-        out = self.out_proj(out.to(x.dtype).transpose(0, 1).reshape(time, batch, self.embed_dim))
+        out = self.out_proj(in_rows(out.to(x.dtype).transpose(0, 1).reshape(time, batch, self.embed_dim)))
         read = real.sum(dim=1) if state is None else state["read"] + real.sum(dim=1)
         return out, {"keys": keys, "values": values, "read": read, **after}
 

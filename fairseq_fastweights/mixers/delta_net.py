@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.gated_delta import GatedDelta
 from fairseq_fastweights.mixers.mixer import Option
 from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
@@ -80,6 +81,9 @@ class DeltaNet(GatedDelta):
     def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
         if self.gate:
             return super()._read(y, projected, dtype)
-        precise = ops.state_dtype(y.dtype)
-        weight = self.o_norm.weight.to(precise)
-        return F.rms_norm(y.to(precise), (self.value_dim,), weight, self.eps).flatten(-2).to(dtype)
+        if are_plain([self.o_norm], nn.RMSNorm):
+            precise = ops.state_dtype(y.dtype)
+            y = F.rms_norm(y.to(precise), (self.value_dim,), self.o_norm.weight.to(precise), self.eps)
+        else:
+            y = self.o_norm(y)
+        return y.flatten(-2).to(dtype)

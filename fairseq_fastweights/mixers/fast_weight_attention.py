@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
@@ -144,7 +145,7 @@ class FastWeightAttention(MemoryAttention):
         return self._project_out(out, x), {"state": after}
 
     def _may_take_step(self, x: Tensor) -> bool:
-        learned = type(self.feature_map) is ReluMap and self.normalization == {"sum"}
+        learned = self.normalization == {"sum"} and are_plain([self.feature_map], ReluMap)
         return learned and self.update_rule == "delta" and steps.may_take(x, self.backend)
 
     def _step(self, x: Tensor, gates: list[Any], state: Tensor) -> tuple[Tensor, State]:

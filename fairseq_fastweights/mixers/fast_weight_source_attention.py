@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.ops.autocast import without_autocast
@@ -78,7 +79,10 @@ class FastWeightSourceAttention(MemoryAttention):
         else:
             source = x if source is None else source
             copies = self._copies(source, padding)
-            source, padding = source[:, ::copies], None if padding is None else padding[::copies, :, None, None]
+            source, padding = (
+                in_rows(source[:, ::copies]),
+                None if padding is None else padding[::copies, :, None, None],
+            )
             k = self._heads(self.k_proj(source), self.feature_map.key_dim)
             v = self._heads(self.v_proj(source), self.head_dim)
             if padding is not None and k.shape[1]:

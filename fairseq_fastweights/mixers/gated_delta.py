@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import are_plain, gated_norm, in_rows
 from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project, shared
-from fairseq_fastweights.mixers.short_convolution import short_convolution
+from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops import steps
@@ -161,10 +162,9 @@ class GatedDelta(MovesPadding):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, size, bias=bias) for size in self._channels)
         self.b_proj = nn.Linear(embed_dim, writes * num_heads, bias=bias)
         channels = sum(self._channels)
-        # It holds the parameter; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
         self._make_gates(values)
-        self.o_norm = nn.RMSNorm(self.value_dim, eps)  # it holds the parameter; `gate` does its work
+        self.o_norm = nn.RMSNorm(self.value_dim, eps)
         self.o_proj = nn.Linear(values, embed_dim, bias=bias)
         self.reset_special_parameters()
 
@@ -200,8 +200,8 @@ class GatedDelta(MovesPadding):
         projected, logits, *of_gates = project(text, modules, together=3)
         if state is not None and len(text) == 1 and lengths is None and starts is None and self._may_take_step(text):
             return self._step(projected, logits, of_gates, state, overwrite)
-        mixed, conv_state = short_convolution(
-            projected, self.conv1d.weight[:, 0], None, before.get("conv"), lengths, starts, backend=self.backend
+        mixed, conv_state = convolve(
+            self.conv1d, self.conv, projected, before.get("conv"), lengths, starts, backend=self.backend
         )
         q, k, v = mixed.split(self._channels, -1)
         # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
@@ -229,10 +229,12 @@ class GatedDelta(MovesPadding):
             in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        return self.o_proj(self._read(y.transpose(0, 1), of_gates, mixed.dtype)), {"conv": conv_state, "memory": memory}
+        out = in_rows(self._read(y.transpose(0, 1), of_gates, mixed.dtype))
+        return self.o_proj(out), {"conv": conv_state, "memory": memory}
 
     def _may_take_step(self, text: Tensor) -> bool:
-        return type(self) is GatedDelta and steps.may_take(text, self.backend)
+        plain = are_plain([self.conv1d], nn.Conv1d) and are_plain([self.o_norm], nn.RMSNorm)
+        return plain and type(self) is GatedDelta and steps.may_take(text, self.backend)
 
     def _step(
         self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, overwrite: bool
@@ -270,16 +272,9 @@ class GatedDelta(MovesPadding):
 
     def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Norms and gates `y`, what the memory gave, (time, batch, num_heads, value_dim); puts heads side by side."""
-        return gate(
-            self._output_logits(projected[-1]),
-            self._output_activation,
-            y=y,
-            weight=self.o_norm.weight,
-            norm="rms",
-            eps=self.eps,
-            dtype=dtype,
-            backend=self.backend,
-        )
+        logits = self._output_logits(projected[-1])
+        how: dict[str, Any] = {"eps": self.eps, "dtype": dtype, "backend": self.backend}
+        return gated_norm(self.o_norm, y, logits, self._output_activation, **how)
 
     def _output_logits(self, projected: Tensor) -> Tensor:
         """The logits of the gate on what is read, (time, batch, num_heads * value_dim)."""

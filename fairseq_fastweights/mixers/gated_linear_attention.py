@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import gated_norm, in_rows
 from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State
 from fairseq_fastweights.mixers.projections import project
@@ -85,7 +88,7 @@ class GatedLinearAttention(Mixer):
         self.g_proj = nn.Linear(embed_dim, values, bias=False)
         self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
         self.f_b_proj = nn.Linear(rank, keys)
-        self.o_norm = nn.RMSNorm(self.value_dim, eps)  # it holds the parameter; `gate` does its work
+        self.o_norm = nn.RMSNorm(self.value_dim, eps)
         self.o_proj = nn.Linear(values, embed_dim, bias=False)
 
     def reset_special_parameters(self) -> None:
@@ -123,14 +126,6 @@ class GatedLinearAttention(Mixer):
             in_place=overwrite and before is not None and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        out = gate(
-            read,
-            "silu",
-            y=y.transpose(0, 1),
-            weight=self.o_norm.weight,
-            norm="rms",
-            eps=self.eps,
-            dtype=read.dtype,
-            backend=self.backend,
-        )
-        return self.o_proj(out), {"state": memory}
+        how: dict[str, Any] = {"eps": self.eps, "dtype": read.dtype, "backend": self.backend}
+        out = gated_norm(self.o_norm, y.transpose(0, 1), read, "silu", **how)
+        return self.o_proj(in_rows(out)), {"state": memory}

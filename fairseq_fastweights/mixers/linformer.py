@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.number_checks import check_number
 
@@ -91,8 +93,12 @@ class Linformer(BoundedMemoryAttention):
             raise InvalidInput(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
         # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
         columns = (positions - 1).clamp(min=0)
+        modules = [self.compress_k, self.compress_v]
+        if are_plain(modules):
+            tables = [module.weight.t() for module in modules]
+        else:  # whatever such a layer does with its weights, of each position it gives that position's column
+            tables = [module(torch.eye(self.max_positions, dtype=x.dtype, device=x.device)) for module in modules]
         phi, psi = (
-            F.embedding(columns, module.weight.t())[:, :, None].expand(batch, time, self.num_heads, self.slots)
-            for module in (self.compress_k, self.compress_v)
+            F.embedding(columns, table)[:, :, None].expand(batch, time, self.num_heads, self.slots) for table in tables
         )
         return phi, psi, None, {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
@@ -95,7 +96,7 @@ class LocalAttention(SoftmaxMixer):
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout(), is_causal=True)
         else:
             out = self._attend(q, k, v, before, seen.clamp(max=self.window - 1))
-        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
         if order is not None:
             out = put_back(out, order)
 

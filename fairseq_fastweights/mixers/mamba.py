@@ -12,12 +12,15 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import are_plain, in_rows
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
-from fairseq_fastweights.mixers.short_convolution import short_convolution
+from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.ops.chunkwise.documents import are_apart
 from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.scan import reference as step_by_step
 
 FORGETS = 2.0**64
 """The size of a step that empties the state: exp(-FORGETS * rate) is 0."""
@@ -99,7 +102,6 @@ class Mamba(MovesPadding):
         self.bias, self.backend = bias, backend
         self.channels = channels = expansion * embed_dim
         self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
-        # It holds the parameters; `short_convolution` does its work.
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1)
         self.x_proj = nn.Linear(channels, self.dt_rank + 2 * state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, channels)
@@ -126,13 +128,13 @@ class Mamba(MovesPadding):
     ) -> tuple[Tensor, State]:
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
-        u, conv_state = short_convolution(
-            x, self.conv1d.weight[:, 0], self.conv1d.bias, before.get("conv"), lengths, starts, backend=self.backend
-        )
-        dt, B, C = self.x_proj(u).split([self.dt_rank, self.state, self.state], dim=-1)
+        u, conv_state = convolve(self.conv1d, self.conv, x, before.get("conv"), lengths, starts, backend=self.backend)
+        dt, B, C = self.x_proj(in_rows(u)).split([self.dt_rank, self.state, self.state], dim=-1)
         precise = ops.state_dtype(u.dtype)
-        steps = F.linear(dt, self.dt_proj.weight)
-        delta = gate(steps, "softplus", bias=self.dt_proj.bias, backend=self.backend)
+        if are_plain([self.dt_proj]):
+            delta = gate(F.linear(dt, self.dt_proj.weight), "softplus", bias=self.dt_proj.bias, backend=self.backend)
+        else:
+            delta = gate(self.dt_proj(dt), "softplus", backend=self.backend)
         if lengths is not None:  # a step of no size leaves the state as it is
             delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
         scan = ops.selective_scan if starts is None else partial(_scan_of_documents, starts)
@@ -147,8 +149,8 @@ class Mamba(MovesPadding):
             in_place=overwrite and "scan" in before and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        out = self.out_proj(gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend))
-        return out, {"conv": conv_state, "scan": scan_state}
+        out = gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)
+        return self.out_proj(in_rows(out)), {"conv": conv_state, "scan": scan_state}
 
 
 def _scan_of_documents(
@@ -157,8 +159,11 @@ def _scan_of_documents(
     """`ops.selective_scan` of rows in which documents begin where `starts`, (batch, time), is true.
 
     A step of size `FORGETS`, a power of two, leaves nothing of the state unless a rate is as small as 1e-16. Its u is
-    multiplied by delta / FORGETS, so that it writes what a step of size delta writes.
+    multiplied by delta / FORGETS, so that it writes what a step of size delta writes. Of what is not finite it leaves
+    NaN, and documents are computed step by step.
     """
+    if not are_apart(starts, (u, delta, B, C, options["initial_state"])):
+        return step_by_step(u, delta, A, B, C, D, initial_state=options["initial_state"], starts=starts)
     precise = ops.state_dtype(u.dtype)
     first = starts[..., None]
     written = torch.where(first, u.to(precise) * delta / FORGETS, u.to(precise))

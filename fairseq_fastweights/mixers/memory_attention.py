@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.feature_maps import Scales, build_feature_map, is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.number_checks import check_number
@@ -141,7 +142,7 @@ class MemoryAttention(Mixer):
         both, v, *logits = project(x, modules, together=2)
         v = self._in_float32_range(self._heads(v, self.head_dim))
         heads = both.unflatten(-1, (-1, dim)).transpose(0, 1)
-        both = self.feature_map.map_alike(heads, scales=self._scales, **self._mapping(v))
+        both, _ = self.feature_map(heads, None, scales=self._scales, **self._mapping(v))
         q, k = both.chunk(2, dim=2)
         return q, k, v, logits
 
@@ -168,7 +169,7 @@ class MemoryAttention(Mixer):
         time, batch, _ = query.shape
         out = out.to(query.dtype)
         out = self.dropout_module(out if self.scale == 1 else out * self.scale)
-        return self.out_proj(out.transpose(0, 1).reshape(time, batch, self.out_proj.in_features))
+        return self.out_proj(in_rows(out.transpose(0, 1).reshape(time, batch, self.num_heads * self.head_dim)))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
         """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim); copies only if heads are shared."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.number_checks import check_number
 
 State = dict[str, Tensor]
@@ -143,13 +144,16 @@ class Mixer(nn.Module):
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a `forward` refuse an input of another shape by name, where torch speaks of its own matrices."""
+    """Makes a `forward` refuse an input of another shape by name, where torch speaks of its own matrices.
+
+    All that it multiplies an input with it then multiplies at once.
+    """
 
     @wraps(forward)
     def checked(self: Mixer, x: Tensor, *others: Any, **named: Any) -> Any:
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
-        return forward(self, x, *others, **named)
+        return forward(self, in_rows(x), *others, **named)
 
     return checked
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import rms_norm
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.number_checks import check_number
 
 PROJECTION_BIASES = ("all", "qkv", "none")
@@ -82,10 +83,10 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
     """The outputs of some linear modules for x, (..., width); of the first `together` ones in one tensor.
 
     In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
-    pays where x has more rows than columns. Modules that may do more than multiply, as those with hooks, stay alone.
+    pays where x has more rows than columns. Modules that may do more than multiply stay alone.
     """
     together_pays = modules[0].training and x.shape[:-1].numel() >= x.shape[-1]
-    if not together_pays or not all(_is_plain(module, like=modules[0]) for module in modules):
+    if not together_pays or not are_plain(modules) or len({module.bias is None for module in modules}) > 1:
         parts = [module(x) for module in modules]
         return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
     weight = torch.cat([module.weight for module in modules])
@@ -94,10 +95,3 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
     # A matrix, as torch multiplies tensors of more dimensions in one way with gradients and in another one without.
     projected = F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
     return list(projected.split([sum(sizes[:together]), *sizes[together:]], dim=-1))
-
-
-def _is_plain(module: Any, like: Any) -> bool:
-    """True if a module does what `nn.Linear` does, with a bias if `like` has one."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    plain = type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
-    return plain and (module.bias is None) == (like.bias is None)

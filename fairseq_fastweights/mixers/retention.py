@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import gated_norm
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
@@ -107,7 +108,7 @@ class Retention(MemoryAttention):
         self.value_dim, self.rms_norm, self.eps = self.head_dim, rms_norm, eps
         self.g_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
         if rms_norm:
-            self.o_norm = nn.RMSNorm(self.head_dim, eps)  # it holds the parameter; `gate` does its work
+            self.o_norm = nn.RMSNorm(self.head_dim, eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -156,11 +157,12 @@ class Retention(MemoryAttention):
             in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
             backend=self.backend,
         )
-        norm = {"norm": "rms", "weight": self.o_norm.weight} if self.rms_norm else {"norm": "layer"}
-        # The norm of y / sqrt(m) is that of y with m times the epsilon: the division costs nothing.
-        eps = self.eps * self.feature_map.output_dim
-        y, dtype = out.transpose(0, 1), out.dtype
-        out = gate(self.g_proj(x), "silu", y=y, **norm, eps=eps, dtype=dtype, backend=self.backend)
+        y, logits, size = out.transpose(0, 1), self.g_proj(x), self.feature_map.output_dim
+        how: dict[str, Any] = {"dtype": out.dtype, "backend": self.backend}
+        if self.rms_norm:
+            out = gated_norm(self.o_norm, y, logits, "silu", eps=self.eps, size=size, **how)
+        else:
+            out = gate(logits, "silu", y=y, norm="layer", eps=self.eps * size, **how)
         return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 
     def reset_special_parameters(self) -> None:

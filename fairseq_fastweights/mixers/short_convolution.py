@@ -6,14 +6,18 @@ them in one pass, and the backward pass in another.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops.checks import check_devices
 from fairseq_fastweights.ops.choice import choose_backend
 from fairseq_fastweights.ops.native_operators import register_autograd
 
@@ -57,6 +61,39 @@ def short_convolution(
     return y, last
 
 
+def convolve(
+    conv: Any,
+    width: int,
+    x: Tensor,
+    before: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    *,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`short_convolution` by a layer.
+
+    Args:
+        conv: what is, or stands for, `nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1)`.
+        width: of its kernel.
+        x, before, lengths, starts, backend: as of `short_convolution`, as are the results.
+    """
+    if are_plain([conv], nn.Conv1d):
+        return short_convolution(x, conv.weight[:, 0], conv.bias, before, lengths, starts, backend=backend)
+    time, batch, channels = x.shape
+    reach = width - 1
+    # What the next call needs are inputs, whatever the weights.
+    _, last = short_convolution(x, x.new_zeros(channels, width), None, before, lengths, starts, backend=backend)
+    # Documents stand apart, by zeros as far as the layer reaches back.
+    number = torch.zeros(batch, time, dtype=torch.long, device=x.device) if starts is None else starts.cumsum(1)
+    most = 0 if starts is None else max(starts.sum(1).tolist(), default=0)
+    places = (torch.arange(reach, reach + time, device=x.device) + reach * number).t()[..., None].expand(x.shape)
+    first = x.new_zeros(reach, batch, channels) if before is None else before.transpose(0, 1).to(x.dtype)
+    inputs = torch.cat([first, x.new_zeros(time + reach * most, batch, channels)]).scatter(0, places, x)
+    u = conv(inputs.permute(1, 2, 0)).permute(2, 0, 1).gather(0, places)
+    return F.silu(u).to(x.dtype), last
+
+
 def _definition(
     x: Tensor,
     weight: Tensor,
@@ -65,6 +102,9 @@ def _definition(
     lengths: Tensor | None,
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    # The kernels look at this themselves.
+    given = {"weight": weight, "bias": bias, "before": before, "lengths": lengths, "starts": starts}
+    check_devices({name: tensor for name, tensor in given.items() if tensor is not None}, "x", x)
     time, batch, channels = x.shape
     reach = weight.shape[1] - 1
     precise = ops.state_dtype(x.dtype)

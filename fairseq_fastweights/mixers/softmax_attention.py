@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.projections import Projections, project, shared
@@ -148,7 +149,7 @@ class SoftmaxAttention(SoftmaxMixer):
             is_causal=causal,
         )
         out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
-        out = out.reshape(time, batch, self.out_proj.in_features)
+        out = in_rows(out.reshape(time, batch, self.num_heads * self.head_dim))
         out = self.out_proj(out * self.output_gate_proj(x).sigmoid() if self.output_gate else out)
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]

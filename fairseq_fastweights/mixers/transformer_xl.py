@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
@@ -147,7 +148,7 @@ class TransformerXL(SoftmaxMixer):
             attn_mask=scores.masked_fill(~self._visible(seen, len(inputs)), -math.inf),
             dropout_p=self._dropout(),
         )
-        out = self.out_proj(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim))
+        out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
         if order is not None:
             out = put_back(out, order)
 
@@ -175,7 +176,7 @@ class TransformerXL(SoftmaxMixer):
         distances = torch.arange(keys - 1, -2, -1, device=q.device, dtype=precise)
         if self.clamp_len:
             distances = distances.clamp(max=self.clamp_len)
-        cosines, sines = turns(distances, self.embed_dim, WAVELENGTH_BASE, self.position_proj.weight.dtype)
+        cosines, sines = turns(distances, self.embed_dim, WAVELENGTH_BASE, self.content_bias.dtype)
         encoded = torch.cat([sines, cosines], dim=-1)[:, : self.embed_dim]
         encoded = self.position_proj(encoded).view(keys + 1, self.num_heads, self.head_dim)
         by_place = torch.einsum("tbhd,phd->bhtp", q * self.head_dim**-0.5, encoded).flatten(2)

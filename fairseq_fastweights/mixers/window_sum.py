@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
@@ -172,7 +173,7 @@ class WindowSum(MovesPadding, MemoryAttention):
 
     def _may_take_step(self, q: Tensor, state: State) -> bool:
         # What was read under autocast has left keys in half precision.
-        learned = type(self.feature_map) is ReluMap and state["keys"].dtype == q.dtype
+        learned = are_plain([self.feature_map], ReluMap) and state["keys"].dtype == q.dtype
         return learned and steps.may_take(q, self.backend)
 
     def _step(

@@ -15,6 +15,7 @@ from fairseq.modules.quant_noise import quant_noise
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.models.segment_state import SegmentState
 
@@ -103,7 +104,7 @@ class MixerLayer(nn.Module):
             # Contiguous, as the layers before give it: another layout would be another graph.
             result, after = _compiled()(self, x.contiguous(), states, None, given)
         else:
-            result, after = _run_with_states(self, x, states, incremental_state, given)
+            result, after = _run_with_states(self, in_rows(x), states, incremental_state, given)
         for name, state in after.items():
             incremental_state[mixers[name]] = state  # type: ignore[index]
         return result
@@ -304,7 +305,7 @@ def project(output_layer: Callable[..., Tensor], features: Tensor, **options: An
     Given (batch, 1, width), torch would read all weights of the vocabulary once for every row.
     """
     if features.shape[1] != 1:
-        return output_layer(features, **options)
+        return output_layer(in_rows(features), **options)
     return output_layer(features[:, 0], **options).unsqueeze(1)
 
 

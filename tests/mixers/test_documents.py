@@ -140,3 +140,23 @@ def test_starts_that_are_none_are_refused(name):
 def test_mixers_say_whether_they_take_starts(monkeypatch):
     monkeypatch.setitem(UPDATE_RULES, "own", Rule("own", (), RULES["sum"].reference, feature_map="elu"))
     assert [FastWeightAttention(8, 2, update_rule=rule).takes_starts for rule in ("own", "sum")] == [False, True]
+
+
+SOFTMAX = ("softmax", "local", "window-sum", "transformer-xl")  # which multiplies values by weights of 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunkwise"])
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] not in SOFTMAX], ids=str)
+def test_what_is_not_finite_stays_in_its_document(name, options, backend):
+    mixer, x, starts = make(name, {**options, "backend": backend}), draw(30, WIDTH, batch=2), mark(30, [10, 20], [25])
+    others = torch.ones(30, 2, dtype=torch.bool)
+    others[10:20, 0] = others[:25, 1] = False
+    outcomes = []
+    for value in (0, float("nan")):
+        given = x.masked_fill(~others[..., None], value).requires_grad_()
+        out, state = mixer(given, starts=starts)
+        loss = out[others].square().sum() + sum(kept.double().sum() for kept in state.values())
+        (grad,) = torch.autograd.grad(loss, given)
+        outcomes.append((out[others], grad[others], *state.values()))
+    for one, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, other)
