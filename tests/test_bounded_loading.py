@@ -203,14 +203,7 @@ FORGED: dict[str, tuple[bytes, str]] = {
         rf"{LOST} \(a state for Ordered",
     ),
     "attributes that multiply": (
-        b"]("
-        + doubled(40)
-        + name("collections.OrderedDict")
-        + b")R}"
-        + text("_metadata")
-        + b"}"
-        + text("x")
-        + b"h\x28ssbe",
+        name("collections.OrderedDict") + b")R}" + text("_metadata") + b"](" + doubled(40) + b"esb",
         r"is refused: of \d+,\d+ bytes, its values have [\d,]+ where",
     ),
     "more than its storage": (
