@@ -255,7 +255,10 @@ def test_sizes_and_the_scale_that_relu_starts_with():
 
 IMPOSSIBLE = [
     ("softmax", {}, r"feature map 'softmax'.* identity, elu, relu, favor, favor-schlag, dpfp, tanh"),
-    *[("elu", {"num_heads": 0}, "num_heads is 0; .*at least 1"), ("elu", {"head_dim": -4}, "head_dim is -4; .*at least 1")],
+    *[
+        ("elu", {"num_heads": 0}, "num_heads is 0; .*at least 1"),
+        ("elu", {"head_dim": -4}, "head_dim is -4; .*at least 1"),
+    ],
     ("elu", {"feature_dim": 2.5}, r"feature_dim is 2\.5; .*an integer of at least 1"),
     *(("dpfp", {"dpfp_nu": nu}, f"dpfp_nu is {nu}; .*head_dim 4 .*from 1 to 7") for nu in (0, 8)),
     ("dpfp", {"dpfp_nu": 2, "feature_dim": 8}, "feature_dim is 8; .*dpfp_nu = 16"),
