@@ -144,16 +144,18 @@ class Mixer(nn.Module):
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a `forward` refuse an input of another shape by name, where torch speaks of its own matrices.
+    """Makes a `forward` refuse an input of another shape, or a state that is none, by name.
 
-    All that it multiplies an input with it then multiplies at once.
+    The input is made a matrix of rows, so that each projection is one product.
     """
 
     @wraps(forward)
-    def checked(self: Mixer, x: Tensor, *others: Any, **named: Any) -> Any:
+    def checked(self: Mixer, x: Tensor, state: State | None = None, *others: Any, **named: Any) -> Any:
+        if state is not None and not isinstance(state, dict):
+            raise InvalidInput(f"state is a {type(state).__name__}; it must be None or the dict that a call returned")
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
-        return forward(self, in_rows(x), *others, **named)
+        return forward(self, in_rows(x), state, *others, **named)
 
     return checked
 

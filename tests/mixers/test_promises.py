@@ -83,11 +83,13 @@ def draw(time: int = TIME, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_an_input_of_another_shape_is_named(name):
+def test_an_input_of_another_shape_and_a_state_that_is_none_are_named(name):
     mixer = build_mixer(name, WIDTH, SHARED)
     for shape in ((TIME, 2, WIDTH + 1), (TIME, WIDTH)):
         with pytest.raises(ValueError, match=rf"x has shape \({TIME}, .*; it must be \(time, batch, embed_dim = 16\)"):
             mixer(torch.zeros(shape))
+    with pytest.raises(ValueError, match="state is a Tensor; it must be None or the dict that a call returned"):
+        mixer(torch.zeros(TIME, 2, WIDTH), torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize(("name", "settings"), [*CASES, *STATELESS])
