@@ -42,7 +42,7 @@ struct Division {
     }
 };
 
-// Where a thread's numbers of a tensor lie, from step to step. `outer` and `inner` are a step's indices, and then those of the
+// The places of a thread's numbers of a tensor, from step to step. `outer` and `inner` are a step's indices, and then those of the
 // distance to the next one.
 struct Place {
     int64_t at, ahead, back;

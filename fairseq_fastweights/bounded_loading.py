@@ -142,7 +142,7 @@ def _load_legacy(file: BinaryIO, size: int) -> Any:
 
 
 def _unpickle_legacy(content: mmap.mmap, size: int, load_storage: Loader) -> tuple[Unpickler, Any]:
-    """What reads the rest, and the value of a file in the format from before torch 1.6."""
+    """The unpickler, which reads the rest, and the value of a file in the format from before torch 1.6."""
     unpickler = Unpickler(cast(IO[bytes], content), _MULTIPLE * size + _MORE, load_storage)
     magic, version, machine = (unpickler.load() for _ in range(3))
     if (magic, version) != (_MAGIC, _VERSION) or type(machine) is not dict:

@@ -71,7 +71,7 @@ def _read(file: BinaryIO, at: int, size: int) -> bytes:
 
 
 def _directory(file: BinaryIO, size: int) -> tuple[int, int, bytes]:
-    """Where the directory begins, how many records it has, and its bytes; `struct.error` if it cannot be read."""
+    """The place of the directory, how many records it has, and its bytes; `struct.error` if it cannot be read."""
     end = size - 22
     magic, *disks, here, count, length, begin, comment = struct.unpack("<4s4HIIH", _read(file, end, 22))
     if magic != _END or any(disks) or here != count or comment:
@@ -145,7 +145,7 @@ def _sizes64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, in
 
 
 def _begin(file: BinaryIO, header: int, entry: tuple[bytes, int, int, int], shown: str) -> int:
-    """Where a record's bytes begin: after its header, which must say what its entry in the directory says."""
+    """The place of a record's bytes: after its header, which must say what its entry in the directory says."""
     name, flags, size, crc = entry
     content = _read(file, header, 30 + len(name))
     if len(content) < 30 or not content.startswith(_HEADER):

@@ -155,9 +155,9 @@ def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subp
 def train(data: Path, save_dir: Path, *flags: str) -> str:
     """Ten updates of a small model, unless the flags say otherwise."""
     defaults = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 10 --disable-validation"
-    return command(
-        "train", str(data), *TASK, *SMALL_MODEL, *QUIET, *defaults.split(), "--save-dir", str(save_dir), *flags
-    )
+    unread = {"--share-decoder-input-output-embed"} if "--adaptive-softmax-cutoff" in flags else set()
+    model = [word for word in SMALL_MODEL if word not in unread]
+    return command("train", str(data), *TASK, *model, *QUIET, *defaults.split(), "--save-dir", str(save_dir), *flags)
 
 
 def evaluate(data: Path, checkpoint: Path, *flags: str, task: list[str] = TASK) -> tuple[float, int]:

@@ -297,7 +297,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_archive_in_which_programs_could_find_different_records_is_refused(tmp_path: Path, lie: str) -> None:
+def test_an_archive_with_records_that_programs_find_differently_is_refused(tmp_path: Path, lie: str) -> None:
     path, said = tmp_path / "model.pt", set()
     for seed in range(6):
         change = changes(fuzz_checkpoints.Random(seed))[lie]

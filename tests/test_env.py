@@ -133,7 +133,7 @@ def test_a_copy_that_is_installed_and_not_imported_is_named(tmp_path: Path, monk
 
 @pytest.mark.skipif(libraries.why_not("cpu", torch.__version__) is not None, reason="the CPU kernels were not built")
 def test_a_clone_without_kernels_takes_those_of_an_installed_copy(tmp_path: Path, monkeypatch) -> None:
-    """What `pip install .` compiles is used in the clone's folder too, if it is of the same sources and torch."""
+    """Kernels that `pip install .` compiled are used in the clone's folder too, if sources and torch are the same."""
     (tmp_path / "clone").mkdir()
     (tmp_path / "fairseq_fastweights").symlink_to(libraries.PACKAGE)
     (tmp_path / "fairseq_fastweights-0.1.0.dist-info").mkdir()

@@ -51,6 +51,7 @@ LISTED = {
     "tools/native_toolchain.py: runpy.run_path": "the version in the torch that is installed",
     "benchmarks/build_causal_product.py: torch.utils.cpp_extension.load": "a peer's kernel, from its hashed source",
     "tools/site_pages.py: import_module": OF_ITS_OWN,
+    "examples/common/command_line.py: importlib.util.spec_from_file_location": OF_ITS_OWN,
     "fairseq_fastweights/freed_memory.py: ctypes.CDLL": "the C library that Python itself uses",
     "fairseq/distributed/utils.py: pickle.loads, torch.load": BETWEEN_PROCESSES,
     "fairseq/models/__init__.py: import_module": "modules in a folder that is code",

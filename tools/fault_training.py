@@ -101,7 +101,7 @@ class Training:
         self._after_step(note)
 
     def samples(self) -> list[int]:
-        """Those that were noted, sorted."""
+        """The samples that were noted, sorted."""
         return sorted(map(int, (self.folder / "samples").read_text().split()))
 
     def _after_step(self, act: Callable[[Any, Any], object]) -> None:

@@ -87,7 +87,7 @@ def name(path: str) -> bytes:
 
 
 def random_value(rng: Random, depth: int = 0) -> Any:
-    """What a checkpoint may hold."""
+    """The contents that a checkpoint may have."""
     plain: list[Callable[[], Any]] = [
         lambda: rng.choice((None, True, False, 0, -1, 255, 2**31, -(2**63), 10**30, 0.5, math.inf, "", "lr", "é😀")),
         lambda: "x" * rng.randrange(300),
@@ -549,7 +549,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def faults_of(case: Case, path: Path) -> Iterator[str]:
-    """What is wrong with the way in which a file is read."""
+    """The fault in the way in which a file is read."""
     path.write_bytes(case.content)
     allowed = MULTIPLE * len(case.content) + MORE
     for reader, read in READERS.items():

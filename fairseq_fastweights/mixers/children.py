@@ -1,4 +1,4 @@
-"""What a mixer does with its child modules: it calls them, unless a fused operation may read their parameters."""
+"""How a mixer uses its child modules: it calls them, unless a fused operation may read their parameters."""
 
 from __future__ import annotations
 

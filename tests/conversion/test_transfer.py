@@ -192,11 +192,11 @@ def test_the_report_counts_parameters(source, reported):
         ("delta --feature-map favor --normalization sum --softmax-attention-layers 2", False),
         ("retention", False),
         # Mixers that take nothing of attention.
-        ("delta --mixers mamba:1,gated-delta:2 --transfer embeddings,feed-forward", False),
+        ("--mixers mamba:1,gated-delta:2 --transfer embeddings,feed-forward", False),
     ],
 )
 def test_the_report_advises_to_keep_the_attentions_scale(source, text, reported, flags, advised):
-    model, _, log = reported(source[1], f"{PRE_NORM} --update-rule {flags}")
+    model, _, log = reported(source[1], f"{PRE_NORM} {flags if flags.startswith('--') else f'--update-rule {flags}'}")
     assert ("with scale_read_out they start nearer" in log) == advised
     log_probs(model.train(), text(2, 17)).mean().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

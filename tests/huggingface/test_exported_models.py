@@ -59,8 +59,8 @@ ARCHITECTURES = {
     "fast_weight_lm_baevski_wiki103": BANDS,
     "fast_weight_lm_gpt2_small": "",
     "fast_weight_lm_pythia_70m": "--rotary-dim 2 --softmax-attention-layers 2",
-    "fast_weight_lm_retnet_430m": "--rotary-dim 2",
-    "fast_weight_lm_stripedmamba_430m": "--rotary-dim 2",
+    "fast_weight_lm_retnet_430m": "",
+    "fast_weight_lm_stripedmamba_430m": "",
 }
 NAMES = list(MIXERS)
 CASES = {

@@ -1,4 +1,4 @@
-"""What fairseq's generator makes of a prompt or a source is what it makes of it alone, with every option."""
+"""A text that fairseq's generator makes in a batch is the one that it makes alone, with every option."""
 
 from __future__ import annotations
 

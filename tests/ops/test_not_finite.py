@@ -62,7 +62,7 @@ BEGIN, END = 20, 66  # of the document that is spoilt
 
 
 def of_others(x: Tensor) -> Tensor:
-    """What does not belong to that document, in one head of one row of x, (batch, time, heads, ...)."""
+    """All that does not belong to that document, in one head of one row of x, (batch, time, heads, ...)."""
     own = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)
     own[0, BEGIN:END, 1] = True
     return x[~own]

@@ -148,7 +148,10 @@ def test_a_failing_stage_stops_no_other_and_results_are_kept(tmp_path: Path, mon
     ended = [(*found["gpu check"][stage.name].values(),)[1::2] for stage in stages]
     absent = ("failed", "no-such-sanitizer is not on PATH")
     assert ended == [("failed", "the end"), ("passed", "all is well"), absent]
-    for words, status, says in (("second", 0, "1 stages, all passed"), ("--minutes 0 second", 1, "no time was left")):
+    for words, status, says in (
+        ("second", 0, "1 stages, all passed"),
+        ("--minutes 1e-9 second", 1, "no time was left"),
+    ):
         assert gpu_check.main(words.split()) == status and says in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpu_check.main(["first", "c"])
