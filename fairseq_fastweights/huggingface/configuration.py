@@ -276,6 +276,8 @@ class FastWeightConfig(PreTrainedConfig):
         defaults = SHARED_DEFAULTS | {
             option_name(mixer, option): row.default for mixer in MIXERS for option, row in MIXERS[mixer].options.items()
         }
+        # Layers that do not read it have no biases in their projections either, unless an option of theirs says so.
+        defaults |= {"projection_bias": "none"} if settings.get("projection_bias") == "none" else {}
         given = {name: (name, x) for name, x in settings.items() if x is not None and x != defaults.get(name)}
         check_read(given, settings, [(name, MIXERS) for name in mixers])
         heads = settings.get("fast_weight_heads")

@@ -207,6 +207,9 @@ def test_a_configuration_of_transformers_is_held_to_the_same() -> None:
     with pytest.raises(ValueError, match=r"^dpfp_nu is 3; it needs feature_map dpfp"):
         config("delta", dpfp_nu=3, feature_map="elu")
     assert config("gated-delta,softmax:2", kv_heads=1) and config("delta", dpfp_nu=1, local_window=32)  # defaults
+    assert config("gated-delta", projection_bias="none")
+    with pytest.raises(ValueError, match=r"^projection_bias is qkv; it needs a layer"):
+        config("gated-delta", projection_bias="qkv")
 
 
 def test_infinity_and_not_a_number_are_refused_in_every_option_of_a_number() -> None:
