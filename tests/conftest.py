@@ -155,9 +155,14 @@ def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subp
 def train(data: Path, save_dir: Path, *flags: str) -> str:
     """Ten updates of a small model, unless the flags say otherwise."""
     defaults = "--optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4 --max-update 10 --disable-validation"
+    model = [*TASK, *small_model(*flags), *QUIET, *defaults.split()]
+    return command("train", str(data), *model, "--save-dir", str(save_dir), *flags)
+
+
+def small_model(*flags: str) -> list[str]:
+    """The options of `SMALL_MODEL` that are read beside these flags."""
     unread = {"--share-decoder-input-output-embed"} if "--adaptive-softmax-cutoff" in flags else set()
-    model = [word for word in SMALL_MODEL if word not in unread]
-    return command("train", str(data), *TASK, *model, *QUIET, *defaults.split(), "--save-dir", str(save_dir), *flags)
+    return [word for word in SMALL_MODEL if word not in unread]
 
 
 def evaluate(data: Path, checkpoint: Path, *flags: str, task: list[str] = TASK) -> tuple[float, int]:

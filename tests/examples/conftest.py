@@ -52,13 +52,16 @@ TINY["finetuning"] = TINY["wikitext103"]
 def tiny(table: str, row: str) -> list[str]:
     """The options that make a row's model small."""
     flags = TINY[reproduce_command.ALL[table].folder].split()
+    unread = [BANDS] if table == "carried" else ["--rotary-dim 2"] if re.search("scratch-(mamba|retnet)", row) else []
+    for words in unread:
+        flags = " ".join(flags).replace(words, "").split()
     if "hybrid" in row:  # of two layers, the second has softmax
         flags += ["--softmax-attention-layers", "2"]
     if found := re.fullmatch(r"(.*)-(6|12|30)(-transfer)?", row if table == "smollm2" else ""):
         flags += ["--mixers", f"softmax,{found[1]}:1"]
         if found[1] == "gated-delta":
             flags += ["--gated-delta-kv-heads", "2"]
-    if table == "mao-table3" and row != "base":  # a head of this size has keys of 16
+    if table == "mao-table3" and not re.match("base|linformer|abc", row):  # a head of this size has keys of 16
         flags += ["--feature-dim", "8"]
     return flags
 

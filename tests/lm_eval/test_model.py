@@ -231,6 +231,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(
     tokenizer.save_pretrained(task / "exported")
     results = []
     say_again()
+    caplog.clear()
     for number, words in enumerate(
         (
             ["fairseq-fastweights", "--model_args", f"checkpoint={checkpoint('delta')}"],

@@ -18,7 +18,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import data_utils
 from filelock import FileLock
 
-from tests.conftest import QUIET, SMALL_MODEL, TASK, command, import_plugin, train
+from tests.conftest import QUIET, TASK, command, import_plugin, small_model, train
 
 TRANSLATION = [*TASK[:2], *"--task translation --source-lang en --target-lang de".split()]
 SMALL = "--arch fast_weight_transformer_tiny --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --dropout 0".split()
@@ -117,7 +117,7 @@ def train_in_processes(folder: Path, *arguments: str, processes: int, prepare: C
 
 def train_in_two(data: Path, folder: Path, *flags: str, processes: int = 2, **options: Any) -> str:
     """A language model, in two processes or as many as `processes` says; see `train_in_processes`."""
-    common = [*TASK, *SMALL_MODEL, *QUIET, "--optimizer", "adam"]
+    common = [*TASK, *small_model(*flags), *QUIET, "--optimizer", "adam"]
     common += "--tokens-per-sample 16 --batch-size 4 --ddp-backend legacy_ddp".split()
     return train_in_processes(folder, str(data), *common, *flags, processes=processes, **options)
 
