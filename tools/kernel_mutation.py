@@ -19,13 +19,13 @@ import argparse
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -186,7 +186,7 @@ def lines_of(path: Path) -> list[dict[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Counts the mutants of the compiled kernels that the tests notice.")
     parser.add_argument("parts", nargs="*", default=list(TESTS), help=f"of {', '.join(TESTS)} (default: both)")
-    parser.add_argument("--sample", type=int, default=100, help="mutants of each part (default: 100)")
+    parser.add_argument("--sample", type=int, default=100, help="mutants of each part that count (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--files", default="", metavar="WORD", help="only mutants of files whose paths have it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
@@ -198,14 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     equivalent = {(line["path"], line["text"], line["instead"]) for line in lines_of(SURVIVORS) if line.get("reason")}
     done = {(line["path"], line["text"].strip(), line["instead"].strip()) for line in lines_of(options.out)}
     for part in options.parts:
-        drawn = (mutant for mutant in sample(part, options.files, options.seed) if mutant.change not in equivalent)
-        left = [mutant for mutant in itertools.islice(drawn, options.sample) if mutant.change not in done]
-        print(f"{part}: {len(left)} of {options.sample} mutants to try", flush=True)
-        benches = [Bench(number, part) for number in range(min(options.jobs, len(left)))]
+        left = (x for x in sample(part, options.files, options.seed) if x.change not in equivalent | done)
+        taking = threading.Lock()  # of a mutant, by one of the benches
 
-        def work(bench: Bench, share: list[Mutant]) -> None:
-            for mutant in share:
-                if time.monotonic() > end:
+        def found(part: str = part) -> tuple[int, ...]:
+            outcomes = Counter(line["outcome"] for line in lines_of(options.out) if line["path"].startswith(f"{part}/"))
+            return tuple(outcomes[name] for name in ("fast", "slow", "survived"))
+
+        def work(bench: Bench, left: Iterator[Mutant] = left, taking: threading.Lock = taking) -> None:
+            while sum(found(bench.part)) < options.sample and time.monotonic() < end:
+                with taking:
+                    mutant = next(left, None)
+                if mutant is None:
                     break
                 result = asdict(mutant) | {"outcome": bench.outcome(mutant)}
                 with options.out.open("a") as out:
@@ -213,10 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if result["outcome"] == "survived":
                     print("survived:", *mutant.change, sep="\n    ", flush=True)
 
-        with ThreadPoolExecutor(max(len(benches), 1)) as pool:
-            list(pool.map(work, benches, (left[number :: len(benches)] for number in range(len(benches)))))
-        found = Counter(line["outcome"] for line in lines_of(options.out) if line["path"].startswith(f"{part}/"))
-        fast, slow, survived = (found[name] for name in ("fast", "slow", "survived"))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(work, [Bench(number, part) for number in range(options.jobs)]))
+        fast, slow, survived = found()
         print(
             f"{part}: of {fast + slow + survived} mutants fast tests notice {fast}, all tests {fast + slow}", flush=True
         )
