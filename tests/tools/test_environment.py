@@ -1,5 +1,7 @@
 """fairseq is built from the source that the patches are for; `make setup` is done, or it begins again."""
 
+import functools
+import os
 import re
 import shutil
 import subprocess
@@ -216,10 +218,13 @@ def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(case, steps, 
 )
 def test_make_looks_at_its_variables_first(typed: str, says: str) -> None:
     root = Path(setup_environment.__file__).parents[1]
-    done = subprocess.run(["make", *typed.split()], cwd=root, capture_output=True, text=True)
+    # As from a shell: below `make test`, these variables would make it print the folders that it enters.
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    make = functools.partial(subprocess.run, cwd=root, env=env, capture_output=True, text=True)
+    done = make(["make", *typed.split()])
     assert done.returncode == 2 and says in done.stderr and not done.stdout
     for target, option in (("demo DATA=/x", "--data='/x'"), ("wheel", "--oldest=2.10"), ("demo-translation", "")):
-        planned = subprocess.run(["make", "-n", *target.split()], cwd=root, capture_output=True, text=True).stdout
+        planned = make(["make", "-n", *target.split()]).stdout
         assert re.search(rf"setup_environment.py --torch=\S+ .*{option}", planned), planned
         assert ("--data" in planned) == (option.startswith("--data"))
 
