@@ -12,8 +12,8 @@ FILES = PATCHES / "files"
 VERSION = (FILES / "fairseq/version.txt").read_text(encoding="utf-8").strip()
 # Modules of the plugin that fairseq gets copies of. It cannot import them: the plugin works without fairseq, this
 # fairseq without the plugin, and --user-dir refuses a package that something has imported before.
-_NAMES = "bounded_loading checkpoint_pickles checkpoint_updates digests integrity zip_records"
-SHARED = [f"{name}.py" for name in (*_NAMES.split(), "invalid_input", "model_sizes", "suggestions", "text_files")]
+_FILES = "bounded_loading checkpoint_pickles digests integrity text_files zip_records"
+SHARED = [*(f"files/{name}.py" for name in _FILES.split()), "invalid_input.py", "model_sizes.py", "suggestions.py"]
 
 
 class BuildError(Exception):
@@ -26,7 +26,10 @@ def apply_patches(source: Path) -> None:
         git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
     shutil.copytree(FILES, source, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SHARED:
-        shutil.copyfile(ROOT / "fairseq_fastweights" / name, source / "fairseq" / name)
+        text = (ROOT / "fairseq_fastweights" / name).read_text(encoding="utf-8")
+        # fairseq has them all in one folder.
+        text = re.sub(r"^from \.\.", "from .", text, flags=re.MULTILINE)
+        (source / "fairseq" / Path(name).name).write_text(text, encoding="utf-8")
 
 
 def in_order() -> list[Path]:

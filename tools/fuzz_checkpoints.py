@@ -34,12 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairseq_fastweights.bounded_loading import load
-from fairseq_fastweights.checkpoint_updates import num_updates
-from fairseq_fastweights.digests import with_digests
-from fairseq_fastweights.integrity import check_loaded, describe, why_damaged
-from fairseq_fastweights.text_files import FileError
-from fairseq_fastweights.zip_records import CheckpointError
+from fairseq_fastweights.files.bounded_loading import load
+from fairseq_fastweights.files.digests import with_digests
+from fairseq_fastweights.files.integrity import check_loaded, describe, num_updates, why_damaged
+from fairseq_fastweights.files.text_files import FileError
+from fairseq_fastweights.files.zip_records import CheckpointError
 
 SECONDS, MULTIPLE, MORE = 1.0, 4, 32 * 2**20
 MOST = {"seconds": 0.0, "mib": 0.0}

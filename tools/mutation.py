@@ -44,7 +44,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "fairseq_fastweights"
 WORK = ROOT / "build" / "mutation"
-FOLDERS = ("ops", "mixers", "models", "conversion", "data", "tasks", "integrations", "huggingface", "lm_eval")
+FOLDERS = ("ops", "mixers", "models", "conversion", "data", "tasks", "integrations", "huggingface", "lm_eval", "files")
 TESTS = (
     *(f"tests/{folder}" for folder in FOLDERS),
     *sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fairseq_fastweights import integrity, model_sizes, safetensors_digests
+from fairseq_fastweights import model_sizes
+from fairseq_fastweights.files import integrity, safetensors_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _NAMES = ("model*.safetensors", "pytorch_model*.bin")

@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
+from fairseq_fastweights.files.safetensors_digests import note_digest
 from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, check_kind, check_whole
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
@@ -30,7 +31,6 @@ from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.number_checks import check_number
-from fairseq_fastweights.safetensors_digests import note_digest
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""

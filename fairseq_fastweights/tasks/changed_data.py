@@ -14,7 +14,7 @@ try:
     from fairseq.data_files import first_change
     from fairseq.text_files import FileError as FileError
 except ImportError:
-    from fairseq_fastweights.text_files import FileError as FileError
+    from fairseq_fastweights.files.text_files import FileError as FileError
 
     def first_change() -> str | None:
         """None: that fairseq does not look."""

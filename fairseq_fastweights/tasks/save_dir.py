@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import IO
 
-from fairseq_fastweights.integrity import whole_checkpoints, why_damaged, why_not_regular
+from fairseq_fastweights.files.integrity import whole_checkpoints, why_damaged, why_not_regular
 
 logger = logging.getLogger(__name__)
 

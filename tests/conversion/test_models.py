@@ -12,7 +12,7 @@ from fairseq_fastweights.conversion.families.table import buffers
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
 from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
-from fairseq_fastweights.digests import is_changed
+from fairseq_fastweights.files.digests import is_changed
 from tests.conversion import sources
 
 LOGITS = 1e-4  # of a few units; what is seen is below 2e-6

@@ -14,8 +14,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fairseq_fastweights import integrity
 from fairseq_fastweights.conversion.__main__ import main as convert
+from fairseq_fastweights.files import integrity
 from fairseq_fastweights.lm_eval import model
 from fairseq_fastweights.lm_eval.__main__ import main
 from fairseq_fastweights.lm_eval.model import UNLIMITED, FastWeightLM

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fairseq_fastweights.integrity import why_damaged
+from fairseq_fastweights.files.integrity import why_damaged
 
 pytestmark = pytest.mark.usefixtures("our_fairseq")
 STATE = {"model": {"w": torch.ones(100)}}

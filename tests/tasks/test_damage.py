@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairseq_fastweights import integrity
-from fairseq_fastweights.digests import DIGESTS, is_changed
+from fairseq_fastweights.files import integrity
+from fairseq_fastweights.files.digests import DIGESTS, is_changed
 from tests.conftest import evaluate, train
 from tests.tasks.conftest import train_translation
 

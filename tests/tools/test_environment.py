@@ -45,7 +45,7 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     monkeypatch.setenv("GIT_DIR", f"{source.parent}/.git")
     apply_patches(source)
     # A wheel has the version in a module.
-    for name in names - {"pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{name}" for name in SHARED}:
+    for name in names - {"pyproject.toml", "fairseq/version.txt"} | {f"fairseq/{Path(name).name}" for name in SHARED}:
         assert (source / name).read_bytes() == (INSTALLED / name).read_bytes(), name
     assert fairseq.__version__ == VERSION
     with pytest.raises(BuildError, match=rf"^cannot apply {PATCHES[0].name} to the source of .*: fairseq"):
@@ -163,7 +163,7 @@ def test_an_environment_is_left_alone_unless_files_or_versions_changed(steps, mo
     assert not made_anew(steps, "--torch", "2.13.0", "--any-torch")
     assert steps.build.mock_calls == [call([str(python), "tools/native_build.py"], cwd=steps.root)] * 2
     assert made_anew(steps, "--torch", "2.13.0") and "torch 2.13.0" in steps.taken
-    for source in (sources[0], "patches/files/fairseq/version.txt", "fairseq_fastweights/integrity.py"):
+    for source in (sources[0], "patches/files/fairseq/version.txt", "fairseq_fastweights/files/integrity.py"):
         (steps.root / source).write_text("# changed\n")
         assert made_anew(steps, "--any-python", "--any-torch"), source
     for steps.interrupted in ("an empty", "a first"):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fastweights.conversion.files.weight_files import load_safely
-from fairseq_fastweights.digests import with_digests
+from fairseq_fastweights.files.digests import with_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.files.integrity import why_not_regular
 from fairseq_fastweights.invalid_input import InvalidInput
 
 RECORD, ORIGINALS = "conversion.json", "huggingface"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights import integrity, safetensors_digests
+from fairseq_fastweights.files import integrity, safetensors_digests
+from fairseq_fastweights.files.text_files import FileError, read_text
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.text_files import FileError, read_text
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""

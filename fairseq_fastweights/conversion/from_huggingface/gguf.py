@@ -16,7 +16,7 @@ import torch
 
 from fairseq_fastweights.conversion.families.table import FAMILIES
 from fairseq_fastweights.conversion.from_huggingface.published import check_layers
-from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.files.integrity import why_not_regular
 from fairseq_fastweights.invalid_input import InvalidInput
 
 SUFFIX = ".gguf"

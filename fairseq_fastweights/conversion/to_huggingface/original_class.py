@@ -14,9 +14,9 @@ from fairseq_fastweights.conversion.files.checkpoints import read_state
 from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, new_folder
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface.published import check_weights, original_files, settings_of
+from fairseq_fastweights.files.safetensors_digests import note_digest
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.safetensors_digests import note_digest
 
 
 def restore_original(source: Path, target: Path, checkpoint: Path | None = None) -> None:

@@ -22,11 +22,11 @@ from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
     read_pieces,
     tokenizer_file,
 )
+from fairseq_fastweights.files.text_files import open_text
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.tokenization import WordTokenizer
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.text_files import open_text
 
 WORDS = "words"
 """In place of a tokenizer's folder, for a dictionary of words that are separated by spaces."""

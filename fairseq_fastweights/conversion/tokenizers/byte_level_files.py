@@ -13,8 +13,8 @@ from typing import Any
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
 from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.text_files import read_text
 
 PIECES = ("encoder.json", "vocab.bpe", "byte_level.json")
 """The files of an earlier conversion; without the last they are those of `--bpe gpt2`."""

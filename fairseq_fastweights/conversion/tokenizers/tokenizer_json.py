@@ -16,8 +16,8 @@ from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
     read_pair,
     write_for_gpt2,
 )
+from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.text_files import read_text
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
 FILES = (FILE, SETTINGS)

@@ -11,7 +11,7 @@ import fairseq
 import fairseq_cli
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     **{name: ROOT / name for name in ("fairseq_fastweights", "examples", "patches", "tools", "benchmarks")},
     "fairseq": Path(fairseq.__file__).parent,

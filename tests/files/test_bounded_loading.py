@@ -29,12 +29,12 @@ from fuzz_checkpoints import (
     text,
 )
 
-from fairseq_fastweights import integrity, zip_records
-from fairseq_fastweights.bounded_loading import load, outline
-from fairseq_fastweights.checkpoint_updates import num_updates
 from fairseq_fastweights.conversion.files.weight_files import load_safely
-from fairseq_fastweights.digests import with_digests
-from fairseq_fastweights.zip_records import CheckpointError
+from fairseq_fastweights.files import integrity, zip_records
+from fairseq_fastweights.files.bounded_loading import load, outline
+from fairseq_fastweights.files.digests import with_digests
+from fairseq_fastweights.files.integrity import num_updates
+from fairseq_fastweights.files.zip_records import CheckpointError
 
 
 class Call:

@@ -26,11 +26,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-# Relative, to be found in fairseq, too.
-from .bounded_loading import load
-from .checkpoint_updates import num_updates
+# Relative, to be found in fairseq, too: there all of them are in one folder.
+from ..suggestions import ArgumentParser
+from .bounded_loading import load, outline
 from .digests import DIGESTS, THREADS, crc32, is_changed, model_digest, storage_crcs
-from .suggestions import ArgumentParser
 from .text_files import FileError
 from .zip_records import CheckpointError, Record, is_archive, records_in
 
@@ -160,6 +159,25 @@ def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(entry.path)
 
 
+def num_updates(path: str | os.PathLike[str]) -> int:
+    """The number of updates of a checkpoint from which a training can go on; -1 for any other file.
+
+    Files' dates do not tell: a copy has a new one, and a clock may be wrong. No tensor is read, and nothing that the
+    file names is called or imported.
+
+    Examples:
+        >>> num_updates("no/such/checkpoint.pt")
+        -1
+    """
+    try:
+        with open(path, "rb") as file:
+            state = outline(file)
+        number = state["optimizer_history"][-1]["num_updates"]
+        return number if type(number) is int and "train_iterator" in state["extra_state"] else -1
+    except Exception:  # what a damaged file raises depends on where it is damaged
+        return -1
+
+
 def complain(path: str | os.PathLike[str], reason: str) -> str:
     """One line about a checkpoint with which something is wrong, `why_damaged`: what to go on from in its place."""
     folder = Path(path).parent
@@ -261,9 +279,9 @@ def _content(state: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Looks at checkpoints: `python -m fairseq_fastweights.integrity FILE...`; 1 if one is damaged."""
+    """Looks at checkpoints: `python -m fairseq_fastweights.files.integrity FILE...`; 1 if one is damaged."""
     parser = ArgumentParser(
-        prog="python -m fairseq_fastweights.integrity",
+        prog="python -m fairseq_fastweights.files.integrity",
         description="Says whether checkpoints are whole, and shows the digests of their weights.",
     )
     parser.add_argument("file", nargs="+", help="a checkpoint")

@@ -15,8 +15,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.digests import crc32
-from fairseq_fastweights.integrity import why_not_regular
+from fairseq_fastweights.files.digests import crc32
+from fairseq_fastweights.files.integrity import why_not_regular
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _METADATA, _DIGEST = "__metadata__", "digest"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_fastweights.text_files import FileError, decode, open_text, read_text, text_of
+from fairseq_fastweights.files.text_files import FileError, decode, open_text, read_text, text_of
 
 MARK = codecs.BOM_UTF8
 LONG = b"a\n" * 32767  # as much as is read at once, but for two bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_fastweights.digests import DIGESTS, crc32, is_changed, model_digest, with_digests
+from fairseq_fastweights.files.digests import DIGESTS, crc32, is_changed, model_digest, with_digests
 
 MODEL = OrderedDict(w=torch.arange(6.0).view(2, 3), half=torch.ones(3).bfloat16(), n=torch.tensor(7))
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from fairseq_fastweights.safetensors_digests import note_digest, why_damaged
+from fairseq_fastweights.files.safetensors_digests import note_digest, why_damaged
 
 WEIGHTS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3).bfloat16(), "none": torch.ones(0, 2)}
 

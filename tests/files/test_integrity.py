@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_fastweights import digests, integrity
-from fairseq_fastweights.digests import DIGESTS, crc32, model_digest, with_digests
+from fairseq_fastweights.files import digests, integrity
+from fairseq_fastweights.files.digests import DIGESTS, crc32, model_digest, with_digests
 
 STATE = {
     "model": {f"layer{i}": torch.arange(20.0).view(4, 5) / (i + 3) for i in range(3)}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_fastweights.checkpoint_updates import num_updates
+from fairseq_fastweights.files.integrity import num_updates
 
 
 def state(number: object = 7, **others: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import io
 import os
 from typing import Any, TextIO
 
-from .invalid_input import InvalidInput  # relative, to be found in fairseq, too
+from ..invalid_input import InvalidInput  # relative, to be found in fairseq, too
 
 
 class FileError(InvalidInput):
