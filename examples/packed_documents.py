@@ -17,7 +17,7 @@ import datasets
 import transformers
 
 import fairseq_fastweights.huggingface  # noqa: F401  the Auto classes know the models from here on
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.suggestions import ArgumentParser
 
 NOTHING = -100

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 
 def count_favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.feature_map_sizes import check_dpfp, count_favor_features
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
 from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features

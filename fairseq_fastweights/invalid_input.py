@@ -1,9 +1,14 @@
-"""The error for what a user gave: an option, a setting or a file that is wrong, and no fault of the code.
+"""The error for a wrong option, setting or file, which a user can correct, and the check of a number.
 
 It knows Python's own library alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
+
+import math
+import sys
+from numbers import Integral, Real
+from typing import Any
 
 
 class InvalidInput(ValueError):
@@ -17,3 +22,58 @@ class InvalidInput(ValueError):
         if message.startswith("Caught "):  # by torch in a data worker, whose traceback ends with the line
             message = message.strip().rpartition("\n")[2].partition(": ")[2]
         super().__init__(message)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    whole: bool = False,
+) -> None:
+    """Raises `InvalidInput`, which names the setting, its value and what is allowed, unless it is a finite number.
+
+    Infinity and NaN are refused whatever the limits, and so is a bool: NaN passes a test as `value < 0`.
+
+    Args:
+        name: of the setting.
+        value: what was given.
+        least: the smallest value that is allowed.
+        most: the largest.
+        above: the limit that is too small itself.
+        below: the limit that is too large itself.
+        whole: whether it must be an integer.
+
+    Raises:
+        InvalidInput: if it is none of these.
+
+    Examples:
+        >>> check_number("dropout", 0.1, 0, 1)
+        >>> check_number("dropout", float("nan"), 0, 1)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: dropout is nan; it must be a finite number from 0 to 1
+        >>> check_number("std", 0, above=0)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: std is 0; it must be above 0
+        >>> check_number("layers", 1.5, 1, whole=True)
+        Traceback (most recent call last):
+        fairseq_fastweights.invalid_input.InvalidInput: layers is 1.5; it must be an integer of at least 1
+    """
+    kind: Any = Integral if whole else Real
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if number and (whole or abs(value) <= sys.float_info.max):  # a long integer is no float
+        if least <= value <= most and above < value < below:
+            return
+        wanted = ""
+    else:
+        wanted = "an integer " if whole else "a finite number "
+    if least > -math.inf and most < math.inf:
+        limits = [f"from {least} to {most}"]
+    else:
+        of = "of " if wanted else ""
+        words = ((f"{of}at least", least), (f"{of}at most", most), ("above", above), ("below", below))
+        limits = [f"{word} {limit}" for word, limit in words if math.isfinite(limit)]
+    raise InvalidInput(f"{name} is {value!r}; it must be {wanted}{' and '.join(limits)}".rstrip())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.ops.gating import gate
 
 _NORMS = ("layer_norm", "layernorm", "_ln", "layernorm_embedding")

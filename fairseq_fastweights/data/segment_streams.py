@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fairseq_fastweights.data.documents import Documents
 from fairseq_fastweights.data.token_corpus import TokenCorpus
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 Span = tuple[int, int]
 """The tokens of a corpus from one position to another (exclusive)."""

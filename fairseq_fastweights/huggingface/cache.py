@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mixer import State, keeps_rows
-from fairseq_fastweights.number_checks import check_number
 
 
 class LayerState:

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.registry import (
     MIXERS,
     SHARED_DEFAULTS,
@@ -20,7 +20,6 @@ from fairseq_fastweights.mixers.registry import (
     parse_pattern,
 )
 from fairseq_fastweights.mixers.update_rules import NORMALIZATIONS
-from fairseq_fastweights.number_checks import check_number
 
 FORMAT = 1
 """The format of config.json. A larger number belongs to a later version of this package, and is refused."""

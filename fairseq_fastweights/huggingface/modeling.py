@@ -26,11 +26,10 @@ from fairseq_fastweights.huggingface.vocabulary import (
     sinusoidal_positions,
     tied_bands,
 )
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.llama_layers import use_rms_norms
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.number_checks import check_number
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""

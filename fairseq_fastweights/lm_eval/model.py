@@ -18,8 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
 

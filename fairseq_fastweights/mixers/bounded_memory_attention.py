@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
+from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
-from fairseq_fastweights.number_checks import check_number
 
 
 class BoundedMemoryAttention(SoftmaxMixer):

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain, gated_norm, in_rows
 from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
-from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.features import map_features
 from fairseq_fastweights.ops.gating import gate

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
 from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.number_checks import check_number
 
 
 class Linformer(BoundedMemoryAttention):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.mixer import Option, State
@@ -15,7 +16,6 @@ from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax import SoftmaxMixer
 from fairseq_fastweights.mixers.windows import in_blocks, last
-from fairseq_fastweights.number_checks import check_number
 
 
 class LocalAttention(SoftmaxMixer):

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain, in_rows
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
-from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.chunkwise.documents import are_apart
 from fairseq_fastweights.ops.gating import gate
 from fairseq_fastweights.ops.scan import reference as step_by_step

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.number_checks import check_number
 
 State = dict[str, Tensor]
 """The state of a mixer: tensors by name.

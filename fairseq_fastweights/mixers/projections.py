@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.llama_layers import rms_norm
 from fairseq_fastweights.mixers.children import are_plain
-from fairseq_fastweights.number_checks import check_number
 
 PROJECTION_BIASES = ("all", "qkv", "none")
 

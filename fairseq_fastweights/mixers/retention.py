@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import gated_norm
 from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
-from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.gating import gate
 
 ROTARY_BASE = 10000.0

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # as Python and C write them
 _LINEAR = re.compile(f"linear:{_NUMBER}")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.projections import Projections
-from fairseq_fastweights.number_checks import check_number
 
 
 class SoftmaxMixer(Mixer):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.feature_maps import ReluMap
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
@@ -21,7 +21,6 @@ from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
-from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.autocast import without_autocast
 

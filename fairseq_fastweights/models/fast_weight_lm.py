@@ -22,7 +22,7 @@ from fairseq.utils import safe_getattr
 from torch import nn
 
 from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
@@ -47,7 +47,6 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
-from fairseq_fastweights.number_checks import check_number
 from fairseq_fastweights.ops.choice import say_again
 
 

@@ -26,7 +26,7 @@ from fairseq.models import (
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import OmegaConf
 
-from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.registry import MIXERS, check_read
 from fairseq_fastweights.models import cuda_graphs
 from fairseq_fastweights.models.fast_weight_options import (
@@ -35,7 +35,6 @@ from fairseq_fastweights.models.fast_weight_options import (
     set_defaults,
     shared_settings,
 )
-from fairseq_fastweights.number_checks import check_number
 
 RANGES: dict[str, tuple[float, float]] = {
     # Sizes and counts.

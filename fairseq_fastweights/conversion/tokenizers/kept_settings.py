@@ -17,8 +17,7 @@ from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, file
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.file_names import TEMPLATE, template_names
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
 """The files that are read, besides those of `file_names.template_names`."""

@@ -11,8 +11,7 @@ from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
 from fairseq_fastweights.conversion.transfer.groups import GROUPS, parse_groups
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 
 @dataclass

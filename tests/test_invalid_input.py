@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.number_checks import check_number
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 
 @pytest.mark.parametrize(
