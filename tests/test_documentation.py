@@ -61,7 +61,7 @@ def test_the_reference_has_examples_and_describes_its_arguments(name: str) -> No
 
 def test_the_reference_has_all_public_operations_maps_and_classes() -> None:
     shown = {name.rpartition(".")[2] for name in REFERENCE}
-    maps = import_module("fairseq_fastweights.feature_maps").FEATURE_MAPS.values()
+    maps = import_module("fairseq_fastweights.mixers.feature_maps").FEATURE_MAPS.values()
     mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS.values()
     operations = {
         name for name in import_module("fairseq_fastweights.ops").__all__ if name.endswith(("_rule", "_scan"))

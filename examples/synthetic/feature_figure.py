@@ -8,7 +8,7 @@ import torch
 from common.figures import BLUE, GREEN, ORANGE, PURPLE, new_figure, save_figure, say
 from torch import Tensor
 
-from fairseq_fastweights.feature_maps import build_feature_map
+from fairseq_fastweights.mixers.feature_maps import build_feature_map
 
 NAME = "synthetic-figure1.png"
 POINTS = 41

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FeatureMap
+from fairseq_fastweights.mixers.feature_maps import FeatureMap
 from fairseq_fastweights.ops.once import differentiable_once
 
 SMALLEST_DIVISOR = 1e-30

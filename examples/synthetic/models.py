@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import build_feature_map
+from fairseq_fastweights.mixers.feature_maps import build_feature_map
 from synthetic.memories import CappedMemory, DeltaMemory, Memory, SoftmaxMemory, SumMemory
 from synthetic.retrieval import Sequences
 

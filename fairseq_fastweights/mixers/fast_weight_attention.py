@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import check_starts
+from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import project

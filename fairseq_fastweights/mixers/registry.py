@@ -9,13 +9,13 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers import projections
 from fairseq_fastweights.mixers.abc_mlp import ABCMLP
 from fairseq_fastweights.mixers.delta_net import DeltaNet
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.feature_maps import is_favor
 from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttention
 from fairseq_fastweights.mixers.linformer import Linformer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.feature_maps import is_favor
 from fairseq_fastweights.ops import RULES
 from fairseq_fastweights.suggestions import did_you_mean
 

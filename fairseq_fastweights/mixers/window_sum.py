@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import ReluMap
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
+from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.padding import MovesPadding, beyond

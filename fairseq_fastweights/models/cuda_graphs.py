@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fairseq_fastweights.feature_maps import is_favor
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.feature_maps import is_favor
 from fairseq_fastweights.ops.once import differentiable_once
 
 logger = logging.getLogger(__name__)

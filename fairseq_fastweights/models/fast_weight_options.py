@@ -19,8 +19,8 @@ from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import (
     MIXERS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer, memory
 from fairseq_fastweights.mixers.retention import Retention

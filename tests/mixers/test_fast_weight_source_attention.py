@@ -11,8 +11,8 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.mixer import State
 from tests.mixers import contract
 from tests.mixers.contract import error

@@ -15,9 +15,9 @@ from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.modules import MultiheadAttention
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.memory_attention import MemoryAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.models.fast_weight_transformer import parse_places

@@ -16,8 +16,8 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.models.translation import PAD, SCORES, SUBSETS, batch, log_probs, sentences, shifted, with_map
 

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary
 from fairseq.data.data_utils import collate_tokens
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
 
 WORDS = tuple(f"w{i}" for i in range(24))
 PAD, EOS = 1, 2

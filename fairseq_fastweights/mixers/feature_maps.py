@@ -12,11 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.feature_map_sizes import check_dpfp, count_favor_features
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.ops.autocast import without_autocast
 from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
-from fairseq_fastweights.orthogonal_features import orthogonal_features as orthogonal_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
@@ -447,9 +445,82 @@ def build_feature_map(
     if is_favor(name):
         how: dict[str, Any] = {"scaled": False, "epsilon": 1e-4, "orthogonal": "dimensions"}
         how = how if name == "favor-schlag" else {}
-        return FavorMap(head_dim, count_favor_features(head_dim, feature_dim, favor_features), **how)
-    check_dpfp(head_dim, feature_dim, dpfp_nu)
+        return FavorMap(head_dim, _count_favor_features(head_dim, feature_dim, favor_features), **how)
+    _check_dpfp(head_dim, feature_dim, dpfp_nu)
     return DpfpMap(head_dim, dpfp_nu)
+
+
+def _count_favor_features(head_dim: int, feature_dim: int | None, favor_features: int | None) -> int:
+    """Counts FAVOR+'s random features, from the options for them and for its output size.
+
+    Raises:
+        ValueError: if the two contradict each other, or are sizes that it cannot have.
+    """
+    if feature_dim is not None and feature_dim % 2:
+        raise InvalidInput(
+            f"feature_dim is {feature_dim}; for the feature map favor it must be even,"
+            " because each random feature gives two outputs"
+        )
+    if favor_features is not None:
+        check_number("favor_features", favor_features, 1, whole=True)
+        if feature_dim is not None and feature_dim != 2 * favor_features:
+            raise InvalidInput(
+                f"feature_dim is {feature_dim}; with favor_features {favor_features}"
+                f" it must be {2 * favor_features}, or left out"
+            )
+        return favor_features
+    if feature_dim is not None:
+        return feature_dim // 2
+    return max(1, round(head_dim * math.log(head_dim)))
+
+
+def _check_dpfp(head_dim: int, feature_dim: int | None, dpfp_nu: int) -> None:
+    """Raises a `ValueError` for a nu that DPFP cannot have, or an output size that is not the one of this nu."""
+    largest = 2 * head_dim - 1
+    if not isinstance(dpfp_nu, int) or not 1 <= dpfp_nu <= largest:
+        raise InvalidInput(f"dpfp_nu is {dpfp_nu!r}; for head_dim {head_dim} it must be an integer from 1 to {largest}")
+    output_dim = 2 * head_dim * dpfp_nu
+    if feature_dim is not None and feature_dim != output_dim:
+        raise InvalidInput(
+            f"feature_dim is {feature_dim}; the feature map dpfp gives 2 * head_dim * dpfp_nu ="
+            f" {output_dim}: choose dpfp_nu for it, or leave feature_dim out"
+        )
+
+
+def orthogonal_features(
+    num_features: int,
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Draw the random features of FAVOR+ from the global generator of a device.
+
+    Args:
+        num_features: m, how many.
+        dim: numbers of each.
+        dtype: of the result.
+        device: of the result, and of the generator; None for the CPU.
+
+    Returns:
+        (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
+        orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
+
+    Examples:
+        >>> features = orthogonal_features(6, 4)
+        >>> gram = features @ features.t()
+        >>> gram.shape, torch.allclose(gram[0, 1:4], torch.zeros(3), atol=1e-4)
+        (torch.Size([6, 6]), True)
+    """
+    num_blocks = -(-num_features // dim)
+    q, r = torch.linalg.qr(torch.randn(num_blocks, dim, dim, dtype=dtype, device=device))
+    # QR leaves the signs of r's diagonal open; with all of them positive q is Haar distributed.
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    q = q * torch.copysign(torch.ones_like(diagonal), diagonal).unsqueeze(-2)
+    # The norm of a normal vector: chi distributed with dim degrees of freedom.
+    norms = torch.randn(num_features, dim, dtype=dtype, device=device).norm(dim=-1, keepdim=True)
+    features: Tensor = q.flatten(0, 1)[:num_features] * norms
+    return features
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_fastweights.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features
+from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features
 from fairseq_fastweights.ops.features import map_features
 
 BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
