@@ -227,7 +227,7 @@ def test_git_and_lint_pass_over_what_the_pages_make() -> None:
 
 def test_the_readme_is_a_page_and_its_example_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 112
     mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS
     assert {
         name for name, kind in mixers.items() if f"`{name}`" not in text or kind._made.__name__ not in text
