@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fairseq_fastweights.huggingface.cache import FastWeightCache, check_whole
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.documents import within_documents
-from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.mixer import Mixer, within_documents
 from fairseq_fastweights.mixers.registry import MIXERS
 
 

@@ -1,16 +1,23 @@
-"""Softmax attention to a fixed number of slots, into which keys and values are written."""
+"""Softmax attention to a fixed number of slots, into which keys and values are written: ABC-MLP and Linformer."""
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import check_number
-from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.mixers.children import are_plain, in_rows
+from fairseq_fastweights.mixers.mixer import Option, State
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.mixers.softmax import SoftmaxMixer
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
+
+LOG_OF_NOTHING = -1e30
+"""For the log of 0: exp() of it is 0, and unlike infinity it has differences and gradients."""
 
 
 class BoundedMemoryAttention(SoftmaxMixer):
@@ -86,3 +93,157 @@ class BoundedMemoryAttention(SoftmaxMixer):
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, slots={self.slots}"
+
+
+class ABCMLP(BoundedMemoryAttention):
+    """Bounded-memory attention whose controls are the exponential of a linear layer (Peng et al. 2022).
+
+        alpha_t = exp(W_phi x_t),  z_t = alpha_1 + ... + alpha_t
+        K_t = (alpha_1 k_1^T + ... + alpha_t k_t^T) / z_t = z_{t-1} / z_t K_{t-1} + alpha_t / z_t k_t^T
+
+    for each slot by itself, and V_t in the same way: slots are averages of what was read, as in
+    flash-linear-attention's `abc`. If position i were divided by z_i alone, and not again by later sums, then a slot
+    could hardly be written after a long text. W_phi has no bias, which would cancel in the quotient. Mao 2022 compares
+    with this mixer (Table 3: 2 x 32 slots).
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        dropout: of the attention weights.
+        bias: whether the projections have biases.
+        slots: number of slots of each head.
+
+    Raises:
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+
+    Examples:
+        >>> layer = ABCMLP(16, 2, slots=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "slots": Option(int, 32, "number of slots for keys, and for values, in each head of ABC")
+    }
+    needs_positions = True
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, slots: int = 32
+    ) -> None:
+        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
+        self.control_proj = nn.Linear(embed_dim, num_heads * slots, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, and W_phi as it draws its output projection."""
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.control_proj.weight)
+
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor, State]:
+        # The sum is kept as its log, and phi = exp(logit - log of the sum) is an exponential of what is at most 0:
+        # neither large logits nor long texts overflow it, and the first position's is 1 however small its logit.
+        # In float32 a log near 100 would stop growing after some 100,000 positions, whose terms round to nothing.
+        logits = self.control_proj(x).view(*x.shape[:2], self.num_heads, self.slots).transpose(0, 1).double()
+        logits = logits.masked_fill(~real[:, :, None, None], LOG_OF_NOTHING)
+        if state is None:
+            before = logits.new_full((x.shape[1], self.num_heads, self.slots), LOG_OF_NOTHING)
+        else:
+            before = state["log_sum"].masked_fill(state["read"][:, None, None] == 0, LOG_OF_NOTHING)
+        log_sum = torch.cat([before[:, None], logits], dim=1).logcumsumexp(dim=1)
+        dtype = ops.state_dtype(x.dtype)
+        phi = (logits - log_sum[:, 1:]).exp().to(dtype)
+        log_kept = (log_sum[:, :-1] - log_sum[:, 1:]).to(dtype)
+        # A copy: a state must not keep alive what it was taken from.
+        return phi, phi, log_kept, {"log_sum": log_sum[:, -1].clone()}
+
+
+class Linformer(BoundedMemoryAttention):
+    """Causal Linformer: bounded-memory attention whose controls are learned for each position.
+
+        phi_t, psi_t = the columns t of E and F, both slots x max_positions
+
+    Linformer (Wang et al. 2020) projects all keys of a text to E K and all values to F V. Each slot then mixes all
+    positions of the text, so that it cannot be used in a decoder. This is the causal form of Peng et al. 2022, whose
+    numbers Mao 2022 quotes (Table 3: 2 x 64 slots): position t reads the sums up to itself, E[:, :t] K[:t] and
+    F[:, :t] V[:t]. The last position of a text of `max_positions` reads the same in both. All heads share E and F.
+
+    E and F have `max_positions` columns, so that no text can be longer.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim`.
+        max_positions: the largest number of positions of a text.
+        dropout: of the attention weights.
+        bias: whether the projections have biases; E and F have none.
+        slots: number of slots of each head.
+
+    Raises:
+        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+
+    Examples:
+        >>> layer = Linformer(16, 2, max_positions=9, slots=4)
+        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
+        >>> whole, _ = layer(text)
+        >>> first, state = layer(text[:5])
+        >>> rest, state = layer(text[5:], state)
+        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        True
+    """
+
+    options: ClassVar[dict[str, Option]] = {
+        "slots": Option(int, 64, "number of slots for keys, and for values, in each head of Linformer")
+    }
+    carries = False
+    bounded = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        max_positions: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        slots: int = 64,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
+        check_number("max_positions", max_positions, 1, whole=True)
+        self.max_positions = max_positions
+        # Layers, as in fairseq's Linformer, for the sake of their names and of who draws all layers' weights anew.
+        self.compress_k = nn.Linear(max_positions, slots, bias=False)
+        self.compress_v = nn.Linear(max_positions, slots, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does, and E and F as it draws those of keys and values."""
+        super().reset_parameters()
+        for module in (self.compress_k, self.compress_v):
+            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
+
+    def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, None, State]:
+        time, batch, _ = x.shape
+        positions = real.cumsum(dim=1)
+        if state is not None:
+            positions = positions + state["read"][:, None]
+        # Only where it may be too long does the CPU wait for a GPU, to say so. On meta there are no numbers.
+        if (
+            (state is not None or time > self.max_positions)
+            and not x.is_meta
+            and (end := max(positions[:, -1:].flatten().tolist(), default=0)) > self.max_positions
+        ):
+            raise InvalidInput(f"x ends at position {end} of a text; max_positions is {self.max_positions}")
+        # Padding before a text has no position; it takes the first one's control, and the slots take nothing of it.
+        columns = (positions - 1).clamp(min=0)
+        modules = [self.compress_k, self.compress_v]
+        if are_plain(modules):
+            tables = [module.weight.t() for module in modules]
+        else:  # whatever such a layer does with its weights, of each position it gives that position's column
+            tables = [module(torch.eye(self.max_positions, dtype=x.dtype, device=x.device)) for module in modules]
+        phi, psi = (
+            F.embedding(columns, table)[:, :, None].expand(batch, time, self.num_heads, self.slots) for table in tables
+        )
+        return phi, psi, None, {}

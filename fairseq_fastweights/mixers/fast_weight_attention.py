@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.children import are_plain
-from fairseq_fastweights.mixers.documents import check_starts
 from fairseq_fastweights.mixers.feature_maps import ReluMap
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention, warn_once
-from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.linear_attention import LinearAttention, warn_once
+from fairseq_fastweights.mixers.mixer import State, check_starts
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
@@ -27,7 +26,7 @@ from fairseq_fastweights.mixers.update_rules import (
 from fairseq_fastweights.ops import Gate, gating, steps
 
 
-class FastWeightAttention(MemoryAttention):
+class FastWeightAttention(LinearAttention):
     """Causal self-attention whose memory is a matrix per head, written and read at every step.
 
     Update rule, feature map and normalisation can be combined freely:
@@ -48,7 +47,7 @@ class FastWeightAttention(MemoryAttention):
         backend: one of `ops.BACKENDS`.
         bias: whether the projections have biases. Those of gates that decay the memory always have.
         **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out`, `dropout`, `kv_heads`, `head_dim`,
-            `projection_bias` and `query_key_norm_eps`, which `MemoryAttention` describes.
+            `projection_bias` and `query_key_norm_eps`, which `LinearAttention` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

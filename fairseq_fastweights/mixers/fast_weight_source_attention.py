@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.ops.autocast import without_autocast
 
 
-class FastWeightSourceAttention(MemoryAttention):
+class FastWeightSourceAttention(LinearAttention):
     """Attention that writes a whole source into one memory per head, which every query reads.
 
     With s over the positions of the source that are not padding (Katharopoulos et al. 2020, Eq. 5):
@@ -29,7 +29,7 @@ class FastWeightSourceAttention(MemoryAttention):
         num_heads: number of heads, a divisor of `embed_dim`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "elu", that of Katharopoulos et al.
         **options: `source_dim`, `feature_dim`, `dpfp_nu`, `favor_features`, `bias`, `scale_read_out`, `dropout` and the
-            shape of the projections, which `MemoryAttention` describes. The normalisation is "attention".
+            shape of the projections, which `LinearAttention` describes. The normalisation is "attention".
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

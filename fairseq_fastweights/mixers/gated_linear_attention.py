@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import gated_norm, in_rows
-from fairseq_fastweights.mixers.documents import check_starts
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, check_starts
 from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.ops.gating import gate
 

@@ -13,16 +13,18 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain, in_rows
-from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import MovesPadding, beyond
+from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond
 from fairseq_fastweights.mixers.short_convolution import convolve
-from fairseq_fastweights.mixers.step_sizes import draw_step_biases_
 from fairseq_fastweights.ops.chunkwise.documents import are_apart
 from fairseq_fastweights.ops.gating import gate
 from fairseq_fastweights.ops.scan import reference as step_by_step
 
 FORGETS = 2.0**64
 """The size of a step that empties the state: exp(-FORGETS * rate) is 0."""
+
+
+SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
+"""The range of initial step sizes (Gu & Dao 2023, Sec. 3.6), whose logarithms are uniform, as in the authors' code."""
 
 
 class Mamba(MovesPadding):
@@ -169,3 +171,11 @@ def _scan_of_documents(
     size = torch.where(first, FORGETS, delta)
     y, state = ops.selective_scan(written, size, A, B.to(precise), C.to(precise), **options)
     return (y + D * u).to(u.dtype), state
+
+
+@torch.no_grad()
+def draw_step_biases_(bias: Tensor) -> None:
+    """Fills `bias` with numbers whose softplus is from `SMALLEST_STEP` to `LARGEST_STEP`."""
+    logs = torch.empty_like(bias, dtype=torch.float32)
+    step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
+    bias.copy_(step + torch.log(-torch.expm1(-step)))

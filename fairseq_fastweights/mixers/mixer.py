@@ -169,3 +169,96 @@ def keeps_rows(new_order: Tensor, rows: int) -> bool:
         and new_order.numel() == rows
         and torch.equal(new_order, torch.arange(rows, dtype=new_order.dtype))
     )
+
+
+def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Tensor | None:
+    """Checks `starts`, the argument of a mixer's `forward`, and clears it at padding.
+
+    Raises:
+        ValueError: if it is not a bool tensor (batch, time), for x of (time, batch, ...).
+    """
+    if starts is None:
+        return None
+    shape = x.shape[1], x.shape[0]
+    if starts.shape != shape or starts.dtype != torch.bool:
+        raise InvalidInput(
+            f"starts has shape {tuple(starts.shape)} and dtype {starts.dtype}; it must be {shape}, (batch, time), of "
+            "torch.bool"
+        )
+    return starts if padding is None else starts & ~padding
+
+
+def within_documents(starts: Tensor | None, positions: Tensor, length: Any, before: Any) -> tuple[Tensor, Any]:
+    """Counts positions from the beginning of each document.
+
+    Args:
+        starts: (batch, time), true where a document begins; None for nowhere.
+        positions: (batch, time), the number of positions before each in its row; one row if all rows are alike.
+        length: (batch,), the number of positions of each row; a number if all rows are alike.
+        before: (batch,), the number of positions, in earlier calls, of the document that continues; or one number.
+
+    Returns:
+        the number of positions before each in its document, (batch, time) or one row, and the number of positions of
+        the last document so far, (batch,) or one number.
+    """
+    column = before[:, None] if isinstance(before, Tensor) else before
+    if starts is None:
+        return positions + column, length + before
+    # Where each position's document began, counted from the row's beginning.
+    first = positions.new_zeros(len(starts), 1) - column
+    began = torch.cat([first, torch.where(starts, positions, first)], dim=1).cummax(dim=1)[0]
+    return positions - began[:, 1:], length - began[:, -1]
+
+
+class MovesPadding(Mixer):
+    """Base class of mixers that compute rows with padding at their ends alone, where it takes no position."""
+
+    takes_starts = True
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Mixes rows whose padding is moved to their ends and set to 0; shapes and results as of `Mixer.forward`."""
+        starts = check_starts(starts, x, padding)
+        if padding is None:
+            return self._mix(x, None, starts, state, overwrite)
+        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
+        starts = None if starts is None else rows_to_the_end(starts, order)
+        out, state = self._mix(text, (~padding).sum(1), starts, state, overwrite)
+        return put_back(out, order), state
+
+    def _mix(
+        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
+    ) -> tuple[Tensor, State]:
+        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
+        raise NotImplementedError
+
+
+def beyond(time: int, lengths: Tensor) -> Tensor:
+    """A mask (time, batch), true after the end of rows of these lengths, (batch,)."""
+    return torch.arange(time, device=lengths.device)[:, None] >= lengths
+
+
+def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves the positions of x, (time, batch, dim), that are not padding to the front; also returns the order.
+
+    `padding`, (batch, time), is true where a position is padding.
+    """
+    order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
+    return x.gather(0, order.expand(x.shape)), order
+
+
+def rows_to_the_end(x: Tensor, order: Tensor) -> Tensor:
+    """Puts x, (batch, time), in the order that `to_the_end` returned."""
+    return x.gather(1, order[:, :, 0].t())
+
+
+def put_back(x: Tensor, order: Tensor) -> Tensor:
+    """Undoes `to_the_end`."""
+    return x.new_empty(x.shape).scatter(0, order.expand(x.shape), x)

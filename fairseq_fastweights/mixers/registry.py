@@ -11,14 +11,12 @@ from typing import Any
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers import projections
-from fairseq_fastweights.mixers.abc_mlp import ABCMLP
-from fairseq_fastweights.mixers.delta_net import DeltaNet
+from fairseq_fastweights.mixers.bounded_memory_attention import ABCMLP, Linformer
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.feature_maps import is_favor
-from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
+from fairseq_fastweights.mixers.gated_delta import DeltaNet, DeltaProduct, GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttention
-from fairseq_fastweights.mixers.linformer import Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer, Option
@@ -91,7 +89,7 @@ class Kind:
         return self.build.func if isinstance(self.build, partial) else self.build
 
 
-def memory(update_rule: str) -> Kind:
+def fast_weight_attention(update_rule: str) -> Kind:
     """An entry for fast weight attention with a rule of `UPDATE_RULES`."""
     rule, shared = UPDATE_RULES[update_rule], (*_MEMORY, *projections.SETTINGS)
     build = partial(FastWeightAttention, update_rule=update_rule)
@@ -99,7 +97,7 @@ def memory(update_rule: str) -> Kind:
 
 
 MIXERS: dict[str, Kind] = {
-    **{rule: memory(rule) for rule in UPDATE_RULES},
+    **{rule: fast_weight_attention(rule) for rule in UPDATE_RULES},
     "retention": Kind(
         Retention,
         _MEMORY,

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import gated_norm
-from fairseq_fastweights.mixers.documents import check_starts, within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
-from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
+from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, check_starts, within_documents
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.gating import gate
 
@@ -24,7 +23,7 @@ GROUP_NORM_EPS = 1e-5
 """The default of what the norm of what a head reads adds under its root; torch's, as the paper gives none."""
 
 
-class Retention(MemoryAttention):
+class Retention(LinearAttention):
     """Causal multi-scale retention (Sun et al. 2023, Eq. 6 and 8).
 
         q, k = phi(W_q x), phi(W_k x), rotated by their positions (Su et al. 2021)
@@ -46,7 +45,7 @@ class Retention(MemoryAttention):
         normalization: None or empty; the only normalisation is the one in the equation.
         backend: one of `ops.BACKENDS`.
         bias: whether the projections have biases.
-        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, which `MemoryAttention`
+        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, which `LinearAttention`
             describes.
 
     Raises:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.children import are_plain
-from fairseq_fastweights.mixers.documents import within_documents
+from fairseq_fastweights.mixers.mixer import within_documents
 from fairseq_fastweights.ops import native
 from fairseq_fastweights.ops.checks import check_devices
 from fairseq_fastweights.ops.choice import choose_backend

@@ -12,11 +12,17 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.documents import check_starts, within_documents
-from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import put_back, rows_to_the_end, to_the_end
+from fairseq_fastweights.mixers.mixer import (
+    Option,
+    State,
+    check_starts,
+    put_back,
+    rows_to_the_end,
+    to_the_end,
+    within_documents,
+)
 from fairseq_fastweights.mixers.rotary_embedding import turns
-from fairseq_fastweights.mixers.softmax import SoftmaxMixer
+from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 WAVELENGTH_BASE = 10000.0
 """The base of the sinusoids of distances, as in Vaswani et al. 2017: the slowest has a period of 2 pi x base."""

@@ -11,21 +11,19 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain
-from fairseq_fastweights.mixers.documents import within_documents
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.feature_maps import ReluMap
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
-from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.padding import MovesPadding, beyond
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
+from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
+from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond, within_documents
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
-from fairseq_fastweights.mixers.windows import Blocks, in_blocks, last
 from fairseq_fastweights.ops import steps
 from fairseq_fastweights.ops.autocast import without_autocast
 
 
-class WindowSum(MovesPadding, MemoryAttention):
+class WindowSum(MovesPadding, LinearAttention):
     """A window of softmax attention and a memory of the sum rule, with one denominator (LoLCATs; Zhang et al. 2024).
 
         a_tj = exp(s_tj - max_j s_tj),  s_tj = q_t k_j / sqrt(head_dim)      of the last `window` positions j
@@ -51,7 +49,7 @@ class WindowSum(MovesPadding, MemoryAttention):
         bias: whether the projections have biases.
         rotary_dim, rotary_base, rotary_scaling: as in `SoftmaxAttention`.
         **options: `feature_dim`, `dpfp_nu`, `favor_features`, `dropout`, `kv_heads`, `head_dim`, `projection_bias` and
-            `query_key_norm_eps`, which `MemoryAttention` describes.
+            `query_key_norm_eps`, which `LinearAttention` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
-from fairseq_fastweights.mixers.documents import check_starts, within_documents
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import Mixer, State, check_starts, within_documents
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction

@@ -9,12 +9,12 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention, uniform_gate_bias_
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 
 
-def build(update_rule: str = "delta", embed_dim: int = 64, num_heads: int = 4, **options) -> MemoryAttention:
+def build(update_rule: str = "delta", embed_dim: int = 64, num_heads: int = 4, **options) -> LinearAttention:
     torch.manual_seed(0)
     if update_rule == "retention":
         return Retention(embed_dim, num_heads, **options)

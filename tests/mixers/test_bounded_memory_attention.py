@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.mixers.abc_mlp import ABCMLP
-from fairseq_fastweights.mixers.bounded_memory_attention import BoundedMemoryAttention
-from fairseq_fastweights.mixers.linformer import Linformer
+from fairseq_fastweights.mixers.bounded_memory_attention import ABCMLP, BoundedMemoryAttention, Linformer
 from tests.mixers import contract
 
 EMBED, HEADS = 12, 2

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
-from fairseq_fastweights.mixers.registry import MIXERS, build_mixer, memory
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer, fast_weight_attention
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from tests.mixers import contract
@@ -27,7 +27,7 @@ HALF = 2e-2  # a percent is seen: five roundings, and normalisation divides two 
 def build(rule: str, feature_map: str, *normalization: str, width: int = EMBED, heads: int = HEADS, **options: Any):
     torch.manual_seed(0)
     settings = {"fast_weight_heads": heads, "feature_map": feature_map, "normalization": frozenset(normalization)}
-    kinds = MIXERS if rule in MIXERS else {rule: memory(rule)}
+    kinds = MIXERS if rule in MIXERS else {rule: fast_weight_attention(rule)}
     # FAVOR+ draws anew at every call in training, so only in evaluation can calls be compared.
     return build_mixer(rule, width, settings | options, kinds).eval()
 
@@ -59,7 +59,7 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat([z.real, z.imag], dim=-1)
 
 
-def papers_equations(module: MemoryAttention, x: Tensor) -> Tensor:
+def papers_equations(module: LinearAttention, x: Tensor) -> Tensor:
     """A row of a text, (time, embed_dim), one step after another.
 
     W is (value, key) as in the papers: Schlag et al. 2021 ("S"), Mao 2022 ("M"), Sun et al. 2023 ("R").
@@ -157,7 +157,7 @@ def test_the_normaliser_of_a_rule_that_corrects_and_decays_decays_too(per, norma
     contract.check_parts(module, x, contract.paddings(TIME)["within"])
 
 
-def halved(module: MemoryAttention, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+def halved(module: LinearAttention, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """A module's outputs in float16, and in float32 with the same numbers; if the former's gradients are finite."""
     low = copy.deepcopy(module).half()
     out = low(x.half())[0]

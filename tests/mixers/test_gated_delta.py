@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.delta_net import DeltaNet
-from fairseq_fastweights.mixers.gated_delta import DeltaProduct, GatedDelta, KimiDelta
+from fairseq_fastweights.mixers.gated_delta import DeltaNet, DeltaProduct, GatedDelta, KimiDelta
 from tests.mixers import contract
 
 EMBED, HEADS = 12, 4

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fairseq_fastweights.mixers.local_attention import LocalAttention
-from fairseq_fastweights.mixers.windows import SMALLEST_BLOCK
+from fairseq_fastweights.mixers.local_attention import SMALLEST_BLOCK, LocalAttention
 from tests.mixers import contract
 
 EMBED, HEADS = 12, 2

@@ -10,8 +10,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor
 
-from fairseq_fastweights.mixers.abc_mlp import ABCMLP
-from fairseq_fastweights.mixers.linformer import Linformer
+from fairseq_fastweights.mixers.bounded_memory_attention import ABCMLP, Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fairseq_fastweights.mixers.local_attention import SMALLEST_BLOCK
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.window_sum import WindowSum
-from fairseq_fastweights.mixers.windows import SMALLEST_BLOCK
 from tests.mixers import contract
 
 EMBED, HEADS = 12, 2

@@ -18,7 +18,7 @@ from fairseq.modules import MultiheadAttention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.fast_weight_source_attention import FastWeightSourceAttention
 from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.memory_attention import MemoryAttention
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.models.fast_weight_transformer import parse_places
 from tests.models.translation import PAD, PLACES, SCORES, SUBSETS, batch, build, log_probs, sentences, shifted, with_map
@@ -131,7 +131,7 @@ def test_attention_is_fast_weight_where_it_is_said_and_nowhere_else(places):
     aligned = {"criterion": "label_smoothed_cross_entropy_with_alignment"}  # which needs a task with alignments
     model, inputs = build(fast_weight_attention=places, update_rule="gated", **aligned), example()
     for module in model.modules():
-        if isinstance(module, MemoryAttention):  # the map that is left out is that of the rule's paper
+        if isinstance(module, LinearAttention):  # the map that is left out is that of the rule's paper
             assert module.feature_map_name == ("identity" if isinstance(module, FastWeightAttention) else "elu")
     kinds = dict(zip(PLACES, (FastWeightSourceAttention, FastWeightAttention, FastWeightSourceAttention), strict=True))
     encoder, decoder, cross = (kind if place in places else MultiheadAttention for place, kind in kinds.items())
@@ -162,7 +162,7 @@ def test_flags_reach_every_attention():
     task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
     assert len(model.encoder.layers) == 3 and model.decoder.embed_tokens is model.encoder.embed_tokens
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, MemoryAttention)}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, LinearAttention)}
     assert len(modules) == 3 + 2 * 2
     for name, module in modules.items():  # rule, normalisation and backend are the decoder's; map and scale, all's
         own = name.startswith("decoder") and name.endswith("self_attn")
@@ -198,7 +198,7 @@ def test_architectures_have_their_sizes_and_are_fairseqs(arch, monkeypatch):
         for layer in side.layers:
             assert (layer.fc1.in_features, layer.fc1.out_features) == (width, ffn)
             for attention in (layer.self_attn, getattr(layer, "encoder_attn", layer.self_attn)):
-                assert isinstance(attention, MemoryAttention) and attention.feature_map_name == "elu"
+                assert isinstance(attention, LinearAttention) and attention.feature_map_name == "elu"
                 assert (attention.embed_dim, attention.num_heads) == (width, heads)
     shapes = [{name: tuple(p.shape) for name, p in m.named_parameters()} for m in (plain, fairseqs)]
     assert shapes[0] == shapes[1]

@@ -23,7 +23,7 @@ SMALLEST_DIVISOR = 1e-30
 _warned_of: set[str] = set()
 
 
-class MemoryAttention(Mixer):
+class LinearAttention(Mixer):
     """Base class of attention over a fast weight memory: its projections, feature map and normalisation.
 
     Args:
