@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from fairseq_fastweights.adaptive_bands import check_square_projections
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.layers import ACTIVATIONS
 from fairseq_fastweights.mixers.registry import (
     MIXERS,
     SHARED_DEFAULTS,
@@ -25,8 +26,6 @@ FORMAT = 1
 """The format of config.json. A larger number belongs to a later version of this package, and is refused."""
 
 POSITIONS = ("sinusoidal", "learned", "none")
-ACTIVATIONS = ("relu", "gelu", "gelu_accurate", "gelu_fast", "tanh", "linear")
-"""fairseq's names of activations: "gelu_accurate" is "gelu_new" in transformers, "gelu_fast" its older name."""
 
 # What `mixer_settings` may not say: it is said once, elsewhere.
 _SAID_ELSEWHERE = {

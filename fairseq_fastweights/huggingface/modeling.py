@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
@@ -18,7 +19,6 @@ from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, 
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.file_sizes import check_folder, check_model
 from fairseq_fastweights.huggingface.initialization import draw_weights
-from fairseq_fastweights.huggingface.layers import FastWeightDecoderLayer
 from fairseq_fastweights.huggingface.texts import check_takes_starts, read_texts
 from fairseq_fastweights.huggingface.vocabulary import (
     AdaptiveInput,
@@ -27,9 +27,10 @@ from fairseq_fastweights.huggingface.vocabulary import (
     tied_bands,
 )
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.llama_layers import use_rms_norms
+from fairseq_fastweights.layers import ACTIVATIONS, MixerLayer, form_of_layer, use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.registry import build_mixer
 
 MASKED_LOGIT = -1e4
 """The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""
@@ -140,6 +141,75 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         loaded = check_model(model, checkpoint_files or (), model.config)
         state_dict = loaded if state_dict is None else state_dict
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
+
+
+class FastWeightDecoderLayer(MixerLayer, GradientCheckpointingLayer):
+    """A layer of a model of this configuration, in the form that it asks for. Parameters have fairseq's names.
+
+    Args:
+        config: the model's.
+        index: the layer's number, from 0.
+    """
+
+    batch_first = True
+
+    def __init__(self, config: FastWeightConfig, index: int) -> None:
+        super().__init__()
+        width, between = config.hidden_size, config.intermediate_size
+        assert isinstance(config.mixers, list)
+        self.index = index
+        output_norms = index + 1 in (config.output_norm_layers or ())
+        self.form = form_of_layer(config.pre_norm, config.parallel_residual, output_norms)
+        self.self_attn = build_mixer(config.mixers[index], width, config.mixer_arguments())
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, between)
+        self.fc2 = nn.Linear(between, width)
+        self.final_layer_norm = nn.LayerNorm(width)
+        self.activation_fn = ACTIVATIONS[config.hidden_act]
+        if config.swiglu:
+            use_swiglu(self)
+        if config.rms_norm_eps is not None:
+            use_rms_norms(self, config.rms_norm_eps, config.zero_centered_norms)
+        self.dropout_module = nn.Dropout(config.dropout)
+        self.activation_dropout_module = nn.Dropout(config.activation_dropout)
+
+    def __call__(self, *arguments: Any, past_key_values: FastWeightCache | None = None, **options: Any) -> Any:
+        """Calls `forward`; a layer whose state is kept is not checkpointed, as that would compute it again from it."""
+        if past_key_values is None:
+            return super().__call__(*arguments, **options)
+        check_kind(past_key_values)
+        return nn.Module.__call__(self, *arguments, past_key_values=past_key_values, **options)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        padding: Tensor | None = None,
+        starts: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
+    ) -> Tensor:
+        """Mixes positions, and then works on each.
+
+        Args:
+            hidden_states: (batch, time, hidden_size).
+            padding: (batch, time), true at padding; None for none.
+            starts: (batch, time), true where a text begins, for mixers that take it; None for nowhere.
+            past_key_values: the cache, in which the mixer's state is read and written.
+
+        Returns:
+            (batch, time, hidden_size).
+        """
+        states: dict[str, State | None] | None = None
+        if past_key_values is not None:
+            states = {"self_attn": past_key_values.layers[self.index].state}
+
+        def mix(x: Tensor) -> Tensor:
+            # Mixers do not overwrite a state that a graph of gradients goes through.
+            return self.run_mixer("self_attn", x, padding, states=states, overwrite=True, starts=starts)
+
+        out = self.compute(hidden_states, mix)
+        if past_key_values is not None and states is not None:
+            past_key_values.layers[self.index].state = states["self_attn"]
+        return out
 
 
 class FastWeightModel(FastWeightPreTrainedModel):

@@ -11,10 +11,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.llama_layers import rms_norm
 from fairseq_fastweights.mixers.children import are_plain
 
 PROJECTION_BIASES = ("all", "qkv", "none")
+
+
+class ZeroCenteredRMSNorm(nn.RMSNorm):
+    """(1 + w) x / rms(x), whose w starts at 0, as in Qwen3-Next; computed in float32 at least."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        weight = 1 + self.weight.to(precise)
+        return F.rms_norm(x.to(precise), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def rms_norm(shape: Any, eps: float, zero_centered: bool = False) -> nn.RMSNorm:
+    """An RMS norm (Zhang and Sennrich 2019) of the last dimensions, or a `ZeroCenteredRMSNorm`."""
+    check_number("eps", eps, 0)
+    return (ZeroCenteredRMSNorm if zero_centered else nn.RMSNorm)(shape, eps=eps)
 
 
 @dataclass(frozen=True)
@@ -29,7 +46,7 @@ class Projections:
             "none" (Llama).
         query_key_norm_eps: added under the root of the RMS norm that queries and keys have in each head (Qwen3); None
             for no norm.
-        zero_centered_norms: whether these norms multiply by 1 + w, as `llama_layers.ZeroCenteredRMSNorm`.
+        zero_centered_norms: whether these norms multiply by 1 + w, as `ZeroCenteredRMSNorm`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

@@ -15,21 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.llama_layers import use_rms_norms, use_swiglu
+from fairseq_fastweights.layers import form_of_layer, use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.mixer import Mixer, State, check_starts, within_documents
-from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
-from fairseq_fastweights.models.fast_weight_options import parse_layers
+from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
 from fairseq_fastweights.models.host_copies import contains
-from fairseq_fastweights.models.layer_forms import OutputNormDecoderLayer, ParallelDecoderLayer
 from fairseq_fastweights.models.mixer_layers import (
-    MixerBuilder,
     MixerDecoderLayer,
+    SegmentState,
     project,
     wrap_layer,
 )
-from fairseq_fastweights.models.segment_state import SegmentState
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class FastWeightDecoder(TransformerDecoder):
     Args:
         args: the model's configuration.
         dictionary, embed_tokens: those of fairseq's decoder.
-        mixers: for each layer the name of its mixer, and a function that makes it from the layer's width.
+        mixers: the name of each layer's mixer.
 
     Attributes:
         mixers: those of the layers, in order.
@@ -67,13 +65,13 @@ class FastWeightDecoder(TransformerDecoder):
         dictionary: Dictionary,
         embed_tokens: nn.Module,
         *,
-        mixers: Sequence[tuple[str, MixerBuilder]],
+        mixers: Sequence[str],
     ) -> None:
-        self.mixer_names = [name for name, _ in mixers]
-        behind = parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers")
-        self._builders = iter([(build, number in behind) for number, (_, build) in enumerate(mixers, 1)])
+        self.mixer_names = list(mixers)
+        self._settings = mixer_settings(args, args.decoder_attention_heads)
+        self._output_norms = parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers")
+        self._layers_built = 0
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn=True)
-        del self._builders
         if args.rms_norm_eps is not None:
             use_rms_norms(self, args.rms_norm_eps, args.zero_centered_norms)
         settings = checkpoint_settings.describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
@@ -135,15 +133,18 @@ class FastWeightDecoder(TransformerDecoder):
         }
 
     def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
-        cfg, (build, norms_behind) = TransformerConfig.from_namespace(args), next(self._builders)
-        if self.args.parallel_residual and norms_behind:
-            raise InvalidInput("parallel_residual is set; with output_norm_layers it must not be")
-        kind = ParallelDecoderLayer if self.args.parallel_residual else partial(MixerDecoderLayer, no_encoder_attn=True)
-        layer = (OutputNormDecoderLayer if norms_behind else kind)(cfg, build)
-        if self.args.swiglu:
+        # fairseq asks for one layer after the other, and does not say which.
+        name = self.mixer_names[self._layers_built]
+        self._layers_built += 1
+        cfg, args = TransformerConfig.from_namespace(args), self.args
+        form = form_of_layer(
+            cfg.decoder.normalize_before, args.parallel_residual, self._layers_built in self._output_norms
+        )
+        layer = MixerDecoderLayer(cfg, partial(build_mixer, name, settings=self._settings), None, True, form)
+        if args.swiglu:
             use_swiglu(layer)
-        if self.args.rms_norm_eps is not None:
-            use_rms_norms(layer, self.args.rms_norm_eps, self.args.zero_centered_norms)
+        if args.rms_norm_eps is not None:
+            use_rms_norms(layer, args.rms_norm_eps, args.zero_centered_norms)
         return wrap_layer(layer, cfg)
 
     def forward(

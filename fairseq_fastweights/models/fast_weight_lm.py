@@ -32,8 +32,6 @@ from fairseq_fastweights.models.fast_weight_options import (
     FastWeightOptions,
     add_group,
     defaults_in_help,
-    mixer_builder,
-    mixer_settings,
     parse_layers,
     parse_mixers,
     set_defaults,
@@ -237,13 +235,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             )
         if args.max_target_positions is None:
             args.max_target_positions = args.tokens_per_sample
-        settings = mixer_settings(args, args.decoder_attention_heads)
-        decoder = FastWeightDecoder(
-            args,
-            task.target_dictionary,
-            build_embeddings(args, task.source_dictionary),
-            mixers=[(name, mixer_builder(name, settings)) for name in names],
-        )
+        embeddings = build_embeddings(args, task.source_dictionary)
+        decoder = FastWeightDecoder(args, task.target_dictionary, embeddings, mixers=names)
         if args.init_std is not None:
             _draw_weights(decoder, args.init_std)
         adaptive = isinstance(decoder.embed_tokens, AdaptiveInput)
@@ -311,6 +304,15 @@ def _check_shape(args: Any) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
         if args.quant_noise_pq and getattr(args, name) % block:
             raise InvalidInput(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
+    forms = [option for option in ("parallel_residual", "output_norm_layers") if getattr(args, option)]
+    if len(forms) == 2:
+        raise InvalidInput("parallel_residual is set; with output_norm_layers it must not be")
+    for form in forms:
+        if not args.decoder_normalize_before:
+            raise InvalidInput(f"{form} is set; it needs decoder_normalize_before, which is not")
+        for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
+            if safe_getattr(args, name, False):
+                raise InvalidInput(f"{name} is set; with {form} it must not be")
     if args.zero_centered_norms and args.rms_norm_eps is None and args.query_key_norm_eps is None:
         raise InvalidInput("zero_centered_norms is set; it needs rms_norm_eps or query_key_norm_eps, which are not")
     if args.swiglu and args.quant_noise_pq:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,54 +15,79 @@ from fairseq.modules.quant_noise import quant_noise
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.layers import MixerLayer, form_of_layer
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import Mixer, State
-from fairseq_fastweights.models.segment_state import SegmentState
 
 MixerBuilder = Callable[[int], Mixer]
 """A function that makes a layer's mixer from the layer's width."""
-Mix = Callable[..., Tensor]
-"""A function that runs a layer's mixer of a name on (time, batch, embed_dim) and padding, with options of the mixer."""
 
 # Copies of a layer's weights, side by side for a fused kernel. The kernel computes softmax attention alone, and fairseq
 # fills them only on loading, so that here they would be parameters which nothing uses and nothing trains.
-_FUSED = (
-    "in_proj_weight",
-    "in_proj_bias",
-    "out_proj_weight",
-    "out_proj_bias",
-    "fc1_weight",
-    "fc1_bias",
-    "fc2_weight",
-    "fc2_bias",
-)
+_FUSED = [f"{name}_{kind}" for name in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
+
+
+class SegmentState(dict[Mixer, State]):
+    """An incremental state for whole segments: reads the state after the last segment, writes that after this one.
+
+    The two are stored apart, so that a layer that is computed twice (activation checkpointing) starts in the same state
+    both times.
+
+    Args:
+        carried: the states after the last segment, by mixer; empty for none.
+        continues: (batch,), true for rows that continue from their state; those of other rows start as zeros.
+
+    Raises:
+        ValueError: if rows continue a batch that had another number of rows.
+    """
+
+    def __init__(self, carried: dict[Mixer, State], continues: Tensor) -> None:
+        rows = {x.shape[0] for buffer in carried.values() for x in buffer.values()}
+        fits = rows <= {continues.shape[0]}
+        if not fits and bool(continues.any()):
+            raise InvalidInput(
+                f"continues has {continues.shape[0]} rows, but the segments before had {rows.pop()}; rows can only "
+                "continue a batch of the same size"
+            )
+        super().__init__(
+            {
+                key: {
+                    name: torch.where(continues.view(-1, *[1] * (x.dim() - 1)), x, torch.zeros_like(x))
+                    for name, x in buffer.items()
+                }
+                for key, buffer in (carried.items() if fits else ())
+            }
+        )
+        self._written: dict[Mixer, State] = {}
+
+    @classmethod
+    def starting(cls, states: dict[Mixer, State]) -> SegmentState:
+        """A segment that starts in these states, in all rows."""
+        segment = cls({}, torch.zeros(0, dtype=torch.bool))
+        dict.update(segment, states)
+        return segment
+
+    def __setitem__(self, mixer: Mixer, state: State) -> None:
+        self._written[mixer] = state
+
+    def detached(self) -> dict[Mixer, State]:
+        """The states in which the next segment starts. A layer that LayerDrop dropped keeps the state before."""
+        return {
+            key: {name: x.detach() for name, x in buffer.items()}
+            for key, buffer in {**dict(self.items()), **self._written}.items()
+        }
 
 
 def _run_with_states(
-    layer: MixerLayer,
-    x: Tensor,
-    states: dict[str, State | None] | None,
-    incremental_state: dict[Any, Any] | None,
-    given: dict[str, Any],
-) -> tuple[Any, dict[str, State]]:
+    layer: FairseqMixerLayer, x: Tensor, states: dict[str, State | None] | None, overwrite: bool, given: dict[str, Any]
+) -> tuple[Any, dict[str, State | None] | None]:
     """Computes a layer, as it is compiled; returns its result and, if there are states, its mixers' new ones by name.
 
     By name, as a graph that knows states by their mixers would be one for each layer.
     """
-    after: dict[str, State] = {}
-    # A segment may be computed twice from the same state; the state of a text that is being written is read once.
-    overwrite = incremental_state is not None and not isinstance(incremental_state, SegmentState)
-
-    def mix(place: str, x: Tensor, padding: Tensor | None, **options: Tensor | None) -> Tensor:
-        before = None if states is None else states[place]
-        padding = None if padding is None else padding.bool()
-        options = {name: value for name, value in options.items() if value is not None}
-        x, state = getattr(layer, place)(x, before, padding, overwrite=overwrite, **options)
-        if states is not None:
-            after[place] = state
-        return x
-
-    return layer.compute(x, mix, incremental_state=incremental_state, **given), after
+    after = None if states is None else dict(states)
+    return layer.read(x, partial(layer.run_mixer, states=after, overwrite=overwrite), **given), after
 
 
 @cache
@@ -72,8 +97,8 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(_run_with_states)
 
 
-class MixerLayer(nn.Module):
-    """Base class of layers with mixers, which have the parameters of fairseq's layers and take what these take.
+class FairseqMixerLayer(MixerLayer):
+    """Base class of fairseq's layers with mixers, which have the parameters of fairseq's layers and take the same.
 
     Attributes:
         compiles: whether torch.compile makes one graph of the layer in training, the same for all layers of a kind.
@@ -81,49 +106,36 @@ class MixerLayer(nn.Module):
 
     compiles = False
 
-    def compute(self, x: Tensor, mix: Mix, *, incremental_state: dict[Any, Any] | None, **given: Any) -> Any:
-        """The layer's equation.
+    def read(self, x: Tensor, run_mixer: Callable[..., Tensor], **given: Any) -> Any:
+        """Computes the layer by `compute`.
 
         Args:
             x: (time, batch, embed_dim).
-            mix: runs the mixer of a name on a tensor and its padding.
-            incremental_state: that of fairseq's attention, where a layer has both; `mix` knows the mixers' states.
-            given: what else the layer is given.
+            run_mixer: the layer's own method of this name, which knows the mixers' states.
+            given: the other arguments of the layer.
         """
         raise NotImplementedError
 
     def run(self, x: Tensor, incremental_state: dict[Any, Any] | None, **given: Any) -> Any:
         """Computes the layer with the states that `incremental_state` has of its mixers, and writes the new ones there.
 
-        A segment's states, and those of a text that is being written, are known by their mixers.
+        A segment's states, and those of a text that is being generated, have their mixers as keys.
         """
         mixers = dict(self.mixers())
         states = None if incremental_state is None else {name: incremental_state.get(m) for name, m in mixers.items()}
         # A graph calls no hooks of modules in it, as those of fairseq's search for where NaN comes from.
         if self.compiles and self.training and not any(module._forward_hooks for module in self.children()):
             # Contiguous, as the layers before give it: another layout would be another graph.
-            result, after = _compiled()(self, x.contiguous(), states, None, given)
+            result, after = _compiled()(self, x.contiguous(), states, False, {**given, "incremental_state": None})
         else:
-            result, after = _run_with_states(self, in_rows(x), states, incremental_state, given)
-        for name, state in after.items():
-            incremental_state[mixers[name]] = state  # type: ignore[index]
+            # A segment may be computed twice from the same state; in generation each state is read once.
+            overwrite = incremental_state is not None and not isinstance(incremental_state, SegmentState)
+            given["incremental_state"] = incremental_state
+            result, after = _run_with_states(self, in_rows(x), states, overwrite, given)
+        if incremental_state is not None:
+            for name, state in after.items():
+                incremental_state[mixers[name]] = state
         return result
-
-    def feed_forward(self: Any, x: Tensor) -> Tensor:
-        """The network of each position."""
-        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
-        scale = getattr(self, "ffn_layernorm", None)
-        out: Tensor = self.fc2(hidden if scale is None else scale(hidden))
-        return out
-
-    def norm_before(self: Any, norm: nn.Module, x: Tensor) -> Tensor:
-        """The input of a branch."""
-        return norm(x) if self.normalize_before else x
-
-    def add(self: Any, residual: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
-        """The sum of a branch and what it began with; behind it the norm, if that is not before it."""
-        x = self.residual_connection(self.dropout_module(x), residual)
-        return x if self.normalize_before else norm(x)
 
     def mixers(self) -> Iterator[tuple[str, Mixer]]:
         """The layer's mixers, with their names."""
@@ -145,7 +157,7 @@ class MixerLayer(nn.Module):
                         state_dict[f"{name}.{place}.{projection}.{kind}"] = part
 
 
-class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
+class MixerEncoderLayer(FairseqMixerLayer, TransformerEncoderLayerBase):
     """An encoder layer with a mixer, which `build_mixer` makes from the layer's width."""
 
     def __init__(self, cfg: TransformerConfig, build_mixer: MixerBuilder) -> None:
@@ -154,6 +166,7 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
         for name in _FUSED:
             delattr(self, name)
         self.can_use_fastpath = False
+        self.form = form_of_layer(cfg.encoder.normalize_before)
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         return _with_fairseqs_noise(self._build_mixer(embed_dim), cfg)
@@ -163,13 +176,10 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
         out: Tensor = self.run(x, None, padding=encoder_padding_mask)
         return out
 
-    def compute(  # type: ignore[override]
-        self: Any, x: Tensor, mix: Mix, *, padding: Tensor | None, incremental_state: None
+    def read(  # type: ignore[override]
+        self, x: Tensor, run_mixer: Callable[..., Tensor], *, padding: Tensor | None, incremental_state: None
     ) -> Tensor:
-        mixed = mix("self_attn", self.norm_before(self.self_attn_layer_norm, x), padding)
-        x = self.add(x, mixed, self.self_attn_layer_norm)
-        hidden = self.feed_forward(self.norm_before(self.final_layer_norm, x))
-        return self.add(x, hidden, self.final_layer_norm)
+        return self.compute(x, lambda x: run_mixer("self_attn", x, padding))
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Accepts a state of fairseq's layer too, and drops its second copies of weights."""
@@ -182,13 +192,14 @@ class MixerEncoderLayer(MixerLayer, TransformerEncoderLayerBase):
         nn.Module._load_from_state_dict(self, *arguments)  # fairseq's fills the copies
 
 
-class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
+class MixerDecoderLayer(FairseqMixerLayer, TransformerDecoderLayerBase):
     """A decoder layer with mixers, or with fairseq's attention if a builder is None.
 
     Args:
         cfg: the configuration of the model.
         build_mixer, build_cross_mixer: make the mixers that read the target and the source.
         no_encoder_attn: whether there is no source.
+        form: that of `MixerLayer`; "" for that of `cfg`.
     """
 
     def __init__(
@@ -197,9 +208,11 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         build_mixer: MixerBuilder | None = None,
         build_cross_mixer: MixerBuilder | None = None,
         no_encoder_attn: bool = False,
+        form: str = "",
     ) -> None:
         self._builders = build_mixer, build_cross_mixer
         super().__init__(cfg, no_encoder_attn=no_encoder_attn)
+        self.form = form or form_of_layer(cfg.decoder.normalize_before)
 
     def build_self_attention(self, embed_dim: int, cfg: Any, **options: Any) -> nn.Module:
         build, _ = self._builders
@@ -229,10 +242,10 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         given |= {"encoder_out": encoder_out, "encoder_padding_mask": encoder_padding_mask}
         return *self.run(x, incremental_state, **given), None
 
-    def compute(  # type: ignore[override]
+    def read(  # type: ignore[override]
         self: Any,
         x: Tensor,
-        mix: Mix,
+        run_mixer: Callable[..., Tensor],
         *,
         encoder_out: Tensor | None,
         encoder_padding_mask: Tensor | None,
@@ -243,45 +256,43 @@ class MixerDecoderLayer(MixerLayer, TransformerDecoderLayerBase):
         need_head_weights: bool = False,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        weights = None
-        query = self.norm_before(self.self_attn_layer_norm, x)
-        if isinstance(self.self_attn, Mixer):
-            read = mix("self_attn", query, self_attn_padding_mask, starts=starts)
-        else:
-            read, weights = self.self_attn(
-                query,
-                query,
-                query,
-                key_padding_mask=self_attn_padding_mask,
-                incremental_state=incremental_state,
-                need_weights=False,
-                attn_mask=self_attn_mask,
-            )
-        if self.c_attn is not None:
-            read = (read.unflatten(-1, (self.nh, self.head_dim)) * self.c_attn[:, None]).flatten(-2)
-        if self.attn_ln is not None:
-            read = self.attn_ln(read)
-        x = self.add(x, read, self.self_attn_layer_norm)
+        weights = None  # of the source, by fairseq's own attention
 
-        if self.encoder_attn is not None and encoder_out is not None:
-            query = self.norm_before(self.encoder_attn_layer_norm, x)
-            if isinstance(self.encoder_attn, Mixer):
-                read, weights = mix("encoder_attn", query, encoder_padding_mask, source=encoder_out), None
+        def mix(x: Tensor) -> Tensor:
+            if isinstance(self.self_attn, Mixer):
+                y = run_mixer("self_attn", x, self_attn_padding_mask, starts=starts)
             else:
-                read, weights = self.encoder_attn(
-                    query,
-                    encoder_out,
-                    encoder_out,
-                    key_padding_mask=encoder_padding_mask,
+                y, _ = self.self_attn(
+                    x,
+                    x,
+                    x,
+                    key_padding_mask=self_attn_padding_mask,
                     incremental_state=incremental_state,
-                    static_kv=True,
-                    need_weights=need_attn or need_head_weights or (not self.training and self.need_attn),
-                    need_head_weights=need_head_weights,
+                    need_weights=False,
+                    attn_mask=self_attn_mask,
                 )
-            x = self.add(x, read, self.encoder_attn_layer_norm)
+            if self.c_attn is not None:
+                y = (y.unflatten(-1, (self.nh, self.head_dim)) * self.c_attn[:, None]).flatten(-2)
+            return y if self.attn_ln is None else self.attn_ln(y)
 
-        hidden = self.feed_forward(self.norm_before(self.final_layer_norm, x))
-        return self.add(x if self.w_resid is None else self.w_resid * x, hidden, self.final_layer_norm), weights
+        def read_source(x: Tensor) -> Tensor:
+            nonlocal weights
+            if isinstance(self.encoder_attn, Mixer):
+                return run_mixer("encoder_attn", x, encoder_padding_mask, source=encoder_out)
+            y, weights = self.encoder_attn(
+                x,
+                encoder_out,
+                encoder_out,
+                key_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
+                static_kv=True,
+                need_weights=need_attn or need_head_weights or (not self.training and self.need_attn),
+                need_head_weights=need_head_weights,
+            )
+            return y
+
+        reads_source = self.encoder_attn is not None and encoder_out is not None
+        return self.compute(x, mix, read_source if reads_source else None), weights
 
 
 def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
@@ -295,7 +306,7 @@ def wrap_layer(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
 def compile_layers(model: nn.Module) -> None:
     """Lets torch.compile make a graph of each kind of layer that has a mixer, when it is first trained."""
     for module in model.modules():
-        if isinstance(module, MixerLayer):
+        if isinstance(module, FairseqMixerLayer):
             module.compiles = True
 
 
