@@ -46,7 +46,7 @@ from papers.drawing import draw_table
 from papers.grid import plan, run_grid
 from papers.ledger import COMMITTED, code_digest, command_lines, read_ledger
 from papers.report import DOCS, block, current, is_stale, page
-from papers.rows import Call, Places, RowError, Table
+from papers.rows import Call, Places, Table, UserError
 
 ALL = TABLES | SCALED
 
@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.words[:1] == ["estimate"]:
         return estimate.main(options.words[1:], TABLES)
     if options.list is not None:
-        return run_to_the_end(lambda: _list(options.list), RowError)
-    return run_to_the_end(lambda: _reproduce(options.words, options.print), RowError)
+        return run_to_the_end(lambda: _list(options.list))
+    return run_to_the_end(lambda: _reproduce(options.words, options.print))
 
 
 def _list(name: str) -> None:
@@ -87,7 +87,7 @@ def listing(table: Table) -> str:
 
 def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
     if name not in known:
-        raise RowError(f"{kind} is {name}; it must be one of {', '.join(known)}")
+        raise UserError(f"{kind} is {name}; it must be one of {', '.join(known)}")
     return known[name]
 
 
@@ -136,7 +136,7 @@ def _run_rows(arguments: list[str]) -> int:
         ledger = options.ledger or options.out / "ledger.jsonl"
         run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate, not options.no_estimate)
 
-    return run_to_the_end(work, RowError)
+    return run_to_the_end(work)
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -182,22 +182,22 @@ def _report(arguments: list[str]) -> int:
             for name, table in SCALED.items():
                 draw_table(name, table, current(entries), DOCS)
 
-    return run_to_the_end(work, RowError)
+    return run_to_the_end(work)
 
 
 def _reproduce(words: list[str], only_print: bool) -> None:
     """Does what the words on the command line say; nothing is done before all of it is known to be right."""
     if len(words) < 3:
-        raise RowError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
+        raise UserError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
     table, name, verb, *rest = words
     row = _find("ROW", name, _find("TABLE", table, ALL).rows)
     recipe = row.recipe
     if verb not in ("train", "evaluate"):
-        raise RowError(f"after ROW comes {verb}; it must be train or evaluate")
+        raise UserError(f"after ROW comes {verb}; it must be train or evaluate")
     names = [*(["SOURCE"] if recipe.sources and verb == "train" else []), "DATA", "OUT"]
     folders, options = rest[: len(names)], rest[len(names) :]
     if len(folders) < len(names) or any(folder.startswith("-") for folder in folders):
-        raise RowError(f"{table} {name} {verb} takes {' '.join(names)} [OPTION ...]")
+        raise UserError(f"{table} {name} {verb} takes {' '.join(names)} [OPTION ...]")
     *source, data, out = map(Path, folders)
     places = Places(data, out, *source)
     if verb == "train":
@@ -216,7 +216,7 @@ def _reproduce(words: list[str], only_print: bool) -> None:
 
 
 def _run(call: Call, places: Places) -> None:
-    """Runs a program as its kind wants it. Raises RowError if it fails."""
+    """Runs a program as its kind wants it. Raises UserError if it fails."""
     terminal, out = sys.stdout.buffer, places.out
     if call.log is None:
         status = stream(call.words, terminal)
@@ -231,7 +231,7 @@ def _run(call: Call, places: Places) -> None:
             told = found[0] if found else f"no perplexity; delete {call.log} and run again"
             print(f"{out}: {call.title}: {told}", flush=True)
     if status:
-        raise RowError(f"{Path(call.words[0]).name} failed")
+        raise UserError(f"{Path(call.words[0]).name} failed")
 
 
 def _score(words: list[str], log: Path, of: dict[str, str], title: str) -> int:

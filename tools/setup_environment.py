@@ -117,7 +117,7 @@ def check_data(folder: Path) -> None:
     corpora = importlib.import_module("demo.corpora")
     try:
         corpora.find_texts(folder)
-    except corpora.TextError as error:
+    except corpora.UserError as error:
         raise SetupError(f"DATA: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""A demo's command line: its options, and how the demo ends."""
+"""The command lines of the examples: their options, and how a command ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import ROOT, cores, shown
-from common.steps import StepError
+from common.steps import UserError
 
 # By its path, since importing the package would import torch.
 _spec = importlib.util.spec_from_file_location("suggestions", ROOT / "fairseq_fastweights/suggestions.py")
@@ -51,20 +51,16 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=cores(), metavar="N", help=help)
 
 
-def run_to_the_end(work: Callable[[], None], *errors: type[Exception]) -> int:
-    """Does a demo's work; returns the exit status.
-
-    `work`: all of it. `errors`: besides StepError and OSError, those whose message is for the person at the terminal.
-    """
+def run_to_the_end(work: Callable[[], None]) -> int:
+    """Does all of a command's work, and ends it in one line on a UserError or OSError; returns the exit status."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is signal.SIG_DFL:
             signal.signal(ending, signal.default_int_handler)  # the commands must not outlive this one
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show every text
-    expected: tuple[type[Exception], ...] = (StepError, OSError, *errors)
     try:
         work()
-    except expected as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common import matrix_products
-from common.steps import StepError
+from common.steps import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where the commands run: --user-dir fairseq_fastweights is found there."""
@@ -33,21 +33,21 @@ def cores() -> int:
 
 
 def require_packages(*names: str) -> None:
-    """Checks that packages are installed, before any work that would miss them at its end. Raises StepError if one is
+    """Checks that packages are installed, before any work that would miss them at its end. Raises UserError if one is
     not.
     """
     for name in names:
         if find_spec(name) is None:
-            raise StepError(f"there is no package {name} for {sys.executable}; `make setup` installs it")
+            raise UserError(f"there is no package {name} for {sys.executable}; `make setup` installs it")
 
 
 def command(program: str, *parts: str | Path) -> list[str]:
-    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it. Raises StepError if
+    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it. Raises UserError if
     the program is not installed beside this Python.
     """
     path = Path(sys.executable).parent / program
     if not path.exists():
-        raise StepError(f"there is no {program} beside {sys.executable}; `make setup` installs it")
+        raise UserError(f"there is no {program} beside {sys.executable}; `make setup` installs it")
     words = [shown(path)]
     for part in parts:
         words += [shown(part)] if isinstance(part, Path) else shlex.split(part)

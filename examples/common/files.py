@@ -1,18 +1,23 @@
-"""Files that are whole or not there, that are no links to others, and text that may be packed."""
+"""Files that are whole or not there, that are no links to others; text that may be packed, and JSON lines."""
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 
-class TextError(ValueError):
-    """Text that cannot be used; the message is for the person who gave it."""
+class UserError(ValueError):
+    """An error that ends a command; its message is for the person at the terminal."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -53,27 +58,61 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
 
     Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
-    TextError if the file cannot be read, or is not UTF-8.
+    UserError if the file cannot be read, or is not UTF-8.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for text, raw in decode_lines(path, file):
                 yield text.removesuffix("\n").removesuffix("\r"), raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TextError(f"{path} is no whole gzip file: {error}") from None
+        raise UserError(f"{path} is no whole gzip file: {error}") from None
     except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def decode_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     """Each line of what is in a file: its text, to which a byte order mark does not belong, and its bytes.
 
-    Raises TextError if it is not UTF-8.
+    Raises UserError if it is not UTF-8.
     """
     for number, raw in enumerate(lines, 1):
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             told = f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
-            raise TextError(told) from None
+            raise UserError(told) from None
         yield text.removeprefix("\ufeff") if number == 1 else text, raw
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Appends a line of JSON, which is on the disk when this returns; half a line that a crash left is removed first.
+    Raises OSError if it cannot be written, or the file is a link.
+    """
+    line = (json.dumps(value) + "\n").encode()
+    with open_to_append(path) as file:
+        with suppress(OSError):  # a file system without such locks
+            fcntl.lockf(file, fcntl.LOCK_EX)  # a line that another process is writing is no half line
+        file.seek(0)
+        text = file.read()
+        if text[-1:] not in (b"", b"\n"):  # without locks, this must not cut off lines that others wrote since
+            file.truncate(text.rfind(b"\n") + 1)
+        if file.write(line) != len(line):
+            raise OSError(f"{path} could not be written whole: is the disk full?")
+        os.fsync(file.fileno())
+
+
+def read_values(path: Path, read: Callable[[Any], T], kind: str) -> list[tuple[int, T]]:
+    """Reads a file of JSON lines, with the number of the line of each value; a line may hold a list of values.
+
+    `read`: makes a value of JSON; it may raise ValueError, TypeError, KeyError or AttributeError. `kind`: the name of a
+    value in the error. Half a line at the end is left out; a file that is missing has no values. Raises UserError for a
+    line that cannot be read.
+    """
+    found: list[tuple[int, T]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
+        try:
+            values = json.loads(line)
+            found += [(number, read(value)) for value in (values if isinstance(values, list) else [values])]
+        except (ValueError, TypeError, KeyError, AttributeError):  # noqa: PERF203 (each line has its own error)
+            raise UserError(f"{path}, line {number} is no {kind}; remove the line") from None
+    return found

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterable
 
-from common.files import TextError
+from common.files import UserError
 
 
 class SentencePieces:
@@ -36,7 +36,7 @@ class SentencePieces:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a vocabulary of a given size from the lines of both languages. Raises TextError if it cannot have
+        """Learns a vocabulary of a given size from the lines of both languages. Raises UserError if it cannot have
         that size.
         """
         from sentencepiece import SentencePieceTrainer
@@ -55,10 +55,10 @@ class SentencePieces:
             )
         except RuntimeError as error:
             if found := re.search(r"set it to a value <= (\d+)", str(error)):
-                raise TextError(f"VOCABULARY is {vocabulary}; this text gives at most {found[1]} subwords") from None
+                raise UserError(f"VOCABULARY is {vocabulary}; this text gives at most {found[1]} subwords") from None
             if found := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
-                raise TextError(
+                raise UserError(
                     f"VOCABULARY is {vocabulary}; it must be at least {found[1]}, for the text's characters and bytes"
                 ) from None
-            raise TextError(f"sentencepiece cannot learn from this text: {error}") from None
+            raise UserError(f"sentencepiece cannot learn from this text: {error}") from None
         return model.getvalue()

@@ -25,17 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import open_to_append, write_whole
+from common.files import UserError, open_to_append, write_whole
 from common.interruptions import undisturbed
 from common.locks import take
 from common.screen import Screen
 
 BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
 _TAIL = 20_000
-
-
-class StepError(Exception):
-    """A step that failed; the message is for the person at the terminal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +83,7 @@ class Step:
         """The result of a step that must be finished."""
         result = self.result()
         if result is None:
-            raise StepError(f"{self.title} is not finished")
+            raise UserError(f"{self.title} is not finished")
         return result
 
     @property
@@ -200,7 +196,7 @@ class Process:
         return self.popen.returncode is not None
 
     def finish(self) -> dict[str, Any]:
-        """Marks the step as done, if it is; raises StepError if it failed."""
+        """Marks the step as done, if it is; raises UserError if it failed."""
         os.close(self.alive)
         code = self.popen.returncode
         log = self.step.log.read_text(encoding="utf-8", errors="replace")
@@ -215,7 +211,7 @@ class Process:
                 reason = str(error)
         end = "\n".join(f"  | {line}" for line in log.splitlines()[-8:])
         hint = f"; remove {self.step.folder} to begin it anew" if self.resumed else ""
-        raise StepError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
+        raise UserError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
 
 
 @dataclass(frozen=True)
@@ -263,7 +259,7 @@ class Runner(Screen):
         self._shown: dict[str, Step] = {}  # the first of each program
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Runs all steps that are not done. Earlier ones come first where there is a choice. Raises StepError if one
+        """Runs all steps that are not done. Earlier ones come first where there is a choice. Raises UserError if one
         fails. The others that were running are stopped then, as they are on any exception.
         """
         waiting = []
@@ -299,7 +295,7 @@ class Runner(Screen):
         """The resources of a step that can begin now; None if it cannot begin yet."""
         return Turn()
 
-    def fail(self, step: Step, error: StepError) -> None:
+    def fail(self, step: Step, error: UserError) -> None:
         """Ends all steps with the error of one that failed."""
         raise error
 
@@ -313,7 +309,7 @@ class Runner(Screen):
             with undisturbed():  # or it could run on with nobody who knows of it
                 running.append(process := Process(step, self.cwd, environment, keep_open))
         except OSError as error:
-            self.fail(step, StepError(f"{step.title} failed: {error}"))
+            self.fail(step, UserError(f"{step.title} failed: {error}"))
         else:
             self._announce(process, turn)
 
@@ -321,7 +317,7 @@ class Runner(Screen):
         step = process.step
         try:
             process.finish()
-        except StepError as error:
+        except UserError as error:
             self.fail(step, error)
         else:
             self.say(f"{step.title}: done ({time.monotonic() - process.started:.0f} s)")
@@ -340,17 +336,17 @@ class Runner(Screen):
 def mark(folder: Path, name: str) -> Path:
     """Makes `folder`, for results, and in it the file `name`, which marks it as made by this demo; returns that file.
 
-    Raises StepError if the folder holds files but no such mark.
+    Raises UserError if the folder holds files but no such mark.
     """
     marked = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Another process may be making it now: the mark first.
         if not marked.exists() and any(folder.iterdir()) and not marked.exists():
-            raise StepError(f"{folder} holds other files; choose a new or an empty folder with --out")
+            raise UserError(f"{folder} holds other files; choose a new or an empty folder with --out")
         marked.touch()
     except OSError as error:
-        raise StepError(f"cannot use {folder} for the results: {error.strerror}") from error
+        raise UserError(f"cannot use {folder} for the results: {error.strerror}") from error
     return marked
 
 
@@ -359,11 +355,11 @@ def claim(folder: Path, name: str) -> Iterator[int]:
     """Makes `folder` and keeps other runs out of it.
 
     `folder`, `name`: as of `mark`. Yields a descriptor. Others stay out as long as a process that inherited it lives,
-    should this one be killed. Raises StepError if another run has it, or `mark` does.
+    should this one be killed. Raises UserError if another run has it, or `mark` does.
     """
     descriptor = take(mark(folder, name))
     if descriptor is None:
-        raise StepError(f"another demo is at work in {folder}; wait for it or choose another --out")
+        raise UserError(f"another demo is at work in {folder}; wait for it or choose another --out")
     try:
         yield descriptor
     finally:

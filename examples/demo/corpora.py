@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from common.demo import SPLITS
-from common.files import TextError, read_lines
+from common.files import UserError, read_lines
 
 HELD_OUT = 0.1
 """The share of the English corpus that goes to valid, and to test."""
@@ -146,21 +146,21 @@ def english_corpus() -> Corpus:
 
 
 def corpus_in(folder: Path) -> Corpus:
-    """A user's texts, taken as they are: tokens are what stands between white space. Raises TextError if a file is
+    """A user's texts, taken as they are: tokens are what stands between white space. Raises UserError if a file is
     missing, there twice, empty, too short or no UTF-8 text.
     """
     files = find_texts(folder)
     corpus = _survey(str(folder), lambda split: _read(files[split]))
     for split, tokens in corpus.tokens.items():
         if tokens < FEWEST_TOKENS:
-            raise TextError(f"{files[split]} holds {tokens} tokens; it must hold at least {FEWEST_TOKENS}")
+            raise UserError(f"{files[split]} holds {tokens} tokens; it must hold at least {FEWEST_TOKENS}")
     return corpus
 
 
 def find_texts(folder: Path) -> dict[str, Path]:
-    """The file of each split in a user's folder; raises TextError if it is no folder, or lacks one or has two."""
+    """The file of each split in a user's folder; raises UserError if it is no folder, or lacks one or has two."""
     if not folder.is_dir():
-        raise TextError(f"{folder} is not a folder")
+        raise UserError(f"{folder} is not a folder")
     return {split: _find(folder, split) for split in SPLITS}
 
 
@@ -169,9 +169,9 @@ def _find(folder: Path, split: str) -> Path:
     names += [f"{name}.gz" for name in names]
     found = [folder / name for name in names if (folder / name).is_file()]
     if not found:
-        raise TextError(f"{folder} has no text for {split}: it must hold one of {', '.join(names)}")
+        raise UserError(f"{folder} has no text for {split}: it must hold one of {', '.join(names)}")
     if len(found) > 1:
-        raise TextError(f"{folder} has more than one text for {split}: {', '.join(p.name for p in found)}")
+        raise UserError(f"{folder} has more than one text for {split}: {', '.join(p.name for p in found)}")
     return found[0]
 
 
@@ -183,7 +183,7 @@ def _read(path: Path) -> Iterator[str]:
         empty &= not words
         yield " ".join(words)
     if empty:
-        raise TextError(f"{path} is empty")
+        raise UserError(f"{path} is empty")
 
 
 def _survey(origin: str, lines: Callable[[str], Iterator[str]]) -> Corpus:

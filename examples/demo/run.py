@@ -20,7 +20,7 @@ from common.command_line import ArgumentParser, add_options, run_to_the_end
 from common.commands import require_packages
 from common.demo import SPLITS, Demo, Model
 from common.fairseq_logs import find_in
-from common.files import TextError, write_whole
+from common.files import write_whole
 from common.steps import Step, claim, read_json, write_json
 
 from demo.comparison import Row, Unigram, format_rows
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         with claim(options.out, MARK) as claimed:
             LanguageDemo(options, corpus, claimed).run()
 
-    return run_to_the_end(work, TextError)
+    return run_to_the_end(work)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -98,7 +98,7 @@ class LanguageDemo(Demo):
         self.corpus = corpus
 
     def run(self) -> None:
-        """Goes from the text to the table. Raises StepError if a command fails."""
+        """Goes from the text to the table. Raises UserError if a command fails."""
         counts = ", ".join(f"{self.corpus.tokens[split]:,} tokens of {split}" for split in SPLITS)
         self.runner.say(f"{self.corpus.origin}: {counts}, line ends included")
         self.write_text()

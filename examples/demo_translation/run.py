@@ -82,7 +82,7 @@ class TranslationDemo(Demo):
     """All that is done in one folder."""
 
     def run(self) -> None:
-        """Goes from the numbers to the table. Raises StepError if a command fails."""
+        """Goes from the numbers to the table. Raises UserError if a command fails."""
         text = self.make_text()
         learned = self.learn_pieces(text)
         encoded = self.encode(text, learned)

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser, positive
-from common.files import TextError, decode_lines, open_new, write_whole
+from common.files import UserError, decode_lines, open_new, write_whole
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             if paths:
                 counts[split] = encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
         write_whole(options.out / "words.json", json.dumps(counts) + "\n")
-    except (TextError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"encode.py: {error}", file=sys.stderr)
         return 1
     return 0
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def find_files(folder: Path, split: str) -> list[Path]:
     """The files of a split in the order of their names: those called after it, and all in a folder called after it.
-    Raises TextError if there is none.
+    Raises UserError if there is none.
     """
     found = [
         path
@@ -77,7 +77,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
         if path.is_file() and path.name.endswith(KINDS)
     ]
     if not found and split != OPTIONAL:
-        raise TextError(
+        raise UserError(
             f"{folder} holds no {' or '.join(NAMES[split])}, neither a file nor a folder of files; they must be "
             f"{', '.join(KINDS)}"
         )
@@ -86,7 +86,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
 def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, workers: int) -> dict[str, int]:
     """Writes the documents of some files as subwords, one a line, until there are `most` tokens with line ends. Returns
-    how many "words" and "subwords" these are. Raises TextError if there is no document, or a file cannot be read.
+    how many "words" and "subwords" these are. Raises UserError if there is no document, or a file cannot be read.
     """
     record = out.with_suffix(".json")
     made_from = {
@@ -110,7 +110,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
             if most is not None and tokens >= most:
                 break
     if not written:
-        raise TextError(f"{', '.join(map(str, paths))}: there is no text")
+        raise UserError(f"{', '.join(map(str, paths))}: there is no text")
     part.replace(out)
     counts = {"words": words, "subwords": tokens}
     write_whole(record, json.dumps({"made from": made_from, "counts": counts}))
@@ -119,7 +119,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The documents of a file; those with nothing in them are left out. Raises TextError naming the file, and the line
+    """The documents of a file; those with nothing in them are left out. Raises UserError naming the file, and the line
     if that is to blame.
     """
     with _open_text(path) as lines:
@@ -135,7 +135,7 @@ def _in_json_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise TextError(f"{path}: line {number} is no JSON object with a text in it")
+            raise UserError(f"{path}: line {number} is no JSON object with a text in it")
         yield text
 
 
@@ -168,15 +168,15 @@ def _open_text(path: Path) -> Iterator[Iterator[str]]:
                 assert process.stdout is not None
                 yield _decoded(path, process.stdout)
                 if process.wait():
-                    raise TextError(f"{path} is damaged, or not what its name says")
+                    raise UserError(f"{path} is damaged, or not what its name says")
             elif path.suffix == ".gz":
                 yield _decoded(path, stack.enter_context(gzip.open(path)))
             else:
                 yield _decoded(path, stack.enter_context(path.open("rb")))
         except FileNotFoundError:
-            raise TextError(f"{path} cannot be read: there is no file, or no program zstd to unpack it") from None
+            raise UserError(f"{path} cannot be read: there is no file, or no program zstd to unpack it") from None
         except (EOFError, OSError) as error:
-            raise TextError(f"{path} is damaged, or not what its name says: {error}") from None
+            raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
 
 
 def tokenizer_files(source: Path) -> tuple[str, ...]:

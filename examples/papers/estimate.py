@@ -22,7 +22,7 @@ from typing import Any
 from common.command_line import ArgumentParser, run_to_the_end
 from common.tables import format_table
 
-from papers.rows import Places, Row, RowError, Table, plugin
+from papers.rows import Places, Row, Table, UserError, plugin
 from papers.translation import Translation
 
 RECORD = json.loads(Path(__file__).with_name("speeds.json").read_text(encoding="utf-8"))
@@ -146,9 +146,9 @@ class Speed:
 
 
 def estimate(size: Size, gpu: dict[str, Any], precision: str, speeds: Sequence[Speed]) -> Estimate:
-    """Raises RowError if the GPU has no such precision."""
+    """Raises UserError if the GPU has no such precision."""
     if precision not in gpu["teraflops"]:
-        raise RowError(f"--precision is {precision}; this GPU has {', '.join(gpu['teraflops'])}")
+        raise UserError(f"--precision is {precision}; this GPU has {', '.join(gpu['teraflops'])}")
     room = 0.9 * gpu["gigabytes"]
     divisors = [number for number in range(1, size.most + 1) if size.most % number == 0]
     fitting = [number for number in divisors if size.gigabytes(precision, number) <= room]
@@ -241,9 +241,9 @@ def main(arguments: list[str], tables: dict[str, Table]) -> int:
         chosen = {options.table: tables[options.table]} if options.table else tables
         for row in options.rows or []:
             if row not in tables[options.table].rows:
-                raise RowError(f"ROW is {row}; it must be one of {', '.join(tables[options.table].rows)}")
+                raise UserError(f"ROW is {row}; it must be one of {', '.join(tables[options.table].rows)}")
         rows = [(name, row) for name, table in chosen.items() for row in options.rows or table.rows]
         precision = options.precision or next(name for name in precisions if name in gpus[options.gpu]["teraflops"])
         print(report(rows, options.gpu, precision, tables))
 
-    return run_to_the_end(work, RowError)
+    return run_to_the_end(work)

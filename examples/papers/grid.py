@@ -16,7 +16,7 @@ from common.commands import cores, one_thread
 from common.devices import VARIABLE, Devices, visible
 from common.fairseq_logs import describe_training, parse_training
 from common.locks import take
-from common.steps import BEGUN, Step, StepError, mark, read_json
+from common.steps import BEGUN, Step, UserError, mark, read_json
 
 from papers import SCALED, TABLES
 from papers.ledger import (
@@ -30,7 +30,7 @@ from papers.ledger import (
     read_ledger,
 )
 from papers.row_runner import RowRunner, lock_of
-from papers.rows import BEST, Call, Places, Row, RowError, Table, positive
+from papers.rows import BEST, Call, Places, Row, Table, positive
 
 MARK = "made-by-reproduce"
 TRIED = 12
@@ -114,7 +114,7 @@ def plan(
 
     `seeds`: for each row; the table's if there are none. `places`: `out` is for all of them. `options`: of
     fairseq-train; `scoring`: of the programs that score. `checked`: whether the folders must hold what a training
-    needs. Raises RowError if a row cannot be run so.
+    needs. Raises UserError if a row cannot be run so.
     """
     found = {}
     for row in rows:
@@ -177,7 +177,7 @@ def _run(
     """
     start = source.places.out / BEST if source else places.source
     if checked and row.recipe.sources and start is None:
-        raise RowError(f"SOURCE is not given; {table} {name} starts from a model, which --source must name")
+        raise UserError(f"SOURCE is not given; {table} {name} starts from a model, which --source must name")
     here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
@@ -213,10 +213,10 @@ def _run(
 
 
 def _device() -> str:
-    """The device for rows that are scaled down to a CPU: DEVICE, "cpu" or "gpu". Raises RowError for another."""
+    """The device for rows that are scaled down to a CPU: DEVICE, "cpu" or "gpu". Raises UserError for another."""
     device = os.environ.get("DEVICE") or "cpu"
     if device not in ("cpu", "gpu"):
-        raise RowError(f"DEVICE is {device}; it must be cpu or gpu")
+        raise UserError(f"DEVICE is {device}; it must be cpu or gpu")
     return device
 
 
@@ -267,7 +267,7 @@ def run_grid(
     only_estimate: bool = False,
     estimates: bool = True,
 ) -> None:
-    """Trains and scores what the ledger does not have, and adds it there. Raises StepError, RowError.
+    """Trains and scores what the ledger does not have, and adds it there. Raises UserError.
 
     What it takes is estimated and said first. What was cut off goes on where it was; what another process is at work on
     is left to it. What fails is named at the end.
@@ -289,13 +289,13 @@ def run_grid(
     for run in left:
         begun = read_json(run.places.out / BEGUN)
         if begun and begun.get("key") != run.steps[0].key:
-            raise StepError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
+            raise UserError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
     names, gpus = _gpus(runs, steps)
     jobs = jobs or (len(names) // max(1, *gpus.values()) if names else cores())
     if estimates or only_estimate:
         try:
             _estimate(left, entries, jobs, output, {VARIABLE: ",".join(names)} if names else {})
-        except StepError as error:  # the others can be trained
+        except UserError as error:  # the others can be trained
             if only_estimate:
                 raise
             print(error, file=output)
@@ -318,7 +318,7 @@ def run_grid(
     _keep_what_was_finished_before(left, ledger, told)
     if runner.failed:
         number = f"{len(runner.failed)} of {len(steps)} commands"
-        raise StepError("\n  ".join([f"{number} failed or were not run:", *runner.failed.values()]))
+        raise UserError("\n  ".join([f"{number} failed or were not run:", *runner.failed.values()]))
 
 
 def _keep_what_was_finished_before(runs: Sequence[Run], ledger: Path, told: dict[str, Any]) -> None:
@@ -338,12 +338,12 @@ def _is_kept(run: Run, ledger: Path, told: Mapping[str, Any]) -> bool:
 
 
 def _gpus(runs: Sequence[Run], steps: Sequence[Step]) -> tuple[list[str], dict[Step, int]]:
-    """The GPUs that there are for the steps, and how many each gets. Raises RowError if a training needs more."""
+    """The GPUs that there are for the steps, and how many each gets. Raises UserError if a training needs more."""
     uses = [step for step in steps if "--cpu" not in step.command]
     names = visible() if uses else []
     trains = positive(os.environ, "GPUS")
     if names and trains > len(names):
-        raise RowError(f"GPUS is {trains}; it must be at most {len(names)}, as there are GPUs: {', '.join(names)}")
+        raise UserError(f"GPUS is {trains}; it must be at most {len(names)}, as there are GPUs: {', '.join(names)}")
     trainings = {run.steps[0] for run in runs}
     return names, {step: 0 if not names or step not in uses else trains if step in trainings else 1 for step in steps}
 
@@ -383,5 +383,5 @@ def _seconds_of_an_update(run: Run, environment: Mapping[str, str]) -> float:
     steps = parse_training(tried.stdout + tried.stderr).updates_per_second
     if tried.returncode or not steps:
         end = "".join(f"\n  | {line[:300]}" for line in (tried.stdout + tried.stderr).splitlines()[-8:])
-        raise StepError(f"{run.name} could not be trained for {TRIED} updates{end}")
+        raise UserError(f"{run.name} could not be trained for {TRIED} updates{end}")
     return 1 / steps

@@ -12,7 +12,7 @@ from common.fairseq_logs import find_in
 from common.files import write_whole
 from common.identity import split_files
 
-from papers.rows import BEST, ROOT, Call, Places, RowError, plugin, positive, program, require, shown, training
+from papers.rows import BEST, ROOT, Call, Places, UserError, plugin, positive, program, require, shown, training
 
 TASK = "fast_weight_language_modeling"
 STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
@@ -60,9 +60,9 @@ class LanguageModel:
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
         gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")
         if self.batch % (gpus * update_freq):
-            raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {self.batch}")
+            raise UserError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {self.batch}")
         if self.modes[0].startswith(("carried", "memory")) and update_freq != 1:
-            raise RowError(
+            raise UserError(
                 f"UPDATE_FREQ is {update_freq}; with state carried over it must be 1, because each of the "
                 f"{self.batch} streams has a row of the batch to itself"
             )
@@ -78,7 +78,7 @@ class LanguageModel:
         chosen = env.get("PRECISION") or next(iter(self.precisions))
         if chosen not in self.precisions:
             *others, last = self.precisions
-            raise RowError(f"PRECISION is {chosen}; it must be {', '.join(others)} or {last}")
+            raise UserError(f"PRECISION is {chosen}; it must be {', '.join(others)} or {last}")
         return self.precisions[chosen]
 
     def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
@@ -129,7 +129,7 @@ class LanguageModel:
         if name == "memory" and len(numbers) == len(texts) == 2 and numbers[1] > 0:
             overrides = f"{{'transformer_xl_memory': {numbers[0]}, 'transformer_xl_clamp_len': {self.length}}}"
             return ["--tokens-per-sample", texts[1], "--carry-over-state", "--model-overrides", overrides]
-        raise RowError(
+        raise UserError(
             f"MODE is {mode}; it must be sliding, carried, context-N, N a number below the length, {self.length}, or "
             "memory-M-N"
         )
@@ -137,7 +137,7 @@ class LanguageModel:
     def _scored(self, places: Places, env: Mapping[str, str]) -> Path:
         name = env.get("CHECKPOINT") or self.checkpoint
         if Path(name).name != name:
-            raise RowError(f"CHECKPOINT is {name}; it must be the name of a file in OUT")
+            raise UserError(f"CHECKPOINT is {name}; it must be the name of a file in OUT")
         return places.out / name
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
@@ -145,21 +145,21 @@ class LanguageModel:
         if verb == "evaluate":
             checkpoint = self._scored(places, env)
             if not checkpoint.exists():
-                raise RowError(f"OUT is {places.out}, which holds no {checkpoint.name}")
+                raise UserError(f"OUT is {places.out}, which holds no {checkpoint.name}")
         elif places.checkpoint is not None:
             self._check_source(places, places.checkpoint)
 
     def _check_source(self, places: Places, checkpoint: Path) -> None:
         if not checkpoint.exists():
-            raise RowError(f"SOURCE is {places.source}; it must be a folder with model.pt or {BEST}, or a checkpoint")
+            raise UserError(f"SOURCE is {places.source}; it must be a folder with model.pt or {BEST}, or a checkpoint")
         dictionary = checkpoint.with_name("dict.txt")
         if not dictionary.exists():
-            raise RowError(
+            raise UserError(
                 f"SOURCE is {places.source}, but there is no dict.txt beside {checkpoint}: its training is not "
                 "finished, or the dictionary was left behind"
             )
         if self.same_dictionary and not filecmp.cmp(dictionary, places.data / "dict.txt", shallow=False):
-            raise RowError(
+            raise UserError(
                 f"DATA is {places.data}, whose dict.txt is not that of SOURCE, {places.source}; prepare.sh takes SOURCE"
             )
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from common import matrix_products
+from common.files import append_line, read_values
 from common.identity import digest_of, split_files
-from common.json_lines import append_line, whole_lines
 
-from papers.rows import PACKAGE, ROOT, Call, Places, RowError, plugin, shown
+from papers.rows import PACKAGE, ROOT, Call, Places, plugin, shown
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that the tables of docs/results.md and docs/convert.md are made of."""
@@ -92,17 +92,13 @@ class Entry:
 
 
 def read_ledger(path: Path) -> list[Entry]:
-    """All entries; none if there is no such file. Raises RowError for a line that is none."""
-    return [_read(line, f"{path}, line {number}") for number, line in enumerate(whole_lines(path), 1)]
+    """All entries; none if there is no such file. Raises UserError for a line that is none."""
+    return [entry for _, entry in read_values(path, _read, "entry of a ledger")]
 
 
-def _read(line: bytes, place: str) -> Entry:
-    try:
-        value = json.loads(line)
-        curves = {name: [(update, perplexity) for update, perplexity in value[name]] for name in ("train", "valid")}
-        return Entry(**value | curves)
-    except (ValueError, TypeError, KeyError):
-        raise RowError(f"{place} is no entry of a ledger; remove the line") from None
+def _read(value: Any) -> Entry:
+    curves = {name: [(update, perplexity) for update, perplexity in value[name]] for name in ("train", "valid")}
+    return Entry(**value | curves)
 
 
 def append_entry(path: Path, entry: Entry) -> None:

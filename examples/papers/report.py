@@ -14,7 +14,7 @@ from common.tables import format_table
 from papers.grid import plan
 from papers.language_models import STATE
 from papers.ledger import Entry
-from papers.rows import ROOT, Claim, Places, RowError, Table
+from papers.rows import ROOT, Claim, Places, Table, UserError
 from papers.scaled import SCALED
 
 DOCS = ROOT / "docs"
@@ -66,13 +66,15 @@ def _anywhere(commands: Sequence[str]) -> list[str]:
 def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = False) -> str:
     """A table of a ledger's results: a row for each of its rows, the verdicts on its claims, and links to `pictures`.
 
-    Raises RowError if its runs are of different data.
+    Raises UserError if its runs are of different data.
     """
     found = [entry for entry in entries if entry.table == name]
     if not found:
         return "Nothing was run yet.\n"
     if len({entry.data for entry in found}) > 1 or len({entry.inputs for entry in found if entry.inputs}) > 1:
-        raise RowError(f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own")
+        raise UserError(
+            f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own"
+        )
     measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
     above = [f"loss above {table.rows[table.baseline[0]].model}, %"] if table.baseline else []
     header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *above, *table.measures]
@@ -171,7 +173,7 @@ def _made_by(entries: Sequence[Entry]) -> str:
 
 
 def page(name: str, text: str, entries: Iterable[Entry]) -> str:
-    """The page of this name in `DOCS` with its blocks made anew. Raises RowError if what was run has no block, or a
+    """The page of this name in `DOCS` with its blocks made anew. Raises UserError if what was run has no block, or a
     block has nothing.
     """
     entries = current(entries)
@@ -183,5 +185,5 @@ def page(name: str, text: str, entries: Iterable[Entry]) -> str:
         text, count = pattern.subn(lambda _, made=made: made, text)
         wanted = int(any(entry.table == name_of for entry in entries))
         if count != wanted:
-            raise RowError(f"{DOCS / name} has {count} blocks between {begin} and {end}; it must have {wanted}")
+            raise UserError(f"{DOCS / name} has {count} blocks between {begin} and {end}; it must have {wanted}")
     return text

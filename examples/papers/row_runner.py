@@ -12,7 +12,7 @@ from typing import TextIO
 from common.commands import one_thread
 from common.devices import VARIABLE, Devices
 from common.locks import sign, take
-from common.steps import Process, Runner, Step, StepError, Turn
+from common.steps import Process, Runner, Step, Turn, UserError
 
 ASKED = 5.0
 """Seconds until a lock that another process has is asked for again."""
@@ -64,7 +64,7 @@ class RowRunner(Runner):
             return Turn(keep_open=kept)
         return Turn({VARIABLE: ",".join(names)}, kept, f" (GPU {', '.join(names)})")
 
-    def fail(self, step: Step, error: StepError) -> None:
+    def fail(self, step: Step, error: UserError) -> None:
         self.failed[step] = str(error).splitlines()[0]
         self.say(str(error))
 

@@ -13,15 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from common.files import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fairseq_fastweights"
 _KERNELS = "_native_*.so"
 BEST = "checkpoint_best.pt"
 CONVERTED = "model.pt"
-
-
-class RowError(ValueError):
-    """An error in a call; the message is for the person at the terminal."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Recipe(Protocol):
     """Whether a training starts from a model."""
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
-        """The training of a row with these options; `options` are those of the command line. Raises RowError if a
+        """The training of a row with these options; `options` are those of the command line. Raises UserError if a
         setting in the environment cannot be.
         """
 
@@ -78,7 +76,7 @@ class Recipe(Protocol):
         """The results of an evaluation by name, read from its output `log`. Raises ValueError if it has none."""
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
-        """Checks what is in the folders. Raises RowError if something is missing."""
+        """Checks what is in the folders. Raises UserError if something is missing."""
 
     def finish(self, places: Places) -> None:
         """Leaves in OUT what else a model needs there, once its training has come to its end."""
@@ -163,25 +161,25 @@ def _code(folder: Path) -> dict[Path, bytes]:
 
 
 def positive(env: Mapping[str, str], name: str, default: int = 1) -> int:
-    """A setting in the environment. Raises RowError if it is none."""
+    """A setting in the environment. Raises UserError if it is none."""
     text = env.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise RowError(f"{name} is {text}; it must be a positive number")
+        raise UserError(f"{name} is {text}; it must be a positive number")
     return int(text)
 
 
 def require(place: str, folder: Path, name: str) -> None:
-    """Checks that a folder of data is prepared. Raises RowError if it is not."""
+    """Checks that a folder of data is prepared. Raises UserError if it is not."""
     if not (folder / name).exists():
-        raise RowError(f"{place} is {folder}, which holds no {name}; prepare.sh makes it")
+        raise UserError(f"{place} is {folder}, which holds no {name}; prepare.sh makes it")
 
 
 def program(name: str) -> str:
-    """The path of a program: beside this Python, or on the PATH. Raises RowError if it is not installed."""
+    """The path of a program: beside this Python, or on the PATH. Raises UserError if it is not installed."""
     beside = Path(sys.executable).parent / name
     found = shown(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise RowError(f"there is no {name} beside {sys.executable}; `make setup` installs it")
+        raise UserError(f"there is no {name} beside {sys.executable}; `make setup` installs it")
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from papers.rows import BEST, ROOT, Call, Places, RowError, positive, require, shown, training
+from papers.rows import BEST, ROOT, Call, Places, UserError, positive, require, shown, training
 
 GENERATE = ROOT / "examples" / "wmt14" / "generate.sh"
 
@@ -33,11 +33,11 @@ class Translation:
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
         gpus = positive(env, "GPUS")
         if not env.get("UPDATE_FREQ") and self.accumulated % gpus:
-            raise RowError(f"GPUS is {gpus}; it must divide {self.accumulated}, or UPDATE_FREQ must be given too")
+            raise UserError(f"GPUS is {gpus}; it must divide {self.accumulated}, or UPDATE_FREQ must be given too")
         update_freq = positive(env, "UPDATE_FREQ", self.accumulated // gpus)
         batch = self.accumulated * self.tokens
         if batch % (gpus * update_freq):
-            raise RowError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {batch} tokens")
+            raise UserError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {batch} tokens")
         shared = f"--max-tokens {batch // gpus // update_freq} {self.options}"
         if "--eval-bleu" in self.options:
             shared += f" {_detokenization(places.data)}"
@@ -60,7 +60,7 @@ class Translation:
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
         require("DATA", places.data, "preparation.json")
         if verb == "evaluate" and not (places.out / BEST).exists():
-            raise RowError(f"OUT is {places.out}, which holds no {BEST}")
+            raise UserError(f"OUT is {places.out}, which holds no {BEST}")
 
     def finish(self, places: Places) -> None:
         pass

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser, positive
-from common.files import TextError, read_lines, write_whole
+from common.files import UserError, read_lines, write_whole
 
 WORDS = 40
 TASK = """\
@@ -50,19 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = list(islice(passages(options.text), options.passages))
         if not found:
-            raise TextError(f"{options.text} has no paragraph with a sentence that ends after {WORDS} words")
+            raise UserError(f"{options.text} has no paragraph with a sentence that ends after {WORDS} words")
         options.out.mkdir(parents=True, exist_ok=True)
         file = options.out.resolve() / "last_words.jsonl"
         write_whole(file, "".join(json.dumps({"text": text}) + "\n" for text in found))
         write_whole(options.out / "last_words.yaml", TASK.format(file=json.dumps(str(file))))
-    except (TextError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"last_words.py: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def passages(path: Path) -> Iterator[str]:
-    """The lines of a file. Raises TextError if it cannot be read."""
+    """The lines of a file. Raises UserError if it cannot be read."""
     for line, _ in read_lines(path):
         words = line.split()
         ends = (at for at in range(WORDS, len(words)) if words[at] == "." and words[at - 1].isalpha())

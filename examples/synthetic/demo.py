@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def work(out: Path, jobs: int) -> None:
-    """Trains, draws and reports. Raises StepError if the folder cannot be used, or a process dies."""
+    """Trains, draws and reports. Raises UserError if the folder cannot be used, or a process dies."""
     require_packages("matplotlib")
     started = time.monotonic()
     with claim(out, MARK) as claimed:

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 from common.commands import one_thread
 from common.fairseq_logs import time_left
+from common.files import append_line
 from common.interruptions import undisturbed
-from common.json_lines import append_line
-from common.steps import Screen, StepError
+from common.steps import Screen, UserError
 
 from synthetic.results import Result, file_of, read_results
 from synthetic.training import Point
@@ -87,12 +87,12 @@ class _Worker:
             self.input.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """The results that it has written since; raises StepError if it has ended."""
+        """The results that it has written since; raises UserError if it has ended."""
         text = os.read(self.output.fileno(), 2**16)
         if not text:
             self.errors.seek(0)
             end = "".join(f"\n  | {line}" for line in self.errors.read().decode(errors="replace").splitlines()[-8:])
-            raise StepError(f"the process for {self.point.title if self.point else 'no point'} ended{end}")
+            raise UserError(f"the process for {self.point.title if self.point else 'no point'} ended{end}")
         *lines, self._half = (self._half + text).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -121,8 +121,8 @@ class Grid(Screen):
         self.keep_open = keep_open
 
     def run(self, points: Sequence[Point]) -> None:
-        """Trains the points that have no result yet, those with the least work first. Raises StepError if a process
-        dies. The others are stopped then, as they are on any exception; their points will begin anew; ResultsError
+        """Trains the points that have no result yet, those with the least work first. Raises UserError if a process
+        dies. The others are stopped then, as they are on any exception; their points will begin anew; UserError
         for a file of results that cannot be used.
         """
         finished: dict[str, Result] = {}

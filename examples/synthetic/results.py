@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.json_lines import whole_lines
-from common.steps import StepError
+from common.files import UserError, read_values
 
 from synthetic.models import MODELS
 from synthetic.training import Point
-
-
-class ResultsError(StepError):
-    """A file of results that cannot be used; the message is for the person at the terminal."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +34,13 @@ def read_results(path: Path) -> dict[str, Result]:
     """Reads a file of results; a half line at its end, which a crash left, is left out.
 
     Returns the results by their points' keys; none if there is no such file. Lines of a version of this program that
-    trained otherwise have other keys than any point has, and are left out. Raises ResultsError for a line that is no
+    trained otherwise have other keys than any point has, and are left out. Raises UserError for a line that is no
     result, and for a point that is there twice.
     """
     results: dict[str, Result] = {}
-    for number, line in enumerate(whole_lines(path), 1):
-        try:
-            value = json.loads(line)
-            result = _read(value)
-            key = value["key"]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ResultsError(f"{path}, line {number} is no result of a point; remove the line") from None
+    for number, (key, result) in read_values(path, _read, "result of a point"):
         if key in results:
-            raise ResultsError(f"{path}, line {number} repeats a point that an earlier line has; remove one of them")
+            raise UserError(f"{path}, line {number} repeats a point that an earlier line has; remove one of them")
         if key == result.point.key:
             results[key] = result
     return results
@@ -68,11 +56,11 @@ def one_of_each_seed(results: Iterable[Result]) -> list[Result]:
     return list(chosen.values())
 
 
-def _read(value: dict[str, Any]) -> Result:
+def _read(value: dict[str, Any]) -> tuple[str, Result]:
     point = Point(**value["point"])
     if point.model not in MODELS[point.setting]:
         raise ValueError(point.model)
     curve = [(int(step), None if loss is None else float(loss)) for step, loss in value["curve"]]
     best = None if value["best_loss"] is None else float(value["best_loss"])
     steps = int(value["best_step"]), int(value["steps"])
-    return Result(point, best, *steps, str(value["stopped"]), curve, float(value["seconds"]))
+    return value["key"], Result(point, best, *steps, str(value["stopped"]), curve, float(value["seconds"]))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 import torch
 from common.command_line import ArgumentParser, add_jobs, add_out, positive, run_to_the_end
 from common.commands import require_packages, shown
-from common.steps import StepError, claim
+from common.steps import UserError, claim
 
 from synthetic.feature_figure import draw_features
 from synthetic.figures import draw_figures
@@ -87,11 +87,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains the chosen points. Raises StepError if there is no such device, the folder cannot be used, or a process
+    """Trains the chosen points. Raises UserError if there is no such device, the folder cannot be used, or a process
     dies.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise StepError("--device is 'cuda', but torch finds no GPU here; leave it out to train on the CPU")
+        raise UserError("--device is 'cuda', but torch finds no GPU here; leave it out to train on the CPU")
     short = "S" if options.evaluate_length == "S" else ""
     points = [
         Point(options.setting, model, size, options.seed, options.max_steps, options.device, short)
@@ -103,13 +103,13 @@ def train(options: argparse.Namespace) -> None:
 
 
 def draw(folder: Path, figures: Path) -> list[Path]:
-    """Draws what is finished in `folder`. Raises StepError if there is nothing to draw, or a file of results cannot be
+    """Draws what is finished in `folder`. Raises UserError if there is nothing to draw, or a file of results cannot be
     used.
     """
     require_packages("matplotlib")
     found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}
     if not any(found.values()):
-        raise StepError(f"{folder} has no finished points to draw")
+        raise UserError(f"{folder} has no finished points to draw")
     results = {setting: one_of_each_seed(points) for setting, points in found.items()}
     figures.mkdir(parents=True, exist_ok=True)
     drawn = [draw_features(figures), *draw_figures(results, figures)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import TextError, read_lines, write_whole
+from common.files import UserError, read_lines, write_whole
 from common.sentencepieces import SentencePieces
 
 SPLITS = ("train", "valid", "test")
@@ -29,14 +29,14 @@ def main(arguments: list[str]) -> int:
     text, out, vocabulary = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
     try:
         _cut(text, out, vocabulary)
-    except TextError as error:
+    except UserError as error:
         print(f"cut.py: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _cut(text: Path, out: Path, vocabulary: int) -> None:
-    """Raises TextError if the text cannot be cut so."""
+    """Raises UserError if the text cannot be cut so."""
     lines = {split: _read(text / _name(split)) for split in SPLITS}
     model = SentencePieces.learn(lines["train"], vocabulary)
     pieces = SentencePieces(model)
@@ -57,11 +57,11 @@ def _name(split: str) -> str:
 
 
 def _read(path: Path) -> list[str]:
-    """The lines, with words one space apart. Raises TextError if `UNKNOWN` is in them."""
+    """The lines, with words one space apart. Raises UserError if `UNKNOWN` is in them."""
     lines = []
     for number, (line, _) in enumerate(read_lines(path), 1):
         if UNKNOWN in line:
-            raise TextError(f"{path}, line {number} has a {UNKNOWN}, which stands for <unk> in the subwords")
+            raise UserError(f"{path}, line {number} has a {UNKNOWN}, which stands for <unk> in the subwords")
         lines.append(" ".join(line.replace("<unk>", UNKNOWN).split()))
     return lines
 

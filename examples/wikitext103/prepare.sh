@@ -71,10 +71,10 @@ count='
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from common.files import TextError, read_lines
+from common.files import UserError, read_lines
 try:
     print(sum(1 + len(line.split()) for line, _ in read_lines(Path(sys.argv[2]))))
-except TextError as error:
+except UserError as error:
     sys.exit(f"prepare.sh: {error}")'
 counts=()
 for split in train valid test; do

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import TextError, read_lines
+from common.files import UserError, read_lines
 
 SPLITS = ("train", "valid", "test")
 
@@ -36,14 +36,14 @@ class Corpus:
 
 
 def survey(folder: Path, source: str, target: str) -> Corpus:
-    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once. Raises TextError if a file
+    """Finds {train,valid,test}.{source,target}[.gz] in a folder and reads all of it once. Raises UserError if a file
     is missing, there twice, damaged, empty or not UTF-8, or if two languages of a split have different numbers of
     lines.
     """
     if not folder.is_dir():
-        raise TextError(f"there is no folder {folder}")
+        raise UserError(f"there is no folder {folder}")
     if source == target:
-        raise TextError(f"source and target are both {source}; they must be two languages")
+        raise UserError(f"source and target are both {source}; they must be two languages")
     files = {(split, lang): _find(folder, f"{split}.{lang}") for split in SPLITS for lang in (source, target)}
     digest = hashlib.sha256(f"{source} {target}".encode())
     counts = {}
@@ -54,11 +54,11 @@ def survey(folder: Path, source: str, target: str) -> Corpus:
             counts[split, language] += 1
             digest.update(raw)
         if not counts[split, language]:
-            raise TextError(f"{path} is empty")
+            raise UserError(f"{path} is empty")
     for split in SPLITS:
         ours, theirs = counts[split, source], counts[split, target]
         if ours != theirs:
-            raise TextError(
+            raise UserError(
                 f"{files[split, source]} has {ours} lines and {files[split, target]} has {theirs}; line by line, one "
                 "must be the translation of the other"
             )
@@ -68,9 +68,9 @@ def survey(folder: Path, source: str, target: str) -> Corpus:
 def _find(folder: Path, name: str) -> Path:
     found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
     if not found:
-        raise TextError(f"{folder} holds neither {name} nor {name}.gz")
+        raise UserError(f"{folder} holds neither {name} nor {name}.gz")
     if len(found) > 1:
-        raise TextError(f"{folder} holds both {name} and {name}.gz; one of them must go")
+        raise UserError(f"{folder} holds both {name} and {name}.gz; one of them must go")
     return found[0]
 
 

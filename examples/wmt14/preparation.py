@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser
-from common.files import TextError, read_lines
+from common.files import UserError, read_lines
 from common.processes import pool
 from corpus import SPLITS, Corpus, clean, survey, write_text
 from subwords import KINDS, Subwords, learn_subwords, load_subwords, model_file, prepare_lines
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             return TO_DO
         corpus = corpus or survey(options.folder, settings.source, settings.target)
         prepare(options.out, corpus, digest, settings, workers)
-    except TextError as error:
+    except UserError as error:
         print(f"prepare.sh: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -92,10 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _settings(options: argparse.Namespace) -> Settings:
     if options.subwords not in KINDS:
-        raise TextError(f"SUBWORDS is {options.subwords}; it must be {' or '.join(KINDS)}")
+        raise UserError(f"SUBWORDS is {options.subwords}; it must be {' or '.join(KINDS)}")
     for name, language in (("SRC", options.source), ("TGT", options.target)):
         if not (language.isascii() and language.isalnum()):
-            raise TextError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
+            raise UserError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
     sizes = (("VOCABULARY", options.vocabulary, int), ("MAX_LENGTH", options.max_length, int))
     numbers = [_number(*size, 1) for size in (*sizes, ("MAX_RATIO", options.max_ratio, float))]
     return Settings(options.source, options.target, options.subwords, *numbers)
@@ -109,11 +109,11 @@ def _number(name: str, text: str, kind: type, least: float) -> Any:
     except ValueError:
         pass
     whole = "whole number" if kind is int else "number"
-    raise TextError(f"{name} is {text!r}; it must be a {whole} of at least {least}")
+    raise UserError(f"{name} is {text!r}; it must be a {whole} of at least {least}")
 
 
 def is_finished(out: Path, origin: dict[str, Any]) -> bool:
-    """True if `out` was made from just this. Raises TextError if `out` holds anything else."""
+    """True if `out` was made from just this. Raises UserError if `out` holds anything else."""
     record = out / RECORD
     if record.exists():
         made_from = json.loads(record.read_text(encoding="utf-8"))["made from"]
@@ -121,9 +121,9 @@ def is_finished(out: Path, origin: dict[str, Any]) -> bool:
         if not different:
             return True
         told = ["other text" if x == "text" else f"{x} {made_from.get(x)}, not {origin[x]}" for x in different]
-        raise TextError(f"{out} was made with {', '.join(told)}; name another folder, or delete it")
+        raise UserError(f"{out} was made with {', '.join(told)}; name another folder, or delete it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TextError(f"{out} is there, but is not what this script makes; name another folder, or delete it")
+        raise UserError(f"{out} is there, but is not what this script makes; name another folder, or delete it")
     return False
 
 
@@ -224,7 +224,7 @@ def _encode(text: Path, subwords: Subwords, settings: Settings, workers: int, fo
                     if split == "train":
                         words.update(chain(*pair))
     if not counts["train"]["kept"]:
-        raise TextError(f"no pair of the training text is left: {_tell(counts, settings)}")
+        raise UserError(f"no pair of the training text is left: {_tell(counts, settings)}")
     if subwords.dictionary is not None:
         _write_dictionary(folder / "dict.txt", subwords.dictionary, words)
     (folder / "pairs.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -269,7 +269,7 @@ def _binarise(
         command += ["--srcdict", str(encoded / "dict.txt")]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
-        raise TextError("fairseq-preprocess failed: " + "\n".join(result.stdout.splitlines()[-5:]))
+        raise UserError("fairseq-preprocess failed: " + "\n".join(result.stdout.splitlines()[-5:]))
     (folder / "preprocess.log").unlink(missing_ok=True)  # of times and places only
     shutil.copy(model / model_file(settings.subwords), folder)
     (folder / "raw").mkdir()

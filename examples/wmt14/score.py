@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import TextError, write_whole
+from common.files import UserError, write_whole
 from common.identity import difference, identity, split_files
 from corpus import read_text
 from preparation import RECORD
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
             print(f"{result} {different}")
             return OTHER
         report(Path(result), values, options)
-    except TextError as error:
+    except UserError as error:
         print(f"generate.sh: {error}", file=sys.stderr)
         return 1
     return 0
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
 def make(
     log: Path, data: Path, subset: str, hypotheses: Path, result: Path, of: dict[str, str], options: list[str]
 ) -> None:
-    """Decodes and scores the hypotheses in a log. Raises TextError if the log lacks a sentence that was not to be
+    """Decodes and scores the hypotheses in a log. Raises UserError if the log lacks a sentence that was not to be
     skipped, or its own summary.
     """
     origin = json.loads((data / RECORD).read_text(encoding="utf-8"))["made from"]
@@ -65,7 +65,7 @@ def make(
     found, speed = read_generation(log)
     missing = [number for number in range(len(references)) if number not in found]
     if missing and _SKIP not in options:
-        raise TextError(
+        raise UserError(
             f"{log} lacks {len(missing)} of {len(references)} sentences, the first in line {missing[0] + 1}"
         )
     subwords = load_subwords(kind, (data / model_file(kind)).read_bytes(), target)
@@ -78,7 +78,7 @@ def make(
 
 
 def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
-    """The best hypothesis by number of its sentence, in subwords; and how long they took. Raises TextError if the log
+    """The best hypothesis by number of its sentence, in subwords; and how long they took. Raises UserError if the log
     ends too early.
     """
     found: dict[int, str] = {}
@@ -92,7 +92,7 @@ def read_generation(log: Path) -> tuple[dict[int, str], dict[str, float]]:
             rate = float(per_second[1] if per_second else 0)
             speed = {"tokens": tokens, "seconds": seconds, "tokens_per_second": rate}
     if speed is None:
-        raise TextError(f"{log} ends before fairseq-generate was done")
+        raise UserError(f"{log} ends before fairseq-generate was done")
     return found, speed
 
 
@@ -123,9 +123,9 @@ def split_compounds(line: str) -> str:
 
 
 def report(result: Path, values: dict[str, Any], options: list[str]) -> None:
-    """Prints one line. Raises TextError if the result was made with other options."""
+    """Prints one line. Raises UserError if the result was made with other options."""
     if values["options"] != options:
-        raise TextError(
+        raise UserError(
             f"{result} was made with the options {' '.join(values['options'])}, and these are {' '.join(options)}; "
             "delete it to generate again"
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stderr
 from typing import Protocol
 
-from common.files import TextError
+from common.files import UserError
 from common.sentencepieces import SentencePieces
 
 
@@ -53,7 +53,7 @@ class MosesBpe:
 
     @staticmethod
     def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a given number of merges from the tokenised lines of both languages. Raises TextError if there are
+        """Learns a given number of merges from the tokenised lines of both languages. Raises UserError if there are
         not as many.
         """
         from subword_nmt.learn_bpe import learn_bpe  # type: ignore[import-untyped]
@@ -67,7 +67,7 @@ class MosesBpe:
             learn_bpe(counts, codes, vocabulary, is_dict=True)
         merges = codes.getvalue().count("\n") - 1
         if merges < vocabulary:
-            raise TextError(f"VOCABULARY is {vocabulary}; this text gives at most {merges} merges")
+            raise UserError(f"VOCABULARY is {vocabulary}; this text gives at most {merges} merges")
         return codes.getvalue().encode()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser
-from common.files import TextError, read_lines
+from common.files import UserError, read_lines
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,17 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             check_files(options.folder)
             write_tasks(options.tasks, options.folder)
-    except (TextError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"benchmarks.sh: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def find_on_hub() -> None:
-    """Loads all from the hub or the cache. Raises TextError naming those that neither has."""
+    """Loads all from the hub or the cache. Raises UserError naming those that neither has."""
     missing = [f"{row.hub[0]} (or {name}.jsonl)" for name, row in BENCHMARKS.items() if not _is_reached(*row.hub)]
     if missing:
-        raise TextError(
+        raise UserError(
             f"these data sets are not on this machine, and the hub cannot be reached: {', '.join(missing)}; DATA in "
             "the environment names a folder that has them in files"
         )
@@ -136,10 +136,10 @@ def _is_reached(data: str, part: str | None) -> bool:
 
 
 def check_files(folder: Path) -> None:
-    """Checks every line. Raises TextError naming all files that are missing, or what is wrong with one."""
+    """Checks every line. Raises UserError naming all files that are missing, or what is wrong with one."""
     files = {name: folder / f"{name}.jsonl" for name in BENCHMARKS}
     if missing := [file.name for file in files.values() if not file.is_file()]:
-        raise TextError(f"DATA is {folder}, which holds no {', '.join(missing)}")
+        raise UserError(f"DATA is {folder}, which holds no {', '.join(missing)}")
     for name, file in files.items():
         number = 0
         for number, (text, _) in enumerate(read_lines(file), 1):
@@ -148,9 +148,9 @@ def check_files(folder: Path) -> None:
             except (ValueError, KeyError, TypeError, AttributeError):
                 fits = False
             if not fits:
-                raise TextError(f"{file}: line {number} must be a JSON object with {BENCHMARKS[name].fields}")
+                raise UserError(f"{file}: line {number} must be a JSON object with {BENCHMARKS[name].fields}")
         if not number:
-            raise TextError(f"{file} is empty")
+            raise UserError(f"{file} is empty")
 
 
 def write_tasks(tasks: Path, folder: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: P
         inherited = os.dup(claimed)
     others = [(out, MARK, "at work"), (out, "another", "out holds other files"), (out / MARK, MARK, "for the results")]
     for folder, mark, message in others:
-        with pytest.raises(steps.StepError, match=message):
+        with pytest.raises(steps.UserError, match=message):
             steps.claim(folder, mark).__enter__()
     os.close(inherited)
     with steps.claim(out, MARK):
@@ -186,7 +186,7 @@ sys.exit(0 if begun else 3)
 def test_a_failed_step_is_shown_is_not_done_and_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
     step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
     for _ in range(1 if case == "resumes" else 2):
-        with pytest.raises(steps.StepError, match=r"a failed: .*exit status 3.*\n.*what went wrong\n.*log\.txt"):
+        with pytest.raises(steps.UserError, match=r"a failed: .*exit status 3.*\n.*what went wrong\n.*log\.txt"):
             work(step)
         assert step.result() is None
         if case == "broken checkpoint":

@@ -227,7 +227,7 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
     assert "GPUs: 2 x H100. Precision: float16." in made and "Trained (without kernels): chunkwise." in made
     for name in ("data", "inputs"):
         mixed = [entry("linear", 1, 36.5, **{name: of}) for of in "xy"]
-        with pytest.raises(rows.RowError, match="multi30k: its runs are of different data, which no table may mix"):
+        with pytest.raises(rows.UserError, match="multi30k: its runs are of different data, which no table may mix"):
             report.block("multi30k", SCALED["multi30k"], mixed)
     scores = [("source", 1, 8.0), ("sum-6", 1, 16.0), ("sum-6", 2, 16.0)]  # log(16) is by a third above log(8)
     losses = [entry(row, n, table="smollm2", scores={"test, context-0": x}) for row, n, x in scores]
@@ -243,7 +243,7 @@ def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
     for name in ("convert.md", "results.md"):
         text = (report.DOCS / name).read_text(encoding="utf-8")
         assert report.page(name, text, entries) == text and text.count(": made by examples/reproduce.py") > 0
-    with pytest.raises(rows.RowError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
+    with pytest.raises(rows.UserError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
         report.page("results.md", text, [])
 
 
@@ -286,7 +286,7 @@ def test_the_bounds_are_what_was_worked_out_by_hand() -> None:
     for most, gigabytes, batches in ((4, 2.4, 2), (4, 2.0, 4), (1, 2.0, 1)):
         found = estimate.estimate(replace(SIZE, most=most), GPU | {"gigabytes": gigabytes}, "bf16", [SPEED])
         assert (found.batches, found.most) == (batches, pytest.approx(0.25 * batches + 0.5))
-    with pytest.raises(rows.RowError, match="--precision is fp16; this GPU has bf16, fp32"):
+    with pytest.raises(rows.UserError, match="--precision is fp16; this GPU has bf16, fp32"):
         estimate.estimate(SIZE, GPU, "fp16", [SPEED])
 
 

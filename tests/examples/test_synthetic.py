@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from common import json_lines, steps
+from common import files, steps
 from synthetic import demo, grid, memories, models, report, results, retrieval, training
 from synthetic import run as program
 from torch import Tensor
@@ -129,7 +129,7 @@ def entry(model: str = "linear", size: int = 20, loss: float | None = 0.25, sett
 
 def append(folder: Path, *entries: dict[str, Any]) -> None:
     for value in entries:
-        json_lines.append_line(results.file_of(folder, value["point"]["setting"]), value)
+        files.append_line(results.file_of(folder, value["point"]["setting"]), value)
 
 
 def test_results_come_back_as_appended_and_half_a_line_is_replaced(tmp_path: Path, capsys) -> None:
@@ -192,7 +192,7 @@ def test_a_grid_goes_on_where_it_was_and_ends_with_a_worker(tmp_path: Path, caps
     assert "\x1b[3F\x1b[J" in shown and path.read_bytes().startswith(before) and len(results.read_results(path)) == 4
     (tmp_path / "worker.py").write_text("import sys\ninput()\nsys.exit('out of memory')\n")
     monkeypatch.setattr(grid, "WORKER", tmp_path / "worker.py")
-    with pytest.raises(steps.StepError, match=r"(?s)the process for setting 1, softmax, S = 7 ended.*out of memory"):
+    with pytest.raises(steps.UserError, match=r"(?s)the process for setting 1, softmax, S = 7 ended.*out of memory"):
         grid.Grid(tmp_path, 1, sys.stdout).run([training.Point(1, "softmax", 7)])
 
 

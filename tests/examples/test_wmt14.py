@@ -12,7 +12,7 @@ import corpus
 import pytest
 import score
 import subwords
-from common.files import TextError
+from common.files import UserError
 from papers import ledger
 
 from .conftest import EXAMPLES, INTERRUPTION, TINY, Programs, options, run_script
@@ -77,7 +77,7 @@ def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path
     assert corpus.clean(" \ufeffa\tb  c\u2028d\u00a0e\u3000f\x85g\x00h\x1fi ") == "a b c d e f g h i"
     whole, copy = corpus.survey(parallel, "en", "de"), shutil.copytree(parallel, tmp_path / "copy")
     (copy / "train.en.gz").write_bytes(gzip.compress((copy / "train.en").read_bytes()))
-    with pytest.raises(TextError, match=r"holds both train\.en and train\.en\.gz; one of them must go"):
+    with pytest.raises(UserError, match=r"holds both train\.en and train\.en\.gz; one of them must go"):
         corpus.survey(copy, "en", "de")
     (copy / "train.en").unlink()
     again = corpus.survey(copy, "en", "de")
@@ -85,7 +85,7 @@ def test_text_is_known_by_its_content_compressed_or_not(parallel: Path, tmp_path
     assert corpus.survey(parallel, "de", "en").digest != whole.digest
     for name, content, message in (("train.de", b"a\nb\n", "has 300 lines and .* has 2"), ("test.en", b"", "is empty")):
         (copy / name).write_bytes(content)
-        with pytest.raises(TextError, match=message):
+        with pytest.raises(UserError, match=message):
             corpus.survey(copy, "en", "de")
 
 
