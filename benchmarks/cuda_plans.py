@@ -24,7 +24,7 @@ from harness.pages import markdown, median, milliseconds, ratio
 from harness.program import make_parser
 from harness.timing import Budget, clock_for, first_calls, time_in_turns
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import kernels
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
 # What may be asked for; what is no plan of a call is left out.
@@ -66,7 +66,7 @@ def call_of(shape: Shape, rule: str, kind: str, inputs: Inputs) -> Call:
     run = partial(RULES[rule], *leaves, backend="native")
     if kind == "backward":
         run = partial(torch.autograd.grad, run()[0], leaves, inputs.d_out, retain_graph=True)
-    interval = native._interval(inputs.k, inputs.v)
+    interval = kernels._interval(inputs.k, inputs.v)
     sizes = (shape.batch, shape.time, shape.heads, shape.key_dim, shape.value_dim, interval)
     return Call(run, rule, f"{'delta' if 'delta' in rule else 'diagonal'}_{kind}", sizes, inputs.v.dtype)
 
@@ -77,7 +77,7 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
 
     def found(**environment: str) -> Way:
         with mock.patch.dict(os.environ, environment):
-            return Way(native.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
+            return Way(kernels.cuda_plan(call.operation, call.sizes, call.dtype, capability, **kind), environment)
 
     ways = [found(), found(**{ALGORITHM: "recurrent"}), found(**{ALGORITHM: "chunked"})]
     plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]

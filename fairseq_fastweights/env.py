@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, libraries
 from fairseq_fastweights.suggestions import ArgumentParser
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -87,7 +87,7 @@ def report() -> dict[str, Any]:
 def instruction_set() -> str:
     """The instruction set of the CPU kernels, or the error that they raise."""
     try:
-        return native.cpu_instruction_set()
+        return backends.cpu_instruction_set()
     except RuntimeError as error:
         return str(error).splitlines()[0]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import rms_norm
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.elementwise import gate
 
 Branch = Callable[[Tensor], Tensor]
 """A function between a layer's norms and sums: its mixer or its feed-forward network."""

@@ -158,7 +158,7 @@ def test_a_clone_without_kernels_takes_those_of_an_installed_copy(tmp_path: Path
 def test_a_reason_is_passed_on(part: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     reason = f"the {libraries.PARTS[part]} kernels were built for torch 1; build them again"
     monkeypatch.setattr(libraries, "load", lambda asked: reason if asked == part else "other")
-    monkeypatch.setattr(env.native, "cpu_instruction_set", lambda: pytest.fail("there is none"))
+    monkeypatch.setattr(env.backends, "cpu_instruction_set", lambda: pytest.fail("there is none"))
     env.main([])
     assert "were built for torch 1; build them again" in capsys.readouterr().out
     assert {(row["sequence"], row["step"]) for row in env.report()["backends"]} == {("chunkwise", "reference")}

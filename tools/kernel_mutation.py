@@ -96,7 +96,7 @@ class CpuKernels:
 
     def __init__(self) -> None:
         self.plan = native_build.plan_cpu(Torch.find(), sanitize=False)
-        code = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
+        code = "from fairseq_fastweights.ops import backends; print(backends.cpu_instruction_set())"
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         self.variant = f"kernels, {run.stdout.strip()}, "
         self.objects: dict[str, Path] = {}

@@ -13,5 +13,5 @@ class CompletedDocstrings(griffe.Extension):
 
     def on_function_instance(self, *, func: Any, **_: Any) -> None:
         """Replaces what stands in the source."""
-        if func.parent.path == ops.__name__ and func.docstring and func.name in ops.__all__:
+        if func.parent.path == ops.rules.__name__ and func.docstring and func.name in ops.__all__:
             func.docstring.value = inspect.getdoc(getattr(ops, func.name)) or ""

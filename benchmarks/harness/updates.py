@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fairseq_fastweights.ops import gating
+from fairseq_fastweights.ops import elementwise
 
 PARTS = ("forward", "backward", "reduce-grads", "multiply-grads", "clip-grads", "optimizer")
 """What fairseq's trainer and tasks call the parts of an update; all else is "other": logging, checks, averages."""
@@ -88,7 +88,7 @@ def watched(after: int = 5) -> Iterator[Update]:
     Trainer.train_step = train_step
     try:
         # As on a GPU: on a CPU what is small takes PyTorch's operators, and an optimizer one parameter after the other.
-        kernels = mock.patch.dict(gating.FASTER_FROM, dict.fromkeys(gating.FASTER_FROM, (0, 0)))
+        kernels = mock.patch.dict(elementwise.FASTER_FROM, dict.fromkeys(elementwise.FASTER_FROM, (0, 0)))
         together = mock.patch.object(many_tensors, "NAG_ON", ("cpu",))
         with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}), kernels, together:
             yield update

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops.once import differentiable_once
+from fairseq_fastweights.ops.kernels import differentiable_once
 
 
 class _AllGather(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.feature_maps import FeatureMap
-from fairseq_fastweights.ops.once import differentiable_once
+from fairseq_fastweights.ops.kernels import differentiable_once
 
 SMALLEST_DIVISOR = 1e-30
 """Sums of attention weights below it are not divided by: nothing was found, and gradients would overflow."""

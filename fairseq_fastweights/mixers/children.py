@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.elementwise import gate
 
 
 def are_plain(modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> bool:
@@ -59,7 +59,7 @@ def gated_norm(
         norm: an RMS norm of each head, which adds `eps` under its root.
         y: (..., heads, dim).
         logits: (..., heads * dim).
-        activation, eps, dtype, backend: as of `ops.gating.gate`.
+        activation, eps, dtype, backend: as of `ops.elementwise.gate`.
         size: what squares of y are divided by.
     """
     if are_plain([norm], nn.RMSNorm):

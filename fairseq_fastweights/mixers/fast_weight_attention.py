@@ -23,7 +23,7 @@ from fairseq_fastweights.mixers.update_rules import (
     known_to_lose_when_carried,
     lookup,
 )
-from fairseq_fastweights.ops import Gate, gating, steps
+from fairseq_fastweights.ops import Gate, elementwise, kernels
 
 
 class FastWeightAttention(LinearAttention):
@@ -131,7 +131,7 @@ class FastWeightAttention(LinearAttention):
         starts = check_starts(starts, x, padding)
         modules = [self._gate_projection(gate) for gate in self.rule.gates]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
-            return self._step(x, modules, steps.own(state["state"], overwrite))
+            return self._step(x, modules, kernels.own(state["state"], overwrite))
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
@@ -145,7 +145,7 @@ class FastWeightAttention(LinearAttention):
 
     def _may_take_step(self, x: Tensor) -> bool:
         learned = self.normalization == {"sum"} and are_plain([self.feature_map], ReluMap)
-        return learned and self.update_rule == "delta" and steps.may_take(x, self.backend)
+        return learned and self.update_rule == "delta" and kernels.may_take(x, self.backend)
 
     def _step(self, x: Tensor, gates: list[Any], state: Tensor) -> tuple[Tensor, State]:
         """A step of the delta rule as one operator behind its projections; it changes `state`."""
@@ -153,7 +153,7 @@ class FastWeightAttention(LinearAttention):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(0, 1) for part in heads)
         phi: Any = self.feature_map
         parameters = phi.weight.contiguous(), phi.bias.contiguous()
-        out = steps.delta_step_(self.q_norm(q), self.k_norm(k), v, beta, *parameters, phi.sum_eps, state)
+        out = kernels.delta_step_(self.q_norm(q), self.k_norm(k), v, beta, *parameters, phi.sum_eps, state)
         return self._project_out(out, x), {"state": state}
 
     def _recall(
@@ -221,7 +221,7 @@ class FastWeightAttention(LinearAttention):
         return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
-        value = gating.gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
+        value = elementwise.gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
         if gate.per == "head":
             return value.transpose(0, 1)
         return self._heads(value, self._gate_size(gate))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops.checks import without_autocast
 
 
 class FastWeightSourceAttention(LinearAttention):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.ops.autocast import without_autocast
-from fairseq_fastweights.ops.features import divided_by_largest, map_features, random_exponents, random_features
+from fairseq_fastweights.ops.checks import without_autocast
+from fairseq_fastweights.ops.elementwise import divided_by_largest, map_features, random_exponents, random_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
@@ -30,7 +30,7 @@ class FeatureMap(nn.Module):
     Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
-        operation: the name in `ops.features.MAPS` of what is done, in one operation with the normalisation, to what
+        operation: the name in `ops.elementwise.MAPS` of what is done, in one operation with the normalisation, to what
             `_prepare` returns.
         nu: that of the operation "dpfp".
 

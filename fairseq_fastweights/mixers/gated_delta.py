@@ -17,9 +17,8 @@ from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, MovesPaddin
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
-from fairseq_fastweights.ops import steps
-from fairseq_fastweights.ops.features import map_features
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops import kernels
+from fairseq_fastweights.ops.elementwise import gate, map_features
 
 SMALLEST_RATE, LARGEST_RATE = 0.01, 16
 """The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
@@ -233,18 +232,18 @@ class GatedDelta(MovesPadding):
 
     def _may_take_step(self, text: Tensor) -> bool:
         plain = are_plain([self.conv1d], nn.Conv1d) and are_plain([self.o_norm], nn.RMSNorm)
-        return plain and type(self) is GatedDelta and steps.may_take(text, self.backend)
+        return plain and type(self) is GatedDelta and kernels.may_take(text, self.backend)
 
     def _step(
         self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, overwrite: bool
     ) -> tuple[Tensor, State]:
         """A step as one operator, from what the projections gave."""
-        after = {name: steps.own(state[name], overwrite) for name in ("conv", "memory")}
+        after = {name: kernels.own(state[name], overwrite) for name in ("conv", "memory")}
         gates = logits, of_gates[0], self._output_logits(of_gates[1])
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
         heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads
         most = 2.0 if self.negative_eigenvalues else 1.0
-        out = steps.gated_delta_step_(
+        out = kernels.gated_delta_step_(
             projected, *gates, *(x.contiguous() for x in parameters), *heads, most, self.eps, *after.values()
         )
         return self.o_proj(out), after

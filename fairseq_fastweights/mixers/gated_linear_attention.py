@@ -12,7 +12,7 @@ from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import gated_norm, in_rows
 from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, check_starts
 from fairseq_fastweights.mixers.projections import project
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.elementwise import gate
 
 TEMPERATURE = 16
 """The root that is taken of the decays (tau in the paper): forgetting then begins slow."""

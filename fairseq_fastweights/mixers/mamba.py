@@ -15,8 +15,8 @@ from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.children import are_plain, in_rows
 from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond
 from fairseq_fastweights.mixers.short_convolution import convolve
-from fairseq_fastweights.ops.chunkwise.documents import are_apart
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.chunkwise.chunks import are_apart
+from fairseq_fastweights.ops.elementwise import gate
 from fairseq_fastweights.ops.scan import reference as step_by_step
 
 FORGETS = 2.0**64

@@ -14,7 +14,7 @@ from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, check_starts, within_documents
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
-from fairseq_fastweights.ops.gating import gate
+from fairseq_fastweights.ops.elementwise import gate
 
 ROTARY_BASE = 10000.0
 """The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""

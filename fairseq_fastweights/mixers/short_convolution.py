@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.mixer import within_documents
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import backends
+from fairseq_fastweights.ops.backends import choose_backend
 from fairseq_fastweights.ops.checks import check_devices
-from fairseq_fastweights.ops.choice import choose_backend
-from fairseq_fastweights.ops.native_operators import register_autograd
+from fairseq_fastweights.ops.kernels import register_autograd
 
 WIDEST = 90
 """The widest convolution that the CUDA kernels take on every GPU, in every dtype: its inputs lie in shared memory."""
@@ -53,7 +53,7 @@ def short_convolution(
     too_wide = x.is_cuda and weight.shape[1] > WIDEST
     if backend == "auto" and (too_wide or forward_ad._current_level >= 0):
         backend = "reference"
-    if choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
+    if choose_backend(backend, 1, backends.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
         return _definition(x, weight, bias, before, lengths, starts)
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     before = before if before is None or before.stride(-1) == 1 else before.contiguous()

@@ -19,8 +19,8 @@ from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond
 from fairseq_fastweights.mixers.projections import project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
-from fairseq_fastweights.ops import steps
-from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops import kernels
+from fairseq_fastweights.ops.checks import without_autocast
 
 
 class WindowSum(MovesPadding, LinearAttention):
@@ -171,7 +171,7 @@ class WindowSum(MovesPadding, LinearAttention):
     def _may_take_step(self, q: Tensor, state: State) -> bool:
         # What was read under autocast has left keys in half precision.
         learned = are_plain([self.feature_map], ReluMap) and state["keys"].dtype == q.dtype
-        return learned and steps.may_take(q, self.backend)
+        return learned and kernels.may_take(q, self.backend)
 
     def _step(
         self,
@@ -185,13 +185,13 @@ class WindowSum(MovesPadding, LinearAttention):
         overwrite: bool,
     ) -> tuple[Tensor, State]:
         """A step as one operator: what is read, (batch, 1, heads, head_dim), and the state but for "read"."""
-        after = {name: steps.own(state[name], overwrite) for name in ("keys", "values", "state")}
+        after = {name: kernels.own(state[name], overwrite) for name in ("keys", "values", "state")}
         phi: Any = self.feature_map
         cosines, sines = turned or (None, None)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         parameters = (x.contiguous() for x in (phi.weight, phi.bias, self.log_factor))
         how = "sum" in self.normalization, phi.sum_eps, starts
-        out: Tensor = steps.window_step_(q, k, v, cosines, sines, seen, *parameters, *how, *after.values())
+        out: Tensor = kernels.window_step_(q, k, v, cosines, sines, seen, *parameters, *how, *after.values())
         return out, after
 
     def _nothing(self, k: Tensor, v: Tensor) -> State:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import is_favor
-from fairseq_fastweights.ops.once import differentiable_once
+from fairseq_fastweights.ops.kernels import differentiable_once
 
 logger = logging.getLogger(__name__)
 

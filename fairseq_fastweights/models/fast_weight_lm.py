@@ -45,7 +45,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
-from fairseq_fastweights.ops.choice import say_again
+from fairseq_fastweights.ops.backends import say_again
 
 
 @defaults_in_help

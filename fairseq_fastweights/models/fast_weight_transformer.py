@@ -44,7 +44,7 @@ from fairseq_fastweights.models.option_checks import (
     read_cutoffs,
     register_architecture,
 )
-from fairseq_fastweights.ops.choice import say_again
+from fairseq_fastweights.ops.backends import say_again
 
 PLACES = ("encoder", "decoder", "cross")
 """The places of attention in the Transformer: within encoder and decoder, and from decoder to encoder ("cross")."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fairseq_fastweights.ops import checks, chunkwise, native
-from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.choice import choose_backend, say_backend
-from fairseq_fastweights.ops.operations import no_steps
+from fairseq_fastweights.ops import backends, checks, kernels
+from fairseq_fastweights.ops.backends import choose_backend, say_backend
+from fairseq_fastweights.ops.checks import state_dtype, without_autocast
+from fairseq_fastweights.ops.chunkwise.chunks import chunk_length
+from fairseq_fastweights.ops.kernels import differentiable_once
+from fairseq_fastweights.ops.rules import no_steps
 
 INPUTS = ("u", "delta", "A", "B", "C", "D")
 
@@ -67,9 +72,9 @@ def selective_scan(
     asked, reason = backend, _why_not_native(u)
     backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
     say_backend(u.device.type, asked, reason, in_chunks=True)
-    run = {"native": native.selective_scan, "chunkwise": chunkwise.selective_scan, "reference": reference}[backend]
+    run = {"native": kernels.selective_scan, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
     if backend == "native":
-        native.refuse_tangents(initial_state, *inputs)
+        backends.refuse_tangents(initial_state, *inputs)
     state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
     if u.shape[1] == 0:
         return (
@@ -77,8 +82,8 @@ def selective_scan(
             if state is None
             else (torch.zeros_like(u), state)
         )
-    if state is not None and backend == "native" and u.shape[1] == 1 and native.can_change(state):
-        return native.selective_scan_step_(*inputs, state=state), state
+    if state is not None and backend == "native" and u.shape[1] == 1 and kernels.can_change(state):
+        return kernels.selective_scan_step_(*inputs, state=state), state
     out, final_state = run(*inputs, initial_state=initial_state)
     return out, final_state if state is None else state.copy_(final_state)
 
@@ -117,7 +122,7 @@ def _why_not_native(u: Tensor) -> str | None:
     """Why no kernel takes such inputs; None if one does."""
     if u.device.type == "cuda":
         return "the selective scan has compiled kernels for CPUs alone"
-    return native.why_not(u.device.type, u.dtype)
+    return backends.why_not(u.device.type, u.dtype)
 
 
 def _check(
@@ -159,3 +164,120 @@ def _check(
             raise ValueError(f"delta has a least value of {least:g}; the sizes of steps must be at least 0")
         if (most := float(A.detach().amax())) > 0:
             raise ValueError(f"A has a largest value of {most:g}; it must be at most 0")
+
+
+# Steps whose states are formed together: on a CPU they should stay in its cache.
+LONGEST_CHUNK_ON_CPU = 16
+
+
+class ScanFunction(torch.autograd.Function):
+    """In chunks: (u, delta, A, B, C, D, initial_state) -> (out, final_state), for one step at least.
+
+    h_t = a_t * h_{t-1} + w_t, with a_t = exp(delta_t A) and w_t = (delta_t u_t) B_t^T. The states of a chunk are formed
+    all at once, chunk after chunk. Where the states of two neighbouring blocks are known as if each had begun at
+    zero, those of the second lack only the contribution of the first block's last state,
+
+        h_t += p_t * h_m     p_t = a_{m+1} ... a_t, m the last step of the first block
+
+    and the products p are combined in the same way. No factor exceeds 1, nothing is divided or subtracted. Gradients of
+    states, g_t = dy_t C_t^T + a_{t+1} * g_{t+1}, are the same recurrence backwards in time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = state_dtype(u.dtype)
+        with without_autocast(u):
+            rates = A.to(dtype)
+            state = u.new_zeros(u.shape[0], *A.shape, dtype=dtype) if initial_state is None else initial_state
+            states, outputs = [state], []
+            for u_c, delta_c, B_c, C_c in _chunks(u, delta, B, C):
+                _, h = _states(u_c, delta_c, rates, B_c, states[-1])
+                outputs.append((h @ C_c[..., None]).squeeze(-1))
+                states.append(h[:, -1].clone())
+            out = torch.cat(outputs, 1)[:, : u.shape[1]]
+            if D is not None:
+                out = out + D.to(dtype) * u.to(dtype)
+        ctx.save_for_backward(u, delta, A, B, C, D, initial_state, torch.stack(states[:-1]))
+        return out.to(u.dtype), states[-1]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, saved: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        u, delta, A, B, C, D, _, states = saved
+        dtype = state_dtype(u.dtype)
+        with without_autocast(u):
+            rates, dA, d_state = A.to(dtype), torch.zeros_like(A, dtype=dtype), d_final
+            gradients: list[tuple[Tensor, ...]] = []
+            chunks = zip(_chunks(u, delta, B, C, d_out), states, strict=True)
+            for (u_c, delta_c, B_c, C_c, dy), start in reversed(list(chunks)):
+                decay, h = _states(u_c, delta_c, rates, B_c, start)
+                # What reaches a step from the one after it, times the decays in between.
+                g = dy[..., None] * C_c[:, :, None, :]
+                g[:, -1] += d_state
+                _scan_(torch.cat([decay[:, 1:], torch.ones_like(decay[:, :1])], 1), g, backwards=True)
+                decay *= g  # the gradients of the states before
+                d_state = decay[:, 0].clone()
+                dC = (dy[:, :, None, :] @ h).squeeze(2)
+                dB = ((delta_c * u_c)[:, :, None, :] @ g).squeeze(2)
+                written = (g @ B_c[..., None]).squeeze(-1)
+                decay[:, 0] *= start
+                decay[:, 1:] *= h[:, :-1]
+                d_delta = u_c * written + torch.einsum("btcn,cn->btc", decay, rates)
+                dA += torch.einsum("btcn,btc->cn", decay, delta_c)
+                gradients.append((delta_c * written, d_delta, dB, dC))
+            time = u.shape[1]
+            du, d_delta, dB, dC = (torch.cat(parts[::-1], 1)[:, :time] for parts in zip(*gradients, strict=True))
+            dD = None
+            if D is not None:
+                du += D.to(dtype) * d_out.to(dtype)
+                dD = (d_out.to(dtype) * u.to(dtype)).sum((0, 1)).to(D.dtype)
+        gradient = [x.to(of.dtype) for x, of in ((du, u), (d_delta, delta), (dA, A), (dB, B), (dC, C))]
+        return *gradient, dD, d_state if ctx.needs_input_grad[6] else None
+
+
+def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The steps of each chunk of tensors (batch, time, dim), in the dtype of states.
+
+    The last is filled up with zeros: a step of no size leaves the state as it is.
+    """
+    first = tensors[0]
+    length = chunk_length(first.shape[1])
+    if first.device.type == "cpu":
+        length = min(length, LONGEST_CHUNK_ON_CPU)
+    dtype = state_dtype(first.dtype)
+    filled = (F.pad(x.to(dtype), (0, 0, 0, -first.shape[1] % length)) for x in tensors)
+    return list(zip(*(x.split(length, 1) for x in filled), strict=True))
+
+
+def _states(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """The decays and the states of a chunk's steps: (batch, time, channels, state) each."""
+    decay = (delta[..., None] * A).exp_()
+    h = (delta * u)[..., None] * B[:, :, None, :]
+    h[:, 0] += decay[:, 0] * start
+    _scan_(decay.clone(), h)
+    return decay, h
+
+
+def _scan_(products: Tensor, h: Tensor, backwards: bool = False) -> None:
+    """Turns what each of 2^n steps writes into the states after it; `products`, at first the decays, is used up.
+
+    Backwards in time, a step's decay is that of the one after it.
+    """
+    batch, length, *sizes = h.shape
+    into, out_of, last = (0, 1, slice(0, 1)) if backwards else (1, 0, slice(-1, None))
+    half = 1
+    while half < length:
+        h_, p_ = (x.view(batch, length // (2 * half), 2, half, *sizes) for x in (h, products))
+        h_[:, :, into].addcmul_(p_[:, :, into], h_[:, :, out_of, last])
+        half *= 2
+        if half < length:
+            p_[:, :, into] *= p_[:, :, out_of, last]

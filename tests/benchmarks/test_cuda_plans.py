@@ -9,14 +9,14 @@ from cuda_plans import ALGORITHM, PLAN
 from harness.cases import Shape
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import kernels
 
 NUMBERS = (*cuda_plans.CHOICES, "segments")
 TILES = {(columns, stages, 4) for columns in (16, 32) for stages in (1, 2)}
 
 
-def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) -> dict[str, int] | None:
-    """Stands in for `native.cuda_plan`: up to 32 columns and 2 stages, any number of segments."""
+def plan(operation: str, sizes: tuple[int, ...], *_: object, **__: object) -> dict[str, int] | None:
+    """Stands in for `kernels.cuda_plan`: up to 32 columns and 2 stages, any number of segments."""
     assert operation in ("delta_forward", "delta_backward") and sizes == (2, 40, 3, 8, 16, 64)
     asked = dict(word.split("=") for word in os.environ.get(PLAN, "").split())
     if os.environ.get(ALGORITHM) == "recurrent":
@@ -27,7 +27,7 @@ def kernels(operation: str, sizes: tuple[int, ...], *_: object, **__: object) ->
 
 
 def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_path, monkeypatch, run, capsys) -> None:
-    monkeypatch.setattr(native, "cuda_plan", kernels)
+    monkeypatch.setattr(kernels, "cuda_plan", plan)
     monkeypatch.setattr(cuda_plans, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_plans, "SHAPES", {"mt-big": Shape("mt-big", 2, 3, 40, 8, 16)})
     for name, answer in (("is_available", True), ("synchronize", None), ("get_device_capability", (9, 0))):

@@ -9,14 +9,14 @@ import os
 
 import pytest
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import backends, kernels
 from tests.cuda.build import build
 from tests.ops.rules import CPU_KERNELS
 
 os.environ["FASTWEIGHTS_NATIVE_CPU"] = str(build(binding=True))
-native.EXTENSIONS["cpu"] = native.EXTENSIONS["cuda"]
-native.LARGEST_DIM["cpu"] = native.LARGEST_DIM["cuda"]
-native.INTERVALS["cpu"] = native.INTERVALS["cuda"]
+backends.EXTENSIONS["cpu"] = backends.EXTENSIONS["cuda"]
+backends.LARGEST_DIM["cpu"] = backends.LARGEST_DIM["cuda"]
+kernels.INTERVALS["cpu"] = kernels.INTERVALS["cuda"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

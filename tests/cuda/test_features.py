@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from fairseq_fastweights.ops.features import MAPS, NORMALIZATIONS, map_features, random_features
+from fairseq_fastweights.ops.elementwise import MAPS, NORMALIZATIONS, map_features, random_features
 from tests.cuda.emulated import DTYPES, KINDS, StridedSequence
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float64: 1e-13}

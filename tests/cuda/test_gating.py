@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.mixers.short_convolution import short_convolution
-from fairseq_fastweights.ops.gating import ACTIVATIONS, NORMS, gate
+from fairseq_fastweights.ops.elementwise import ACTIVATIONS, NORMS, gate
 from tests.cuda.emulated import DTYPES, KINDS, StridedSequence
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float64: 1e-13}

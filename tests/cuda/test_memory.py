@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import kernels
 
 # (batch, time, heads, key_dim, value_dim) of the papers' experiments, a long sequence, and softmax attention's.
 SHAPES = {
@@ -44,8 +44,8 @@ def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeyp
     as its keys and values where these are few: such heads may take what heads of 64 would, up to twice all else."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
-    monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
-    interval = native._interval(*(torch.empty(B, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, V)))
+    monkeypatch.setitem(kernels.INTERVALS, "meta", kernels.INTERVALS["cuda"])
+    interval = kernels._interval(*(torch.empty(B, T, H, n, dtype=torch.bfloat16, device="meta") for n in (K, V)))
     sizes, family = (*shape, interval), "delta" if {"beta", "erase"} & {*gates} else "diagonal"
 
     def workspace(way):
@@ -75,9 +75,9 @@ def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeyp
     [("lm-small", 4, 4), ("lm-medium", 6, 3), ("gpt2-16", 16, 8), ("attention", 16, 8)],
 )
 def test_slices_of_the_way_back_are_few(emulator, name, chunks, slice_chunks, monkeypatch):
-    monkeypatch.setitem(native.INTERVALS, "meta", native.INTERVALS["cuda"])
+    monkeypatch.setitem(kernels.INTERVALS, "meta", kernels.INTERVALS["cuda"])
     shape = SHAPES[name]
-    interval = native._interval(*(torch.empty(*shape[:3], n, dtype=torch.bfloat16, device="meta") for n in shape[3:]))
+    interval = kernels._interval(*(torch.empty(*shape[:3], n, dtype=torch.bfloat16, device="meta") for n in shape[3:]))
 
     def workspace(plan):
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)

@@ -202,7 +202,7 @@ x | INFO | fairseq.utils | ******************CUDA enviroments for all 2 workers*
 x | INFO | fairseq.utils | rank   0: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
 x | INFO | fairseq.utils | rank   1: capabilities =  9.0  ; total memory = 79.106 GB ; name = NVIDIA H100 80GB HBM3
 x | INFO | fairseq_cli.train | num. shared model params: 1,234 (num. trained: 1,234)
-x | WARNING | ops.choice | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
+x | WARNING | ops.backends | fast weight rules run by chunkwise on cuda: the CUDA kernels were not built; build them
 x | INFO | train_inner | {"loss": "3", "ppl": "8", "wps": "100", "ups": "2", "num_updates": "2", "gb_free": "60.1"}
 x | INFO | valid | {"epoch": 1, "valid_loss": "4", "valid_ppl": "16", "valid_num_updates": "2"}
 x | INFO | train_inner | {"loss": "2", "ppl": "4", "wps": "300", "ups": "2", "num_updates": "4", "gb_free": "58.2"}

@@ -11,7 +11,7 @@ import transformers
 from fairseq_fastweights.huggingface import FastWeightCache, FastWeightConfig, FastWeightForCausalLM
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.ops import libraries
-from fairseq_fastweights.ops.choice import say_again
+from fairseq_fastweights.ops.backends import say_again
 
 SIZES = {"vocab_size": 44, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 32, "max_position_embeddings": 64}

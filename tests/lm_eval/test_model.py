@@ -224,7 +224,7 @@ def test_the_command_knows_checkpoints_and_exported_folders(
     few_tasks: None, task: Path, checkpoint, monkeypatch, caplog
 ) -> None:
     from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
-    from fairseq_fastweights.ops.choice import say_again
+    from fairseq_fastweights.ops.backends import say_again
 
     model, tokenizer = load_for_causal_lm(checkpoint("delta"))
     model.save_pretrained(task / "exported")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS, build_feature_map, orthogonal_features
-from fairseq_fastweights.ops.features import map_features
+from fairseq_fastweights.ops.elementwise import map_features
 
 BATCH, TIME, HEADS, DIM = 2, 5, 3, 4
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}  # two ways to round a few operations

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.mixers.retention import Retention, log_decays, retention
-from fairseq_fastweights.ops import native, native_operators
+from fairseq_fastweights.ops import kernels
 from tests.mixers import contract
 from tests.mixers.contract import error
 
@@ -36,11 +36,11 @@ def test_retention_is_its_equation_exactly_as_far_as_types_reach():
 
 
 def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
-    taken, forward = [], native_operators.rule_forward
-    monkeypatch.setattr(native_operators, "rule_forward", lambda *args: taken.append(args[3:10]) or forward(*args))
+    taken, forward = [], kernels.rule_forward
+    monkeypatch.setattr(kernels, "rule_forward", lambda *args: taken.append(args[3:10]) or forward(*args))
     q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
     retention(q, k, v, log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
-    (given,) = (native.Arguments(*arguments) for arguments in taken)
+    (given,) = (kernels.Arguments(*arguments) for arguments in taken)
     assert given.log_gate.shape == (2, 5, 4) and not given.complement
     assert given.log_key_decay is None and given.log_value_decay is None
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.short_convolution import short_convolution
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import backends
 from tests.ops.agreement import relative_error
 from tests.ops.rules import DEVICE
 
@@ -68,7 +68,7 @@ def test_operators_derivatives_and_compilation():
     tensors = [drawn(*shape, dtype=torch.float64, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     others = torch.tensor([3, 2], device=DEVICE), starts
     forward, backward = (getattr(torch.ops.fairseq_fastweights, f"short_convolution{end}") for end in ("", "_backward"))
-    native.why_not(DEVICE.type, torch.float32)
+    backends.why_not(DEVICE.type, torch.float32)
     torch.library.opcheck(forward, (*tensors, *others))
     detached = [x.detach() for x in tensors]
     torch.library.opcheck(backward, (detached[0], detached[3], *detached, *others))
@@ -104,7 +104,7 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize(("changed", "message"), WRONG_CALLS)
 def test_operators_refuse_what_they_would_read_beyond(changed, message):
-    native.why_not(DEVICE.type, torch.float32)
+    backends.why_not(DEVICE.type, torch.float32)
     shapes = {"x": (5, 2, 3), "weight": (3, 4), "bias": (3,), "before": (2, 3, 3), "lengths": (2,), "starts": (2, 5)}
     dtypes = {"lengths": torch.int64, "starts": torch.bool}
     make = partial(torch.zeros, device=DEVICE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import checks, native
+from fairseq_fastweights.ops import backends, checks, kernels
 from tests.ops.agreement import assert_close, assert_same
 from tests.ops.results import named
 from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, Rule
@@ -134,22 +134,22 @@ def test_a_step_in_place_refuses_what_the_reference_refuses(rule):
         assert torch.equal(inputs["initial_state"], before), said
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu" or native.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
+@pytest.mark.skipif(DEVICE.type != "cpu" or backends.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
 def test_a_step_in_place_is_checked_by_the_kernels_alone(monkeypatch):
-    monkeypatch.setattr("fairseq_fastweights.ops.operations.check_inputs", None)
+    monkeypatch.setattr("fairseq_fastweights.ops.rules.check_inputs", None)
     for name in ("sum", "gated", "delta", "gated delta"):
         inputs = RULE[name].inputs(**SIZES | {"T": 1}, requires_grad=False)
         RULE[name].run(inputs, "native", in_place=True)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu" or native.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
+@pytest.mark.skipif(DEVICE.type != "cpu" or backends.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
 def test_a_fault_of_a_kernel_is_raised_and_the_step_not_tried_again(monkeypatch, kind):
     def fails(*inputs: object, state: Tensor, **options: object) -> Tensor:
         state += 1
         raise kind("a bug")
 
-    monkeypatch.setattr(native.Kernel, "step_", fails)
+    monkeypatch.setattr(kernels.Kernel, "step_", fails)
     inputs = RULE["delta"].inputs(**SIZES | {"T": 1}, requires_grad=False)
     before = inputs["initial_state"].clone()
     with pytest.raises(kind, match="a bug"):
@@ -213,7 +213,7 @@ def test_auto_takes_the_kernels_where_they_are(rule, monkeypatch):
     for T, (there, K, V) in itertools.product((1, 70), sizes):
         with monkeypatch.context() as patch:
             if K > 5:
-                patch.setitem(native.LARGEST_DIM, DEVICE.type, 16)
+                patch.setitem(backends.LARGEST_DIM, DEVICE.type, 16)
             if not there:
                 patch.setitem(ops.libraries._outcomes, DEVICE.type, "not built")
             taken = there and (K <= 16 or not rule.corrects)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native
-from fairseq_fastweights.ops.choice import say_again
+from fairseq_fastweights.ops import backends, libraries
+from fairseq_fastweights.ops.backends import say_again
 from tests.ops.rules import DEVICE, RULE
 
 LOST = "the kernels were lost; build them with care"
@@ -40,7 +40,9 @@ def scan():
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="names the CPU")
 def test_backends_are_said_once_and_missing_kernels_are_a_warning(said, monkeypatch):
-    on_cpu = f"native ({native.cpu_instruction_set()}) on the CPU" if native.EXTENSIONS["cpu"] == "cpu" else "native"
+    on_cpu = (
+        f"native ({backends.cpu_instruction_set()}) on the CPU" if backends.EXTENSIONS["cpu"] == "cpu" else "native"
+    )
     of_native = ("INFO", f"fast weight rules run by {on_cpu}")
     assert said(run("sum"), run("delta", steps=1), run("decay"), run("sum"), scan) == [of_native]
     by_reference = ("INFO", "fast weight rules run by reference on the CPU")

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fairseq_fastweights.mixers.short_convolution import short_convolution
-from fairseq_fastweights.ops.features import random_features
-from fairseq_fastweights.ops.gating import gate
-from fairseq_fastweights.ops.native_operators import NAMESPACE
+from fairseq_fastweights.ops.elementwise import gate, random_features
+from fairseq_fastweights.ops.kernels import NAMESPACE
 
 SCHEMAS = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{NAMESPACE}::")]
 OPERATORS = {schema.name: schema for schema in SCHEMAS if sum("Tensor" in str(x.type) for x in schema.arguments) > 1}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_fastweights.ops import native
-from fairseq_fastweights.ops.divided import Divided
+from fairseq_fastweights.ops import backends, kernels
+from fairseq_fastweights.ops.kernels import Divided
 from tests.ops.agreement import (
     assert_agrees,
     assert_autocast_does_not_reach_inside,
@@ -22,7 +22,7 @@ from tests.ops.results import detached, in_float64, named, outcome
 from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal, mapped
 
 LARGEST = 16
-MOST_ON_A_GPU = native.LARGEST_DIM["cuda"]
+MOST_ON_A_GPU = backends.LARGEST_DIM["cuda"]
 # Keys, values and both in two and three parts, the last of which has 5 of 16, 1 or all.
 SIZES = [(37, 5), (5, 37), (32, 33), (17, 48)]
 HALF = 1e-2  # of up to three parts that were rounded: half of what is promised
@@ -36,7 +36,7 @@ CALLS = [
 
 @pytest.fixture(autouse=True)
 def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, LARGEST)
+    monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, LARGEST)
 
 
 def inputs_of(rule: Rule, K: int, V: int, **kwargs) -> Inputs:
@@ -53,7 +53,7 @@ class Calls(TorchDispatchMode):
         self.others: set[str] = set()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == native.NAMESPACE:
+        if operation.namespace == kernels.NAMESPACE:
             self.made.append((operation._opname, args))
         else:
             self.others.add(operation._opname)
@@ -77,7 +77,7 @@ def test_more_than_a_gpus_kernels_take(rule, monkeypatch):
     """FAVOR+'s default for heads of 64 has 532 features. And with decays that hardly decay and that erase."""
     regimes = [x for x in ("near one", "ordinary or erased") if x in rule.regimes] or ["ordinary"]
     assert_agrees(rule, "native", rule.in_regimes(regimes, T=70, K=13 if rule.corrects else 33, V=20), rows=regimes)
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, MOST_ON_A_GPU)
+    monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, MOST_ON_A_GPU)
     K, V = (5, 532) if rule.corrects else (532, 5)
     assert_agrees(rule, "native", rule.inputs(B=1, T=19, H=1, K=K, V=V))
 
@@ -121,7 +121,7 @@ PARTS += [(1025, 512, [352, 352, 321]), (17, 16, [16, 1]), (50, 16, [16, 16, 16,
 
 @pytest.mark.parametrize(("dim", "largest", "parts"), PARTS)
 def test_parts_are_few_even_and_aligned(dim, largest, parts, monkeypatch):
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
+    monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, largest)
     for name, along in (("sum", "K"), ("sum", "V"), ("decay", "K"), ("decay", "V"), ("delta", "V")):
         inputs = RULE[name].inputs(B=1, T=2, H=1, **{"K": 2, "V": 2} | {along: dim}, requires_grad=False)
         with Calls() as mode:

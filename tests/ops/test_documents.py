@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import kernels
 from tests.ops.agreement import TOLERANCE, assert_close, assert_same
 from tests.ops.results import cotangents, differentiate, in_float64, named, outcome
 from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, Inputs, Rule, deal, mapped, on_cpu
@@ -146,5 +146,5 @@ def test_shared_heads_are_not_copied(monkeypatch):
     """The kernels read them where they lie."""
     inputs = RULE["gated delta"].inputs(B=1, T=40, H=4, requires_grad=False)
     k = inputs["k"][:, :, :2].contiguous()
-    monkeypatch.setattr(native, "ungrouped", None)
+    monkeypatch.setattr(kernels, "ungrouped", None)
     ops.gated_delta_rule(**inputs | {"q": k, "k": k}, backend="native")

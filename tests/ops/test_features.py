@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import native
+from fairseq_fastweights.ops import backends
 from fairseq_fastweights.ops.checks import BackendUnavailable
-from fairseq_fastweights.ops.features import MAPS, NORMALIZATIONS, map_features, random_features
-from fairseq_fastweights.ops.native_operators import DPFP
+from fairseq_fastweights.ops.elementwise import MAPS, NORMALIZATIONS, map_features, random_features
+from fairseq_fastweights.ops.kernels import DPFP
 from tests.ops.rules import DEVICE
 
 HOW = [(name, nu) for name in MAPS for nu in ((1, 3) if name == "dpfp" else (1,))]
@@ -191,7 +191,7 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize(("shape", "how", "message"), WRONG_CALLS)
 def test_operators_refuse_what_they_would_read_beyond(shape, how, message):
-    native.why_not(DEVICE.type, torch.float32)
+    backends.why_not(DEVICE.type, torch.float32)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fairseq_fastweights.map_features(torch.zeros(shape, device=DEVICE), *how, torch.float32)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import gating, native
+from fairseq_fastweights.ops import backends, elementwise
 from fairseq_fastweights.ops.checks import BackendUnavailable
-from fairseq_fastweights.ops.gating import ACTIVATIONS, NORMS, gate
+from fairseq_fastweights.ops.elementwise import ACTIVATIONS, NORMS, gate
 from tests.ops.agreement import relative_error
 from tests.ops.rules import DEVICE
 
@@ -207,7 +207,7 @@ WRONG_CALLS = [
 
 @pytest.mark.parametrize(("shape", "others", "how", "message"), WRONG_CALLS)
 def test_operators_refuse_what_they_would_read_beyond(shape, others, how, message):
-    native.why_not(DEVICE.type, torch.float32)
+    backends.why_not(DEVICE.type, torch.float32)
     given = [
         torch.zeros(others[x], device=DEVICE) if x in others else None for x in ("bias", "log_rate", "y", "weight")
     ]
@@ -241,9 +241,9 @@ FORMS = {
 def test_few_numbers_take_the_operators_that_are_faster(form, monkeypatch):
     norm = form if form in NORMS else "none"
     called = []
-    monkeypatch.setattr(gating, "_gate", lambda x, *others: called.append(x.numel()) or x)
-    for dtype, first in zip((torch.float32, torch.bfloat16), gating.FASTER_FROM[form], strict=True):
-        sizes = [4] if first in (0, gating.NEVER) else [first - 4, first]
+    monkeypatch.setattr(elementwise, "_gate", lambda x, *others: called.append(x.numel()) or x)
+    for dtype, first in zip((torch.float32, torch.bfloat16), elementwise.FASTER_FROM[form], strict=True):
+        sizes = [4] if first in (0, elementwise.NEVER) else [first - 4, first]
         called.clear()
         for size in sizes:
             x = torch.zeros(size // 4, 4, dtype=dtype)
@@ -255,7 +255,7 @@ def test_few_numbers_take_the_operators_that_are_faster(form, monkeypatch):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="what a CPU is called for")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_of_one_dtype_takes_operators_as_they_are(dtype, monkeypatch):
-    monkeypatch.setattr(gating, "_gate", None)
+    monkeypatch.setattr(elementwise, "_gate", None)
     for activation, f in ACTIVATIONS.items():
         inputs = {"x": drawn(40, 8, dtype=dtype), "y": drawn(40, 8, dtype=dtype, seed=1)}
         found, dx, dy = both_ways("auto", {"activation": activation, "dtype": dtype}, inputs)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import kernels, libraries
 
 # Architectures, the capabilities that run code for them, and some that do not.
 GPUS = [
@@ -85,10 +85,10 @@ def test_a_plan_is_asked_for_as_the_kernels_take_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(libraries._outcomes, "cuda", None)
     monkeypatch.setattr(torch.ops.fairseq_fastweights, "cuda_plan", plan, raising=False)
     sizes = (1, 100, 2, 64, 32, 64)
-    numbers = native.cuda_plan("delta_forward", sizes, torch.bfloat16, (9, 3))
+    numbers = kernels.cuda_plan("delta_forward", sizes, torch.bfloat16, (9, 3))
     names = ("columns", "blocks", "stages", "threads", "segments", "shared")
     assert numbers == dict(zip(names, (64, 1, 2, 128, 4, 1000), strict=True))
-    assert native.cuda_plan("diagonal_forward", sizes, torch.float32, (8, 0), gated=True, separate_decays=2) is None
+    assert kernels.cuda_plan("diagonal_forward", sizes, torch.float32, (8, 0), gated=True, separate_decays=2) is None
     assert asked == [
         ("delta_forward", sizes, torch.bfloat16, False, 0, 93),
         ("diagonal_forward", sizes, torch.float32, True, 2, 80),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, kernels, libraries
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, definition, differentiate, in_float64, named, outcome
 from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal
@@ -117,9 +117,9 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     one = inputs["log_key_decay"][..., :1]
     outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
     assert_close(named(outputs), definition(rule, inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, None), 1e-6)
-    assert native.decays(one.expand_as(inputs["k"]), None).log_gate is not None
+    assert kernels.decays(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
-    assert native.decays(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
+    assert kernels.decays(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -176,21 +176,21 @@ def test_the_cuda_kernels_tell_how_they_divide_the_work():
     asked = "delta_forward", (8, 1024, 8, 64, 64, 128), torch.bfloat16, (9, 0)
     if DEVICE.type == "cpu":
         with pytest.raises(ops.BackendUnavailable, match="CUDA"):
-            native.cuda_plan(*asked)
+            kernels.cuda_plan(*asked)
         return
-    found = native.cuda_plan(*asked)
+    found = kernels.cuda_plan(*asked)
     assert found is not None and found["columns"] * found["blocks"] == 64
     with pytest.raises(RuntimeError, match="operation is delta; it must be one of diagonal_forward"):
-        native.cuda_plan("delta", *asked[1:])
+        kernels.cuda_plan("delta", *asked[1:])
     with pytest.raises(RuntimeError, match="key_dim and value_dim from 1 to 512"):
-        native.cuda_plan(asked[0], (8, 1024, 8, 1000, 64, 128), *asked[2:])
+        kernels.cuda_plan(asked[0], (8, 1024, 8, 1000, 64, 128), *asked[2:])
     with pytest.raises(RuntimeError, match="separate_decays is 3; it must be 0, 1"):
-        native.cuda_plan(*asked, separate_decays=3)
+        kernels.cuda_plan(*asked, separate_decays=3)
 
 
 LOAD_BOTH = """
 import torch
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, kernels, libraries
 for part in libraries.PARTS:
     torch.ops.load_library(str(libraries.library(part)))
 for name in ("forward", "backward", "step_"):
@@ -216,7 +216,7 @@ def test_shapes_without_data_are_those_with_it(name, layout):
     """Strides too, even where two dimensions have a stride of 1: out comes as v does, and fairseq need not copy it."""
     for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
         inputs = RULE[name].inputs(B=B, T=T, H=H, K=6, V=7, requires_grad=False)
-        laid = {n: native._last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
+        laid = {n: kernels._last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
         arguments = arguments_of(RULE[name], inputs | laid)
         forward, backward = OPERATORS.rule_forward.default, OPERATORS.rule_backward.default
         out, final_state, states = forward(*arguments, 64)
@@ -230,9 +230,9 @@ def test_views_of_fairseqs_tensors_are_not_copied():
     for shape in ((20, 2, 3, 4), (1, 2, 3, 4), (20, 1, 3, 4), (20, 2, 1, 4), (1, 1, 1, 4)):
         x = torch.randn(*shape[:2], 3 * shape[2] * shape[3], device=DEVICE).chunk(3, -1)[1]
         view = x.view(shape).transpose(0, 1)
-        assert native._last_contiguous(view) is view
+        assert kernels._last_contiguous(view) is view
         strides = [1 if n == 1 else step for n, step in zip(view.shape, view.stride(), strict=True)]
-        assert native._last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
+        assert kernels._last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
 
 
 # Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.
@@ -244,7 +244,7 @@ COMPILED += [(rule, False, 512, 6, 5) for rule in SCANNED]
 @pytest.mark.parametrize(("rule", "autocast", "largest", "K", "V"), COMPILED)
 def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
     """One graph, forward and backward, which stays right when shapes change; "aot_eager" needs no compiler."""
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
+    monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, largest)
     torch.compiler.reset()
     sizes = {"K": K, "V": V}
     compiled = torch.compile(lambda inputs: rule.run(inputs, "native"), backend="aot_eager", fullgraph=True)
@@ -277,7 +277,7 @@ def test_torch_compile(rule, autocast, largest, K, V, monkeypatch):
 @pytest.mark.parametrize(("rule", "T", "largest"), deal([*RULES, *SCANNED], [1, 5], [512, 16]))
 def test_forward_mode_is_refused(rule, T, largest, monkeypatch):
     """Tangents are not dropped in silence, of whichever input; in generation, and of divided dimensions, neither."""
-    monkeypatch.setitem(native.LARGEST_DIM, DEVICE.type, largest)
+    monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, largest)
     inputs = rule.inputs(T=T, V=17, requires_grad=False)
 
     def run(x: Tensor, name: str = "initial_state", in_place: bool = False) -> Tensor:
@@ -310,22 +310,22 @@ def test_no_gradient_is_no_gradient(rule):
 @pytest.mark.parametrize("rule", OTHERS)
 def test_how_many_states_are_kept_changes_no_bit(rule, monkeypatch):
     """On a GPU intervals are multiples of 64, and another way to do a call could be chosen for each."""
-    on_cpu = native.EXTENSIONS[DEVICE.type] == "cpu"
+    on_cpu = backends.EXTENSIONS[DEVICE.type] == "cpu"
     if not on_cpu:
         monkeypatch.setenv("FASTWEIGHTS_CUDA_ALGORITHM", os.environ.get("FASTWEIGHTS_CUDA_ALGORITHM") or "recurrent")
         monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", "segments=1")
     inputs = rule.inputs(T=150, K=9, V=10)
     expected = outcome(rule, "native", inputs)
     for interval in (16, 32, 48, 64, 128, 512) if on_cpu else (64, 128, 512):
-        monkeypatch.setattr(native, "_interval", lambda *_, steps=interval: steps)
+        monkeypatch.setattr(kernels, "_interval", lambda *_, steps=interval: steps)
         assert_same(outcome(rule, "native", inputs), expected, f"with a state every {interval} steps")
 
 
 def test_states_take_less_than_a_quarter_of_inputs_and_gradients(monkeypatch):
-    monkeypatch.setitem(native.INTERVALS, "cpu", (64, 128, 256))
+    monkeypatch.setitem(kernels.INTERVALS, "cpu", (64, 128, 256))
     for K, V, dtype, interval in (
         *[(128, 127, torch.float32, 64), (128, 128, torch.float32, 128), (128, 128, torch.float64, 128)],
         *[(64, 63, torch.bfloat16, 64), (64, 64, torch.bfloat16, 128), (512, 512, torch.float32, 256)],
     ):
         k, v = (torch.empty(1, 1, 1, n, dtype=dtype) for n in (K, V))
-        assert native._interval(k, v) == interval, (K, V, dtype)
+        assert kernels._interval(k, v) == interval, (K, V, dtype)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, libraries
 from tests.ops import test_selective_scan as scans
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same, parts
 from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
@@ -146,7 +146,7 @@ def in_a_process(instruction_set: str, library: str, *arguments: str) -> subproc
 def test_every_instruction_set_agrees(every_set, tmp_path):
     """Over all rules and regimes. The one that this process has is what the other tests run."""
     for name in libraries.cpu_instruction_sets(every_set):
-        if name == native.cpu_instruction_set():
+        if name == backends.cpu_instruction_set():
             continue
         result = in_a_process(name, every_set, "-m", "tests.ops.test_native_cpu", str(tmp_path / name))
         assert result.returncode == 0, result.stderr
@@ -180,14 +180,14 @@ def main() -> None:
         whole = {name: x.detach() for name, x in outcome(rule, "native", inputs).items()}
         results.append((whole, named(rule.run(step, "native"))))
     torch.save(results, sys.argv[1])
-    print(native.cpu_instruction_set())
+    print(backends.cpu_instruction_set())
 
 
 @on_cpu
 @pytest.mark.slow
 def test_an_instruction_set_that_is_not_there_is_named(every_set):
     """And of those that are there, the last is the one that is taken."""
-    asks = "from fairseq_fastweights.ops import native; print(native.cpu_instruction_set())"
+    asks = "from fairseq_fastweights.ops import backends; print(backends.cpu_instruction_set())"
     result = in_a_process("mmx", every_set, "-c", asks)
     assert result.returncode != 0
     there = libraries.cpu_instruction_sets(every_set)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops.overlaps import first_overlap, overlaps_itself
+from fairseq_fastweights.ops.checks import first_overlap, overlaps_itself
 from tests.ops.agreement import assert_close
 from tests.ops.results import named
 from tests.ops.rules import BACKENDS, DEVICE, RULES

@@ -10,7 +10,7 @@ import torch
 
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.ops import RULES as RECORDS
-from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops.checks import without_autocast
 from tests.ops.agreement import TOLERANCE, assert_autocast_does_not_reach_inside, assert_close, parts
 from tests.ops.results import definition, differentiate, named
 from tests.ops.rules import DEVICE, RULES, mapped, state_dtype

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import native, scan
-from fairseq_fastweights.ops.choice import choose_backend
+from fairseq_fastweights.ops import backends, kernels, scan
+from fairseq_fastweights.ops.backends import choose_backend
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, detached, differentiate, in_float64, named, outcome
 from tests.ops.rules import DEVICE, Inputs, Rule, on_cpu, state_dtype
@@ -80,7 +80,7 @@ class Scan(Rule):
 
 
 SCAN = Scan("selective scan", "selective-scan")
-SCANNED = [SCAN] if native.EXTENSIONS[DEVICE.type] == "cpu" else []  # it has kernels for CPUs alone
+SCANNED = [SCAN] if backends.EXTENSIONS[DEVICE.type] == "cpu" else []  # it has kernels for CPUs alone
 
 
 def tolerance_of(inputs: Inputs) -> float:
@@ -199,7 +199,7 @@ def test_threads_and_kept_states_change_no_bit(monkeypatch):
         assert_same(outcome(SCAN, "native", inputs), expected, f"with {count} threads")
     torch.set_num_threads(before)
     for interval in (16, 48, 64, 512):
-        monkeypatch.setattr(native, "SCAN_INTERVAL", interval)
+        monkeypatch.setattr(kernels, "SCAN_INTERVAL", interval)
         assert_same(outcome(SCAN, "native", inputs), expected, f"with a state every {interval} steps")
 
 
@@ -247,8 +247,8 @@ def test_what_cannot_be_done_is_said():
 @pytest.mark.parametrize(
     ("module", "name", "built", "time", "channels"),
     [
-        pytest.param(native, "selective_scan", True, 1, 3, marks=on_cpu),
-        (scan.chunkwise, "selective_scan", False, 7, 1),
+        pytest.param(kernels, "selective_scan", True, 1, 3, marks=on_cpu),
+        (scan.ScanFunction, "apply", False, 7, 1),
         (scan, "reference", False, 1, 3),
     ],
 )

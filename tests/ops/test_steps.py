@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import build_mixer
-from fairseq_fastweights.ops import native, steps
+from fairseq_fastweights.ops import backends, kernels
 from tests.mixers import contract
 from tests.ops.rules import DEVICE
 
@@ -59,8 +59,8 @@ def test_a_step_in_one_kernel_is_the_definition(monkeypatch, name, dim, settings
     x = contract.draw(9, HEADS * dim).to(dtype)
     starts = torch.zeros(contract.BATCH, len(x), dtype=torch.bool)
     starts[0, 3] = starts[1, 5] = starts[1, 6] = True
-    taken, operator = [], getattr(steps, OPERATORS[name])
-    monkeypatch.setattr(steps, OPERATORS[name], lambda *given: taken.append(1) or operator(*given))
+    taken, operator = [], getattr(kernels, OPERATORS[name])
+    monkeypatch.setattr(kernels, OPERATORS[name], lambda *given: taken.append(1) or operator(*given))
     results = []
     for backend in ("native", "reference"):
         mixer = build(name, dim, settings, dtype, backend)
@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_stays_in_its_row(name, dim, settings):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "dim", "settings"), CASES[::3])
 def test_where_a_step_is_not_one_operator(monkeypatch, name, dim, settings):
-    monkeypatch.setattr(steps, OPERATORS[name], lambda *given: pytest.fail("the operator was called"))
+    monkeypatch.setattr(kernels, OPERATORS[name], lambda *given: pytest.fail("the operator was called"))
     mixer, x = build(name, dim, settings, torch.float32, "auto"), contract.draw(3, HEADS * dim).float()
     _, state = mixer(x)
     padding = torch.zeros(contract.BATCH, 1, dtype=torch.bool)
@@ -161,8 +161,8 @@ def gated_delta(**others: Any) -> list[Any]:
     ],
 )
 def test_operators_refuse_what_they_would_read_beyond(arguments, others, message):
-    assert native.why_not("cpu", torch.float32) is None
-    operator = getattr(steps, f"{arguments.__name__}_step_")
+    assert backends.why_not("cpu", torch.float32) is None
+    operator = getattr(kernels, f"{arguments.__name__}_step_")
     operator(*arguments())
     with pytest.raises(RuntimeError, match=message):
         operator(*arguments(**others))

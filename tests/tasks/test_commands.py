@@ -10,7 +10,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, libraries
 from tests.conftest import QUIET, TASK, command, evaluate, train
 from tests.tasks.conftest import TRANSLATION, losses, slow, train_translation, weights
 
@@ -155,7 +155,7 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
 def test_trainings_evaluations_and_generations_say_once_which_backend_runs(corpus, pairs, tmp_path, monkeypatch, there):
     """If there are no kernels, a warning tells how to get them."""
     if there:
-        told = f"native ({native.cpu_instruction_set()}) on the CPU"
+        told = f"native ({backends.cpu_instruction_set()}) on the CPU"
     else:
         monkeypatch.setitem(libraries._outcomes, "cpu", "the kernels were lost; build them with care")
         told = "chunkwise on the CPU: the kernels were lost; build them with care"

@@ -18,7 +18,7 @@ from lock_file import wait_for
 from native_build import LIBRARIES
 from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable
 
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import backends, libraries
 from tests.conftest import ROOT
 
 THIS_TORCH = str(torch.__version__)
@@ -151,7 +151,7 @@ def test_kernels_are_for_this_processor_unless_others_are_asked_for(monkeypatch)
     assert names == ["sm_90", "sm_90a"]
     if native_toolchain.is_x86() and libraries.why_not("cpu", THIS_TORCH) is None:
         [here] = native_build.instruction_sets(HostCompiler.find(), "here")
-        assert here == native.cpu_instruction_set() or os.environ.get("FASTWEIGHTS_CPU_ISA")
+        assert here == backends.cpu_instruction_set() or os.environ.get("FASTWEIGHTS_CPU_ISA")
     monkeypatch.setenv("FASTWEIGHTS_BUILD_ISA", "baseline")
     for sanitize, names in ((True, VARIANTS), (False, ["baseline"])):
         plan = native_build.plan_cpu(Torch.find(), sanitize)

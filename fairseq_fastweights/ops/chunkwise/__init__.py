@@ -2,8 +2,8 @@
 
 A sequence is cut into chunks. Within a chunk all steps are computed at once by matrix products; from chunk to chunk
 only the state is handed on. Between forward and backward pass nothing is kept but the inputs and the state at each
-chunk's start; the states within a chunk are never formed, in either direction, but for those of the selective scan,
-which are as many numbers as a chunk's steps have, and of an erase key beside decays of values, which go step by step.
+chunk's start; the states within a chunk are never formed, in either direction. An erase key beside decays of values has
+no such form and goes step by step.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from fairseq_fastweights.ops.checks import state_dtype
+from fairseq_fastweights.ops.chunkwise.chunks import are_apart, step_by_step
 from fairseq_fastweights.ops.chunkwise.delta import DeltaFunction
 from fairseq_fastweights.ops.chunkwise.diagonal import DiagonalFunction
-from fairseq_fastweights.ops.chunkwise.documents import are_apart, step_by_step
-from fairseq_fastweights.ops.chunkwise.scan import ScanFunction
-from fairseq_fastweights.ops.gates import decay_at_starts
-from fairseq_fastweights.ops.reference import ungrouped
+from fairseq_fastweights.ops.reference import decay_at_starts, ungrouped
 
 
 def fast_weight_rule(
@@ -49,17 +47,3 @@ def fast_weight_rule(
     if beta is not None:
         k = k.to(state_dtype(v.dtype)) * beta[..., None]
     return DiagonalFunction.apply(q, k, v, log_key_decay, log_value_decay, initial_state, starts)
-
-
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T, of which a chunk's states are formed together."""
-    return ScanFunction.apply(u, delta, A, B, C, D, initial_state)

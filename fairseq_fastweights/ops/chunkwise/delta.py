@@ -18,12 +18,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops.autocast import without_autocast
-from fairseq_fastweights.ops.checks import state_dtype
-from fairseq_fastweights.ops.chunkwise.decays import exclusive_reverse, inclusive, scores, times
-from fairseq_fastweights.ops.chunkwise.documents import are_apart, gradients_of, step_by_step
-from fairseq_fastweights.ops.chunkwise.layout import chunk_length, first_state, from_chunks, times_lower, to_chunks
-from fairseq_fastweights.ops.once import differentiable_once
+from fairseq_fastweights.ops.checks import state_dtype, without_autocast
+from fairseq_fastweights.ops.chunkwise.chunks import (
+    are_apart,
+    chunk_length,
+    exclusive_reverse,
+    first_state,
+    from_chunks,
+    gradients_of,
+    inclusive,
+    scores,
+    step_by_step,
+    times,
+    times_lower,
+    to_chunks,
+)
+from fairseq_fastweights.ops.kernels import differentiable_once
 
 
 class DeltaFunction(torch.autograd.Function):

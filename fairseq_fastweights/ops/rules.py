@@ -7,16 +7,17 @@ of the documentation, the benchmark's cases and those of the tests. A rule of on
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.ops import chunkwise, libraries, native, reference
-from fairseq_fastweights.ops.autocast import without_autocast
+from fairseq_fastweights.ops import backends, chunkwise, kernels, libraries, reference
+from fairseq_fastweights.ops.backends import choose_backend, say_backend
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
     Gate,
@@ -24,11 +25,11 @@ from fairseq_fastweights.ops.checks import (
     check_inputs,
     state_dtype,
     values_are_checked,
+    without_autocast,
 )
-from fairseq_fastweights.ops.choice import choose_backend, say_backend
-from fairseq_fastweights.ops.divided import KEYS, VALUES, Divided
-from fairseq_fastweights.ops.native import Kernel
+from fairseq_fastweights.ops.kernels import KEYS, VALUES, Divided, Kernel
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -120,7 +121,7 @@ class Rule:
         kernel, plain = self._implementation(backend, v, time, key_dim, gates)
         options = {} if starts is None else {"starts": starts}
         if kernel is not None:
-            native.refuse_tangents(initial_state, *inputs)
+            backends.refuse_tangents(initial_state, *inputs)
         state = check_in_place(initial_state, self.inputs, inputs, starts) if in_place else None
         if fault is not None:
             raise fault
@@ -130,7 +131,7 @@ class Rule:
             return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, inputs)
         if state is None:
             return plain(*inputs, initial_state=initial_state, **options)
-        if kernel is not None and time == 1 and native.can_change(state):
+        if kernel is not None and time == 1 and kernels.can_change(state):
             return kernel.step_(q, k, v, *gates, state=state, **options), state  # type: ignore[arg-type]
         out, final_state = plain(*inputs, initial_state=state, **options)
         return out, state.copy_(final_state)
@@ -145,9 +146,9 @@ class Rule:
         """Why no kernel takes such inputs; None if one does."""
         if self.kernel is None:
             return f"the {self.name} rule has no compiled kernel"
-        reason = native.why_not(device_type, dtype)
-        if reason is None and self.corrects and not native.fits(device_type, key_dim):
-            largest = native.LARGEST_DIM[device_type]
+        reason = backends.why_not(device_type, dtype)
+        if reason is None and self.corrects and not backends.fits(device_type, key_dim):
+            largest = backends.LARGEST_DIM[device_type]
             return (
                 f"the {device_type} kernels take the {self.name} rule with key dimensions of up to {largest}, not "
                 f"{key_dim}"
@@ -174,7 +175,7 @@ class Rule:
             and v.shape[1] == 1
             and not values_are_checked()
             and not torch.compiler.is_compiling()
-            and "cpu" not in native.LARGEST_DIM
+            and "cpu" not in backends.LARGEST_DIM
             and libraries.load("cpu") is None
         )
 
@@ -194,9 +195,9 @@ class Rule:
         for x in (q, k, state, *gates):
             if not x.is_cpu:
                 return None
-        if (starts is not None and not starts.is_cpu) or not native.can_change(state):
+        if (starts is not None and not starts.is_cpu) or not kernels.can_change(state):
             return None
-        native.refuse_tangents(state, q, k, v, *gates)
+        backends.refuse_tangents(state, q, k, v, *gates)
         check_in_place(state, self.inputs, (q, k, v, *gates), starts)
         return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
 
@@ -213,7 +214,7 @@ class Rule:
         say_backend(kind, asked, reason, in_chunks)
         if backend == "native":
             assert self.kernel is not None
-            kernel = self.kernel if native.fits(kind, max(key_dim, v.shape[-1])) else self.divided
+            kernel = self.kernel if backends.fits(kind, max(key_dim, v.shape[-1])) else self.divided
             return kernel, kernel.sequence
         if backend == "reference":
             return None, self.reference
@@ -287,7 +288,7 @@ RULES = {
             "sum",
             (),
             reference.sum_rule,
-            Kernel(native.Arguments, checked=True),
+            Kernel(kernels.Arguments, checked=True),
             ordered=False,
             equation="S + v k^T",
             help="adds each value under its key (linear Transformer, Performer)",
@@ -299,7 +300,7 @@ RULES = {
             "gated",
             (Gate("log_gate", per="head", log=True),),
             reference.gated_rule,
-            Kernel(native.one_gate, checked=True),
+            Kernel(kernels.one_gate, checked=True),
             equation="g S + (1 - g) v k^T",
             help="decays the memory by one gate per head",
             source="gated fast weights (Peng et al. 2021)",
@@ -309,7 +310,7 @@ RULES = {
             "decay",
             (_KEY_DECAY, _VALUE_DECAY),
             reference.decay_rule,
-            Kernel(native.decays),
+            Kernel(kernels.decays),
             equation="(z f^T) * S + v k^T",
             help="decays it by a gate per key and value dimension (Mao 2022)",
             source="decaying fast weights (Mao 2022)",
@@ -319,7 +320,7 @@ RULES = {
             "delta",
             (_BETA,),
             reference.delta_rule,
-            Kernel(native.correction, checked=True),
+            Kernel(kernels.correction, checked=True),
             equation="S + beta (v - S k) k^T",
             help="corrects what the key retrieves (Delta Network)",
             source="Delta Network (Schlag, Irie and Schmidhuber 2021)",
@@ -329,7 +330,7 @@ RULES = {
             "delta-mao",
             (_BETA,),
             reference.delta_rule,
-            Kernel(native.correction, checked=True),
+            Kernel(kernels.correction, checked=True),
             ReadBeforeWrite,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
@@ -340,7 +341,7 @@ RULES = {
             "gated-delta",
             (Gate("beta", per="head", most=2), Gate("log_gate", per="head or key", log=True)),
             reference.gated_delta_rule,
-            Kernel(native.correction, checked=True),
+            Kernel(kernels.correction, checked=True),
             corrects=True,
             equation="S' + beta (v - S' k) k^T with S' = S Diag(f)",
             source="Gated DeltaNet (Yang et al. 2025), Kimi delta attention (Kimi Team 2025)",
@@ -355,7 +356,7 @@ RULES = {
             ),
             reference.fast_weight_rule,
             chunkwise.fast_weight_rule,
-            Kernel(native.every_part, native.why_not_every_part),
+            Kernel(kernels.every_part, kernels.why_not_every_part),
             corrects=True,
             takes_starts=True,
             equation="S' + beta (v - S' e) k^T with S' = (z f^T) * S",
@@ -364,3 +365,271 @@ RULES = {
     )
 }
 """The rules by name."""
+
+
+def sum_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Adds every value under its key: S_t = S_{t-1} + v_t k_t^T, y_t = S_t q_t (Schlag et al. 2021, Eq. 10-11, 17).
+
+    Args:
+        q: (batch, time, key_heads, key_dim), queries, already through the feature map and normalised.
+        k: (batch, time, key_heads, key_dim), keys, as `q`.
+        v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
+            share a head of queries and keys.
+        initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
+        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
+            step.
+        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
+            call can be differentiated.
+        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
+
+    Returns:
+        out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.
+
+    Raises:
+        ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
+            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
+            what it may be.
+        BackendUnavailable: if the backend cannot do this.
+        NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)  # one row, 5 steps, 2 heads of 4
+        >>> out, state = sum_rule(q, k, v)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
+        >>> _, first = sum_rule(q[:, :3], k[:, :3], v[:, :3])
+        >>> rest, _ = sum_rule(q[:, 3:], k[:, 3:], v[:, 3:], initial_state=first)
+        >>> torch.allclose(rest, out[:, 3:], atol=1e-5)
+        True
+    """
+    return RULES["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
+
+
+def _as_sum_rule(function: _Function) -> _Function:
+    """Completes a docstring by what that of `sum_rule` says of the arguments that all have, of results and errors."""
+    if function.__doc__ and sum_rule.__doc__:
+        own, shared = inspect.cleandoc(function.__doc__), inspect.cleandoc(sum_rule.__doc__)
+        first, options, end = (shared.index(part) for part in ("    q: ", "    initial_state: ", "Examples:\n"))
+        own = own.replace("Args:\n", f"Args:\n{shared[first:options]}", 1)
+        function.__doc__ = own.replace("\nExamples:\n", f"{shared[options:end]}Examples:\n", 1)
+    return function
+
+
+@_as_sum_rule
+def gated_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
+
+    Args:
+        log_gate: (batch, time, heads), log g_t, at most 0.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> log_gate = torch.nn.functional.logsigmoid(torch.randn(1, 5, 2))
+        >>> out, state = gated_rule(q, k, v, log_gate)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
+    """
+    return RULES["gated"](
+        q, k, v, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
+    )
+
+
+@_as_sum_rule
+def decay_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_key_decay: Tensor | None,
+    log_value_decay: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
+
+    Args:
+        log_key_decay: (batch, time, heads, key_dim), log f_t, at most 0; None for no decay of keys.
+        log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay of values.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> out, state = decay_rule(q, k, v, -torch.rand(1, 5, 2, 4), None)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
+    """
+    return RULES["decay"](
+        q,
+        k,
+        v,
+        log_key_decay,
+        log_value_decay,
+        initial_state=initial_state,
+        starts=starts,
+        in_place=in_place,
+        backend=backend,
+    )
+
+
+@_as_sum_rule
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Corrects what the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
+
+    Schlag et al. 2021, Eq. 24 and 25. Keys should be normalised (their components sum to 1, or their norm is at most
+    1): a step multiplies the state by I - beta k k^T, which makes it grow if |k|^2 > 2 / beta.
+
+    Args:
+        beta: (batch, time, heads), the write strength, from 0 to 1.
+
+    Examples:
+        >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
+        >>> v = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1)
+        >>> out, state = delta_rule(k, k, v, torch.ones(1, 3, 1))
+        >>> state.flatten()  # its value was replaced; the sum rule would have 4 there
+        tensor([3., 2., 0., 0.])
+    """
+    return RULES["delta"](q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
+
+
+@_as_sum_rule
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_gate: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Forgets, then corrects: S' = S_{t-1} Diag(f_t), S_t = S' + beta_t (v_t - S' k_t) k_t^T, y_t = S_t q_t.
+
+    With a gate for each head this is Gated DeltaNet (Yang et al. 2025), with one for each key dimension Kimi delta
+    attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
+
+    Args:
+        beta: (batch, time, heads), the write strength, from 0 to 1; above 1, and up to 2, what a key retrieves may
+            change its sign.
+        log_gate: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0.
+
+    Examples:
+        >>> q = k = torch.nn.functional.normalize(torch.randn(1, 5, 2, 4), dim=-1)
+        >>> v, beta, log_gate = torch.randn(1, 5, 2, 3), torch.rand(1, 5, 2), -torch.rand(1, 5, 2)
+        >>> out, state = gated_delta_rule(q, k, v, beta, log_gate)
+        >>> out.shape, state.shape
+        (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
+    """
+    return RULES["gated-delta"](
+        q, k, v, beta, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
+    )
+
+
+@_as_sum_rule
+def fast_weight_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    erase: Tensor | None = None,
+    beta: Tensor | None = None,
+    log_key_decay: Tensor | None = None,
+    log_value_decay: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The recurrence that contains all rules, with every part but q, k and v optional.
+
+    S' = (z_t f_t^T) * S_{t-1}, S_t = S' + beta_t (v_t - S' e_t) k_t^T, y_t = S_t q_t. With e = 0 it adds (sum, decay),
+    with e = k it corrects (delta, gated delta). With an e of its own it erases under another key than it writes under
+    (the two-gate delta rule: e = b * k, v = w * v').
+
+    Args:
+        erase: (batch, time, heads of k, key_dim), e_t; what it retrieves is taken out. None for 0.
+        beta: (batch, time, heads), the write strength, from 0 to 2; None for 1.
+        log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
+        log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay. With `erase` no kernel
+            takes it, and "chunkwise" goes step by step.
+
+    Examples:
+        >>> q, k, v = torch.rand(3, 1, 5, 2, 4).unbind(0)
+        >>> corrected, _ = fast_weight_rule(q, k / 2, v, erase=k / 2)
+        >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
+        True
+    """
+    return RULES["fast-weight"](
+        q,
+        k,
+        v,
+        erase,
+        beta,
+        log_key_decay,
+        log_value_decay,
+        initial_state=initial_state,
+        starts=starts,
+        in_place=in_place,
+        backend=backend,
+    )
+
+
+def chosen_backend(
+    device: torch.device | str, dtype: torch.dtype, time: int, rule: str = "sum", key_dim: int = 1
+) -> str:
+    """The backend that "auto" takes.
+
+    It is told of no gates and `starts`: if a call has some that no kernel takes (`erase` with `log_value_decay`, say),
+    "auto" takes what it takes without kernels.
+
+    Args:
+        device: where the tensors are.
+        dtype: of q, k and v.
+        time: how many steps the call has.
+        rule: a key of `RULES`.
+        key_dim: of the keys; it matters only for rules that correct, with keys larger than a GPU's kernels take.
+
+    Returns:
+        one of `BACKENDS`.
+
+    Raises:
+        ValueError: for a rule that is none of these.
+
+    Examples:
+        >>> chosen_backend("cpu", torch.float32, time=128, rule="delta") in ("native", "chunkwise")
+        True
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(RULES)}")
+    return RULES[rule].best_backend(torch.device(device).type, dtype, time, key_dim)

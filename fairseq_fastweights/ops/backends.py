@@ -1,20 +1,76 @@
-"""Chooses the backend of a call. The first call of each kind says it, so that no run is slow without a word."""
+"""Which backend runs a call: where there are kernels, what "auto" takes, and the log's line that says it.
+
+The first call of each kind logs its backend, so that no run is slow without a word.
+"""
 
 from __future__ import annotations
 
 import logging
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import libraries, native
+from fairseq_fastweights.ops import libraries
 from fairseq_fastweights.ops.checks import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "chunkwise", "native")
+DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+}
+"""By type of device, the dtypes that its kernels take."""
+EXTENSIONS = {"cpu": "cpu", "cuda": "cuda"}
+"""By type of device, whose kernels its tensors are given to."""
+LARGEST_DIM = {"cuda": 512}
+"""By type of device, the largest key and value dimension that one call of its kernels takes, where there is a largest.
+
+Larger ones are divided (`kernels.Divided`), but for the delta rule's keys.
+"""
 
 _said: set[tuple[str, str, str | None]] = set()
+
+
+@torch.compiler.assume_constant_result
+def why_not(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for tensors on such a device, with how to mend it; None if there are."""
+    if device_type not in DTYPES:
+        return f"there are no compiled kernels for devices of type {device_type}, only for {' and '.join(DTYPES)}"
+    if dtype not in DTYPES[device_type]:
+        return f"the {device_type} kernels do not take {dtype}"
+    return libraries.load(device_type)
+
+
+def fits(device_type: str, dim: int) -> bool:
+    """True if one call of the kernels for such a device takes key and value dimensions of up to `dim`."""
+    return dim <= LARGEST_DIM.get(device_type, dim)
+
+
+def refuse_tangents(*inputs: Tensor | None) -> None:
+    """Raises `NotImplementedError` if one of them carries a tangent, which the kernels would drop in silence."""
+    # Of the level first: where there is none, as nearly always, no tensor is asked, and a call takes no longer.
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
+    ):
+        raise NotImplementedError(
+            "initial_state or an input carries a tangent, and backend='native' (which 'auto' takes here) has no "
+            "forward-mode derivatives; use backend='reference', which has them"
+        )
+
+
+def cpu_instruction_set() -> str:
+    """The instruction set of the CPU kernels that run on this processor: "baseline", "avx2" or "avx512".
+
+    The environment variable ``FASTWEIGHTS_CPU_ISA`` asks for one of those that it has.
+
+    Raises:
+        BackendUnavailable: if there are no CPU kernels.
+    """
+    if (reason := libraries.load("cpu")) is not None:
+        raise BackendUnavailable(reason)
+    return torch.ops.fairseq_fastweights.cpu_instruction_set()
 
 
 def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
@@ -45,7 +101,7 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
     return backend
 
 
-def choose_elementwise(backend: str, x: torch.Tensor) -> str:
+def choose_elementwise(backend: str, x: Tensor) -> str:
     """The backend of an operation of single numbers, or of single vectors, of x: "reference" or "native".
 
     "auto" takes the reference where it has what kernels lack, forward-mode derivatives, and under torch.compile, which
@@ -53,7 +109,7 @@ def choose_elementwise(backend: str, x: torch.Tensor) -> str:
     """
     if backend == "auto" and (forward_ad._current_level >= 0 or torch.compiler.is_compiling()):
         return "reference"
-    return choose_backend(backend, 1, native.why_not(x.device.type, x.dtype), in_chunks=False)
+    return choose_backend(backend, 1, why_not(x.device.type, x.dtype), in_chunks=False)
 
 
 @torch.compiler.assume_constant_result
@@ -71,8 +127,8 @@ def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: 
         return
     _said.add(key)
     taken = choose_backend(backend, 2, why_not_native, in_chunks)  # of texts; a single step may go another way
-    if taken == "native" and native.EXTENSIONS[kind] == "cpu":
-        taken += f" ({native.cpu_instruction_set()})"
+    if taken == "native" and EXTENSIONS[kind] == "cpu":
+        taken += f" ({cpu_instruction_set()})"
     where = "the CPU" if kind == "cpu" else f"{kind} ({torch.cuda.get_device_name()})" if kind == "cuda" else kind
     told, level = f"fast weight rules run by {taken} on {where}", logging.INFO
     if backend == "auto" and why_not_native is not None:
