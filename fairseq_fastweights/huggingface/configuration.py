@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from fairseq_fastweights.adaptive_bands import check_square_projections
+from fairseq_fastweights.adaptive_softmax import check_square_projections
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import ACTIVATIONS
 from fairseq_fastweights.mixers.registry import (

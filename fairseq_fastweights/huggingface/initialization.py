@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_fastweights.adaptive_bands import start_as_identity
+from fairseq_fastweights.adaptive_softmax import start_as_identity
 from fairseq_fastweights.huggingface.vocabulary import AdaptiveInput, AdaptiveSoftmax
 from fairseq_fastweights.mixers.feature_maps import FavorMap
 from fairseq_fastweights.mixers.mixer import Mixer

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from fairseq_fastweights.adaptive_bands import add_biases, leave_out_square_projections
+from fairseq_fastweights.adaptive_softmax import add_biases, leave_out_square_projections
 from fairseq_fastweights.files.safetensors_digests import note_digest
 from fairseq_fastweights.huggingface.cache import FastWeightCache, check_cache, check_kind, check_whole
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
@@ -28,8 +28,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
 )
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import ACTIVATIONS, MixerLayer, form_of_layer, use_rms_norms, use_swiglu
-from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import Mixer, State, in_rows
 from fairseq_fastweights.mixers.registry import build_mixer
 
 MASKED_LOGIT = -1e4

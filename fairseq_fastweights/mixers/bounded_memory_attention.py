@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import are_plain, in_rows
-from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.mixers.mixer import Option, State, in_rows
+from fairseq_fastweights.mixers.projections import are_plain, project
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 LOG_OF_NOTHING = -1e30

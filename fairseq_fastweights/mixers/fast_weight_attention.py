@@ -10,11 +10,10 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention, warn_once
 from fairseq_fastweights.mixers.mixer import State, check_starts
-from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.mixers.projections import are_plain, project
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
     check_normalization,

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import State
+from fairseq_fastweights.mixers.mixer import State, in_rows
 from fairseq_fastweights.ops.checks import without_autocast
 
 

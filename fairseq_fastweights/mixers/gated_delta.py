@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import are_plain, gated_norm, in_rows
 from fairseq_fastweights.mixers.mamba import draw_step_biases_
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, MovesPadding, Option, State, beyond
-from fairseq_fastweights.mixers.projections import project, shared
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, MovesPadding, Option, State, beyond, in_rows
+from fairseq_fastweights.mixers.projections import are_plain, gated_norm, project, shared
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
 from fairseq_fastweights.ops import kernels

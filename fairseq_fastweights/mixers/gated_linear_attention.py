@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import gated_norm, in_rows
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, check_starts
-from fairseq_fastweights.mixers.projections import project
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, check_starts, in_rows
+from fairseq_fastweights.mixers.projections import gated_norm, project
 from fairseq_fastweights.ops.elementwise import gate
 
 TEMPERATURE = 16

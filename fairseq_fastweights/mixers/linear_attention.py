@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.feature_maps import Scales, build_feature_map, is_favor
-from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.mixer import Mixer, in_rows
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 
 logger = logging.getLogger(__name__)

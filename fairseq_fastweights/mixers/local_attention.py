@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import check_number
-from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
     check_starts,
+    in_rows,
     put_back,
     rows_to_the_end,
     to_the_end,

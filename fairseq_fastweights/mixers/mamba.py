@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import are_plain, in_rows
-from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond
+from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond, in_rows
+from fairseq_fastweights.mixers.projections import are_plain
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.ops.chunkwise.chunks import are_apart
 from fairseq_fastweights.ops.elementwise import gate

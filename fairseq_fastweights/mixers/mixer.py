@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import in_rows
 
 State = dict[str, Tensor]
 """The state of a mixer: tensors by name.
@@ -262,3 +261,13 @@ def rows_to_the_end(x: Tensor, order: Tensor) -> Tensor:
 def put_back(x: Tensor, order: Tensor) -> Tensor:
     """Undoes `to_the_end`."""
     return x.new_empty(x.shape).scatter(0, order.expand(x.shape), x)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """`x`, (time, batch, width), as one matrix of rows that follow one another; a copy only if it is none.
+
+    torch multiplies any other layout, as that of a transposed tensor, with frozen weights as one small matrix for each
+    step.
+    """
+    of_time, of_batch, _ = x.stride()
+    return x if of_time == x.shape[1] * of_batch else x.flatten(0, 1).contiguous().view(x.shape)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import gated_norm
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, check_starts, within_documents
+from fairseq_fastweights.mixers.projections import gated_norm
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.elementwise import gate
 

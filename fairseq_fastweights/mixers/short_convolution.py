@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.mixer import within_documents
+from fairseq_fastweights.mixers.projections import are_plain
 from fairseq_fastweights.ops import backends
 from fairseq_fastweights.ops.backends import choose_backend
 from fairseq_fastweights.ops.checks import check_devices

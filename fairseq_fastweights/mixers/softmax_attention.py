@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State, check_starts, within_documents
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State, check_starts, in_rows, within_documents
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import check_number
-from fairseq_fastweights.mixers.children import in_rows
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
     check_starts,
+    in_rows,
     put_back,
     rows_to_the_end,
     to_the_end,

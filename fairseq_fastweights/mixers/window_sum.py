@@ -10,13 +10,12 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.children import are_plain
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
 from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond, within_documents
-from fairseq_fastweights.mixers.projections import project, shared
+from fairseq_fastweights.mixers.projections import are_plain, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.ops import kernels

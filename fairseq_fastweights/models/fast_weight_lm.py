@@ -21,7 +21,7 @@ from fairseq.modules import AdaptiveInput
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from fairseq_fastweights.adaptive_bands import SQUARE_PROJECTIONS
+from fairseq_fastweights.adaptive_softmax import SQUARE_PROJECTIONS
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes

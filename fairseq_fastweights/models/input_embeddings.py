@@ -9,7 +9,7 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
-from fairseq_fastweights.adaptive_bands import (
+from fairseq_fastweights.adaptive_softmax import (
     add_biases,
     check_square_projections,
     leave_out_square_projections,

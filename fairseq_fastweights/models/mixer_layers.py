@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.layers import MixerLayer, form_of_layer
-from fairseq_fastweights.mixers.children import in_rows
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import Mixer, State, in_rows
 
 MixerBuilder = Callable[[int], Mixer]
 """A function that makes a layer's mixer from the layer's width."""

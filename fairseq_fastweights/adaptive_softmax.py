@@ -31,12 +31,12 @@ def leave_out_square_projections(embeddings: Any = None, softmax: Any = None) ->
         embeddings: an adaptive input; None if there is none.
         softmax: an adaptive softmax; None if there is none.
     """
-    for band in () if embeddings is None else embeddings.embeddings:
-        if _is_square(band[1]):
-            band[1] = nn.Identity()
-    for band in () if softmax is None else softmax.tail:
-        if _is_square(band[0]):
-            band[0], band[1] = nn.Identity(), nn.Identity()
+    for cluster in () if embeddings is None else embeddings.embeddings:
+        if _is_square(cluster[1]):
+            cluster[1] = nn.Identity()
+    for cluster in () if softmax is None else softmax.tail:
+        if _is_square(cluster[0]):
+            cluster[0], cluster[1] = nn.Identity(), nn.Identity()
 
 
 def start_as_identity(embeddings: Any = None, softmax: Any = None) -> None:
@@ -47,15 +47,15 @@ def start_as_identity(embeddings: Any = None, softmax: Any = None) -> None:
 
 
 def add_biases(softmax: Any) -> None:
-    """Adds a bias for each word type to an adaptive softmax, and one for each band to its first."""
+    """Adds a bias for each word type to an adaptive softmax, and one for each cluster to its first."""
     _add_bias(softmax.head, softmax.cutoff[0] + len(softmax.tail))
-    for band, first, end in zip(softmax.tail, softmax.cutoff[:-1], softmax.cutoff[1:], strict=True):
-        _add_bias(band[2], end - first)
+    for cluster, first, end in zip(softmax.tail, softmax.cutoff[:-1], softmax.cutoff[1:], strict=True):
+        _add_bias(cluster[2], end - first)
 
 
 def _projections(embeddings: Any, softmax: Any) -> Iterator[Any]:
-    yield from () if embeddings is None else (band[1] for band in embeddings.embeddings)
-    yield from () if softmax is None else (band[0] for band in softmax.tail)
+    yield from () if embeddings is None else (cluster[1] for cluster in embeddings.embeddings)
+    yield from () if softmax is None else (cluster[0] for cluster in softmax.tail)
 
 
 def _is_square(projection: nn.Module) -> bool:
