@@ -71,9 +71,10 @@ def test_the_reference_has_all_public_operations_maps_and_classes() -> None:
 
 
 def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
-    options = import_module("fairseq_fastweights.models.fast_weight_options")
+    options = import_module("fairseq_fastweights.models.description")
+    build_mixer = import_module("fairseq_fastweights.mixers.registry").build_mixer
     sizes = {"num_heads": 2, "fast_weight_heads": 2, "max_positions": 9}
-    layers = {name: options.build_mixer(name, 16, sizes) for name in options.MIXERS}
+    layers = {name: build_mixer(name, 16, sizes) for name in options.MIXERS}
     page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     assert ", ".join(f"`{name}`" for name in options.MEMORIES) in page
     for name, kind in options.MIXERS.items():

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from fairseq_fastweights.adaptive_softmax import check_square_projections
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import ACTIVATIONS
+from fairseq_fastweights.mixers.mixer import check_divisor
 from fairseq_fastweights.mixers.registry import (
     MIXERS,
     SHARED_DEFAULTS,
@@ -233,11 +234,8 @@ class FastWeightConfig(PreTrainedConfig):
         for name in ("rms_norm_eps", "initializer_range"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0)
-        if self.hidden_size % self.num_attention_heads and not (self.mixer_settings or {}).get("head_dim"):
-            raise InvalidInput(
-                f"num_attention_heads is {self.num_attention_heads}; it must be a divisor of hidden_size, "
-                f"{self.hidden_size}"
-            )
+        if not (self.mixer_settings or {}).get("head_dim"):
+            check_divisor("num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size)
 
     def _read_mixers(self) -> list[str]:
         layers, mixers = self.num_hidden_layers, self.mixers
@@ -281,10 +279,8 @@ class FastWeightConfig(PreTrainedConfig):
         heads = settings.get("fast_weight_heads")
         if heads is not None:
             _check_count("fast_weight_heads", heads)
-            if self.hidden_size % heads and not have_sizes(mixers, settings.get):
-                raise InvalidInput(
-                    f"fast_weight_heads is {heads}; it must be a divisor of hidden_size, {self.hidden_size}"
-                )
+            if not have_sizes(mixers, settings.get):
+                check_divisor("fast_weight_heads", heads, "hidden_size", self.hidden_size)
         return dict(settings)
 
     def _check_names(self) -> None:

@@ -90,8 +90,8 @@ class Mixer(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
         super().__init__()
         check_number("embed_dim", embed_dim, 1, whole=True)
-        if num_heads < 1 or (embed_dim % num_heads and not head_dim):
-            raise InvalidInput(f"num_heads is {num_heads}; it must be a divisor of embed_dim, {embed_dim}")
+        if num_heads < 1 or not head_dim:
+            check_divisor("num_heads", num_heads, "embed_dim", embed_dim)
         check_number("head_dim", head_dim, 0, whole=True)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -156,6 +156,12 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, in_rows(x), state, *others, **named)
 
     return checked
+
+
+def check_divisor(name: str, value: int, of: str, size: int) -> None:
+    """Raises `InvalidInput` unless `value`, that of the setting `name`, divides `size`, that of the setting `of`."""
+    if value < 1 or size % value:
+        raise InvalidInput(f"{name} is {value}; it must be a divisor of {of}, {size}")
 
 
 def keeps_rows(new_order: Tensor, rows: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
-from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
+from fairseq_fastweights.models.description import mixer_settings, parse_layers
 
 NAME = "settings_version"
 """The name of the buffer that holds the settings."""

@@ -20,7 +20,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, State, check_starts, within_
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
-from fairseq_fastweights.models.fast_weight_options import mixer_settings, parse_layers
+from fairseq_fastweights.models.description import mixer_settings, parse_layers
 from fairseq_fastweights.models.host_copies import contains
 from fairseq_fastweights.models.mixer_layers import (
     MixerDecoderLayer,

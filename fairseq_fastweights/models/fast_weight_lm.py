@@ -6,7 +6,6 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -24,18 +23,12 @@ from torch import nn
 from fairseq_fastweights.adaptive_softmax import SQUARE_PROJECTIONS
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
-from fairseq_fastweights.mixers.registry import MIXERS, Kind, have_sizes
+from fairseq_fastweights.mixers.registry import MIXERS, Kind
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings, cuda_graphs
+from fairseq_fastweights.models.description import check_heads, layer_mixers, parse_layers
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
-from fairseq_fastweights.models.fast_weight_options import (
-    FastWeightOptions,
-    add_group,
-    defaults_in_help,
-    parse_layers,
-    parse_mixers,
-    set_defaults,
-)
+from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, add_group, defaults_in_help, set_defaults
 from fairseq_fastweights.models.input_embeddings import build_embeddings, change_bands
 from fairseq_fastweights.models.mixer_layers import compile_layers
 from fairseq_fastweights.models.option_checks import (
@@ -222,11 +215,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     f"mask_special_symbols is set and adaptive_softmax_cutoff is {args.adaptive_softmax_cutoff!r}; "
                     "an adaptive softmax has no logits to mask: one of them must go"
                 )
-        heads, sized = args.fast_weight_heads, have_sizes(names, partial(getattr, args))
-        if heads is not None and (heads < 1 or (args.decoder_embed_dim % heads and not sized)):
-            raise InvalidInput(
-                f"fast_weight_heads is {heads}; it must be a divisor of decoder_embed_dim, {args.decoder_embed_dim}"
-            )
+        check_heads(args, names)
         _check_shape(args)
         if "softmax" in names and safe_getattr(args, "decoder_xformers_att_config", None):
             raise InvalidInput(
@@ -279,11 +268,6 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
 
-def layer_mixers(args: Any) -> tuple[str, ...]:
-    """The names of the mixers of the layers, before any layer is left out."""
-    return parse_mixers(args, args.softmax_attention_layers, FastWeightLanguageModelConfig.update_rule)
-
-
 def _check_shape(args: Any) -> None:
     """Checks that the sizes fit each other, and that options of Llama- and Qwen-shaped models do."""
     if args.init_std is not None:
@@ -304,7 +288,9 @@ def _check_shape(args: Any) -> None:
     for name in ("decoder_embed_dim", "decoder_ffn_embed_dim"):
         if args.quant_noise_pq and getattr(args, name) % block:
             raise InvalidInput(f"quant_noise_pq_block_size is {block}; it must divide {name}, {getattr(args, name)}")
-    forms = [option for option in ("parallel_residual", "output_norm_layers") if getattr(args, option)]
+    output_norms = parse_layers(args.output_norm_layers, args.decoder_layers, "output_norm_layers")
+    chosen = {"parallel_residual": args.parallel_residual, "output_norm_layers": output_norms}
+    forms = [option for option, value in chosen.items() if value]
     if len(forms) == 2:
         raise InvalidInput("parallel_residual is set; with output_norm_layers it must not be")
     for form in forms:

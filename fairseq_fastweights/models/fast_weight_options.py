@@ -7,7 +7,6 @@
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from operator import not_
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -21,20 +20,9 @@ from omegaconf import OmegaConf
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import FEATURE_MAPS
-from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.registry import (
-    MIXERS,
-    SHARED_DEFAULTS,
-    Kind,
-    build_mixer,
-    lookup,
-    option_name,
-    parse_pattern,
-)
-from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
-
-MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
-"""The choices of --update-rule: the mixers that are a fast weight memory and nothing more."""
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, option_name
+from fairseq_fastweights.mixers.update_rules import write_normalization
+from fairseq_fastweights.models.description import MEMORIES
 
 WHAT_MEMORIES_DO = "; ".join(f"{name} {MIXERS[name].help}" for name in MEMORIES)
 
@@ -143,136 +131,6 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     no_cuda_graphs: bool = field(
         default=False, metadata={"help": "let --compile do without CUDA graphs, which keep memory for themselves"}
     )
-
-
-def same(value: Any) -> Any:
-    """The value itself; of a choice its name."""
-    return getattr(value, "value", value)
-
-
-SHARED_OPTIONS: dict[str, tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "bias": ("no_attention_bias", False, not_, not_),
-    "backend": ("fast_weight_backend", "auto", str, same),
-    "feature_map": (
-        "feature_map",
-        "auto",
-        lambda text: None if text == "auto" else str(text),
-        lambda name: "auto" if name is None else name,
-    ),
-    "normalization": (
-        "normalization",
-        "auto",
-        parse_normalization,
-        lambda names: "auto" if names is None else write_normalization(names),
-    ),
-    **{
-        name: (name, default, same, same)
-        for name, default in SHARED_DEFAULTS.items()
-        if name not in ("bias", "backend", "feature_map", "normalization")
-    },
-}
-"""The settings of several kinds of mixers, by the names that `build_mixer` takes.
-
-Each has its option, the value where a model lacks the option, and how the setting is read from it and written to it.
-"""
-
-
-OPTIONS_OF_MIXERS: dict[str, str] = {
-    "attention_dropout": "dropout",
-    **dict.fromkeys(("decoder_xformers_att_config", "encoder_xformers_att_config"), "xformers_att_config"),
-    "fast_weight_heads": "fast_weight_heads",
-    **{option: setting for setting, (option, *_) in SHARED_OPTIONS.items()},
-    **{name: name for name in (option.name for option in fields(MixerOptions)) if not name.startswith("_")},
-}
-"""The options that mixers alone read, and the names of their settings for `build_mixer`.
-
-The number of attention's heads is none: it is part of the decoder's shape, which any mixer may be given.
-"""
-
-
-def shared_settings(args: Any) -> dict[str, Any]:
-    """Returns the settings of several kinds of mixers from a model's options."""
-    return {name: read(getattr(args, option, default)) for name, (option, default, read, _) in SHARED_OPTIONS.items()}
-
-
-def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
-    """Returns the settings for `build_mixer` from a model's options; `heads` is the number of heads of attention.
-
-    Raises:
-        ValueError: for an unknown normalisation.
-    """
-    named = (option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options)
-    return {
-        **{name: getattr(args, name) for name in named},
-        **shared_settings(args),
-        "num_heads": heads,
-        "fast_weight_heads": getattr(args, "fast_weight_heads", None) or heads,
-        "dropout": args.attention_dropout,
-        "zero_centered_norms": getattr(args, "zero_centered_norms", False),
-        "max_positions": args.max_target_positions,
-    }
-
-
-def mixer_builder(
-    name: str, settings: dict[str, Any], kinds: dict[str, Kind] = MIXERS, side: str = "decoder"
-) -> Callable[[int], Mixer]:
-    """Returns a function that makes a layer's mixer from its width; errors name the options of the model's `side`."""
-
-    def build(embed_dim: int) -> Mixer:
-        try:
-            return build_mixer(name, embed_dim, settings, kinds)
-        except ValueError as error:
-            first, _, why = str(error).partition(" ")
-            option = {"num_heads": f"{side}_attention_heads", "head_dim": "head_dim", "backend": "fast_weight_backend"}
-            if first not in option:
-                raise
-            why = why.replace("embed_dim", f"{side}_embed_dim").replace("num_heads", f"{side}_attention_heads")
-            raise InvalidInput(f"{option[first]} {why}") from None
-
-    return build
-
-
-def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers") -> frozenset[int]:
-    """Reads layers, as of --softmax-attention-layers: "all", or comma-separated numbers from 1; empty for none.
-
-    Raises:
-        ValueError: for anything else, or a number above `layers`.
-    """
-    if text.strip() == "all":
-        return frozenset(range(1, layers + 1))
-    numbers = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
-        raise InvalidInput(f"{name} is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}")
-    return frozenset(int(n) for n in numbers)
-
-
-def parse_mixers(args: Any, softmax_layers: str, default_rule: str) -> tuple[str, ...]:
-    """Reads the mixers of a decoder's layers: --mixers, or the pattern that the short forms stand for.
-
-    Args:
-        args: options of a model.
-        softmax_layers: those that keep softmax attention, as `parse_layers` reads them.
-        default_rule: the default of --update-rule.
-
-    Raises:
-        ValueError: for a pattern that cannot be read, or that contradicts other options.
-    """
-    rule, layers = str(args.update_rule), args.decoder_layers
-    softmax = parse_layers(softmax_layers, layers)
-    if not args.mixers:
-        lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
-        return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
-    names = parse_pattern(args.mixers, layers)
-    if softmax:
-        raise InvalidInput(
-            f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
-            "which layers have softmax"
-        )
-    if rule != default_rule and rule not in names:
-        raise InvalidInput(
-            f"update_rule is {rule!r}, which mixers, {args.mixers!r}, has in no layer; one of them must go"
-        )
-    return names
 
 
 def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[FairseqDataclass]) -> None:

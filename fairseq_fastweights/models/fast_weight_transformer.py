@@ -4,6 +4,7 @@
 
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -23,16 +24,13 @@ from torch import nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind
+from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer
+from fairseq_fastweights.models.description import MEMORIES, check_heads, layer_mixers, mixer_settings
 from fairseq_fastweights.models.fast_weight_options import (
-    MEMORIES,
     WHAT_MEMORIES_DO,
     FastWeightOptions,
     add_group,
     defaults_in_help,
-    mixer_builder,
-    mixer_settings,
-    parse_mixers,
     set_defaults,
 )
 from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
@@ -140,20 +138,21 @@ class FastWeightTransformerModel(TransformerModel):
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Dictionary, embed_tokens: nn.Module) -> Any:
         cfg = TransformerConfig.from_namespace(args)
-        build = _source_mixer(cfg, "encoder", cfg.encoder.attention_heads)
+        build = _source_mixer(args, "encoder", cfg.encoder.attention_heads)
         return FastWeightTransformerEncoder(cfg, src_dict, embed_tokens, *build)
 
     @classmethod
     def build_decoder(cls, args: Any, tgt_dict: Dictionary, embed_tokens: nn.Module) -> Any:
         cfg = TransformerConfig.from_namespace(args)
         heads = cfg.decoder.attention_heads
-        settings = mixer_settings(cfg, heads)
+        settings, names = mixer_settings(cfg, heads), _decoder_mixers(cfg)
+        check_heads(args, [name for name in names if name != "softmax"])
         mixers = [
             # fairseq's own: it has weights to align words by.
-            (name, None if name == "softmax" else mixer_builder(name, settings))
-            for name in _decoder_mixers(cfg)
+            (name, None if name == "softmax" else partial(build_mixer, name, settings=settings))
+            for name in names
         ]
-        cross = _source_mixer(cfg, "cross", heads, source_dim=cfg.encoder.embed_dim)
+        cross = _source_mixer(args, "cross", heads, source_dim=cfg.encoder.embed_dim)
         return FastWeightTransformerDecoder(cfg, tgt_dict, embed_tokens, mixers, cross)
 
     @classmethod
@@ -210,15 +209,16 @@ def _check_shape(args: Any, types: int) -> None:
 def _decoder_mixers(args: Any) -> tuple[str, ...]:
     """The names of the mixers of the decoder's layers."""
     softmax = "" if args.mixers or "decoder" in parse_places(args.fast_weight_attention) else "all"
-    return parse_mixers(args, softmax, FastWeightTransformerOptions.update_rule)
+    return layer_mixers(args, softmax, FastWeightTransformerOptions.update_rule)
 
 
-def _source_mixer(cfg: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:
+def _source_mixer(args: Any, place: str, heads: int, **others: Any) -> tuple[str, MixerBuilder | None]:
     """The name of the mixer that reads a source at `place`, and its builder; None for softmax attention."""
-    if place not in parse_places(cfg.fast_weight_attention):
+    if place not in parse_places(args.fast_weight_attention):
         return "softmax", None
-    side = "encoder" if place == "encoder" else "decoder"
-    return "sum", mixer_builder("sum", {**mixer_settings(cfg, heads), **others}, SOURCE_MIXERS, side)
+    check_heads(args, ["sum"], SOURCE_MIXERS, "encoder" if place == "encoder" else "decoder")
+    settings = {**mixer_settings(TransformerConfig.from_namespace(args), heads), **others}
+    return "sum", partial(build_mixer, "sum", settings=settings, kinds=SOURCE_MIXERS)
 
 
 def _no_alignments(option: str, value: object) -> InvalidInput:

@@ -29,12 +29,8 @@ from omegaconf import OmegaConf
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.registry import MIXERS, check_read
 from fairseq_fastweights.models import cuda_graphs
-from fairseq_fastweights.models.fast_weight_options import (
-    OPTIONS_OF_MIXERS,
-    FastWeightOptions,
-    set_defaults,
-    shared_settings,
-)
+from fairseq_fastweights.models.description import OPTIONS_OF_MIXERS, shared_settings
+from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, set_defaults
 
 RANGES: dict[str, tuple[float, float]] = {
     # Sizes and counts.

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-from fairseq_fastweights.conversion.options_and_config import config_of
 from fairseq_fastweights.conversion.to_huggingface.own_classes import weights_of
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
 from fairseq_fastweights.mixers.registry import MIXERS
+from fairseq_fastweights.models.description import config_of
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT
 from tests.conftest import ROOT
 from tests.huggingface.conftest import said

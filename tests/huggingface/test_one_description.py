@@ -13,17 +13,15 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 from fairseq_fastweights.conversion.families.table import FAMILIES, read_family
 from fairseq_fastweights.conversion.files.checkpoints import configuration
-from fairseq_fastweights.conversion.options_and_config import config_of, options_of
 from fairseq_fastweights.huggingface import FastWeightConfig
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
 from fairseq_fastweights.models.checkpoint_settings import decode, settings_of
+from fairseq_fastweights.models.description import SHARED_OPTIONS, config_of, layer_mixers, options_of, same
 from fairseq_fastweights.models.fast_weight_lm import (
     FastWeightLanguageModel,
     FastWeightLanguageModelConfig,
     FastWeightLanguageModelOptions,
-    layer_mixers,
 )
-from fairseq_fastweights.models.fast_weight_options import SHARED_OPTIONS, same
 from tests.conversion import fla_models, llamas, sources, test_fla
 from tests.huggingface.conftest import said
 from tests.huggingface.test_exported_models import CASES

@@ -12,7 +12,6 @@ from fairseq.data import Dictionary
 from fairseq_fastweights.mixers.retention import Retention
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
-from fairseq_fastweights.models.layer_forms import ParallelDecoderLayer
 
 # Layers, width, heads, and the parameters of the published models.
 GPT2 = {"small": (12, 768, 12, 124_439_808), "medium": (24, 1024, 16, 354_823_168)}
@@ -57,7 +56,7 @@ def test_gpt2_is_pre_norm_with_positions_and_pythia_parallel_and_rotary(on_meta,
     assert (args.dropout, args.attention_dropout) == ((0.1, 0.1) if gpt2 else (0, 0))
     for layer in decoder.layers:
         attention = layer.self_attn
-        assert isinstance(layer, ParallelDecoderLayer) != gpt2 and isinstance(attention, SoftmaxAttention)
+        assert (layer.form == "parallel") != gpt2 and isinstance(attention, SoftmaxAttention)
         assert (attention.embed_dim, attention.num_heads, layer.fc1.out_features) == (width, heads, 4 * width)
         assert attention.rotary_dim == (0 if gpt2 else width // heads // 4)  # a quarter of each head is turned
         assert layer.normalize_before and attention.q_proj.bias is not None and attention.rotary_base == 10_000
@@ -71,7 +70,7 @@ def test_retnet_is_pythia_with_retention(on_meta, size):
     assert len(model.decoder.layers) == layers and args.activation_fn == "gelu"
     for layer in model.decoder.layers:
         attention = layer.self_attn
-        assert isinstance(layer, ParallelDecoderLayer) and isinstance(attention, Retention)
+        assert layer.form == "parallel" and isinstance(attention, Retention)
         assert (attention.num_heads, attention.head_dim) == (heads, 256)
         assert (attention.embed_dim, layer.fc1.out_features) == (width, 4 * width)
     # A gate of width x width with its biases for each layer.

@@ -12,7 +12,6 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
-from fairseq_fastweights.models.layer_forms import ParallelDecoderLayer
 from fairseq_fastweights.models.mixer_layers import MixerDecoderLayer, MixerEncoderLayer
 
 BUILDERS = {"softmax": lambda width: SoftmaxAttention(width, 2, rotary_dim=4), "mamba": Mamba}
@@ -38,9 +37,9 @@ def redrawn(layer: Any) -> Any:
     return layer.eval()
 
 
-def build(name: str = "mamba", **options: Any) -> ParallelDecoderLayer:
+def build(name: str = "mamba", **options: Any) -> MixerDecoderLayer:
     torch.manual_seed(0)
-    return redrawn(ParallelDecoderLayer(config(**options), BUILDERS[name]))
+    return redrawn(MixerDecoderLayer(config(**options), BUILDERS[name], no_encoder_attn=True, form="parallel"))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -99,7 +98,7 @@ def test_dropout_falls_on_both_branches_and_stays_where_it_is_retained():
     assert not torch.equal(layer(X)[0], layer(X)[0])
 
 
-def test_scales_are_refused_by_name():
-    for name in ("scale_attn", "scale_heads", "scale_fc", "scale_resids"):
-        with pytest.raises(ValueError, match=f"{name} is set; with parallel_residual"):
-            build(**{name: True})
+@pytest.mark.parametrize("name", ["scale-attn", "scale-heads", "scale-fc", "scale-resids"])
+def test_scales_are_refused_by_name(fairseq, name):
+    with pytest.raises(ValueError, match=f"{name.replace('-', '_')} is set; with parallel_residual"):
+        fairseq.build(f"--parallel-residual --decoder-normalize-before --{name}")

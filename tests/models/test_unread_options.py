@@ -21,8 +21,8 @@ from fairseq_fastweights.mixers.registry import (
     settings_read,
 )
 from fairseq_fastweights.models import option_checks
+from fairseq_fastweights.models.description import OPTIONS_OF_MIXERS
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
-from fairseq_fastweights.models.fast_weight_options import OPTIONS_OF_MIXERS
 from fairseq_fastweights.models.option_checks import check_unread_settings
 from tests.models.test_architectures import SMALL, in_hydra
 

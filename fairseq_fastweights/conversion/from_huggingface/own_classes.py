@@ -22,12 +22,12 @@ from fairseq_fastweights.conversion.files.folders import (
 )
 from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
 from fairseq_fastweights.conversion.from_huggingface.published import check_layers, check_weights
-from fairseq_fastweights.conversion.options_and_config import new_name, options_of
 from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.description import new_name, options_of
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 

@@ -29,7 +29,7 @@ from fairseq_fastweights.conversion.tokenizers import file_names
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer, tokenizer_options
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.fast_weight_lm import layer_mixers
+from fairseq_fastweights.models.description import layer_mixers
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from fairseq_fastweights.conversion.files.folders import (
     path_of,
 )
 from fairseq_fastweights.conversion.from_huggingface.published import source_mixers
-from fairseq_fastweights.conversion.options_and_config import config_of, new_name
 from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
 from fairseq_fastweights.conversion.to_huggingface.tokenizers import find_pieces, make_tokenizer, source_numbers
 from fairseq_fastweights.conversion.tokenizers import tokenizer_json
@@ -38,6 +37,7 @@ from fairseq_fastweights.conversion.tokenizers.kept_settings import find_kept, g
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.description import config_of, new_name
 
 _CHECKPOINTS = ("model.pt", "checkpoint_best.pt", "checkpoint_last.pt")
 """The checkpoints that are looked for in a folder, in this order."""

@@ -25,7 +25,6 @@ from fairseq_fastweights.conversion.files.folders import (
 )
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface.published import original_files
-from fairseq_fastweights.conversion.options_and_config import config_of, new_name
 from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
 from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run_of, has_source_mixers, read_model
 from fairseq_fastweights.conversion.to_huggingface.tokenizers import make_tokenizer
@@ -34,6 +33,7 @@ from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
+from fairseq_fastweights.models.description import config_of, new_name
 
 _DELTA = "gated-delta"
 _TRAINING = {"dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"}

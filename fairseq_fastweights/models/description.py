@@ -1,24 +1,44 @@
-"""Translates the options of `fast_weight_lm`, which describe a model here, into `FastWeightConfig` and back.
+"""The description of a model: options of `fast_weight_lm` and settings of `FastWeightConfig`, each made of the other.
 
 The options are what a user types and what `--help` explains, and each checkpoint holds all of them. All else is made of
-them: a config.json by `config_of`, the settings in a checkpoint's tensor by `checkpoint_settings.settings_of`; and
-published models are read as options (`families.family.Family`).
+them: a config.json by `config_of`, the mixers' settings by `mixer_settings`, the settings in a checkpoint's tensor by
+`checkpoint_settings.settings_of`; and published models are read as options (`families.family.Family`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import not_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairseq.data import Dictionary
 from fairseq.utils import safe_getattr
 
-from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.registry import settings_read, write_pattern
-from fairseq_fastweights.models.fast_weight_lm import layer_mixers
-from fairseq_fastweights.models.fast_weight_options import SHARED_OPTIONS, mixer_settings, parse_layers, same
+from fairseq_fastweights.mixers.mixer import check_divisor
+from fairseq_fastweights.mixers.registry import (
+    MIXERS,
+    SHARED_DEFAULTS,
+    Kind,
+    have_sizes,
+    lookup,
+    option_name,
+    parse_pattern,
+    settings_read,
+    write_pattern,
+)
+from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
+
+if TYPE_CHECKING:
+    from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+
+MEMORIES = [name for name, kind in MIXERS.items() if "scale_read_out" in kind.shared]
+"""The choices of --update-rule: linear attention with a rule of `UPDATE_RULES`, or retention."""
+
+
+def same(value: Any) -> Any:
+    """The value itself; of a choice its name."""
+    return getattr(value, "value", value)
 
 
 def _numbers(text: Any) -> list[int]:
@@ -30,6 +50,126 @@ def _text(numbers: Sequence[int] | None) -> str | None:
 
 
 _Change = Callable[[Any], Any]
+SHARED_OPTIONS: dict[str, tuple[str, Any, _Change, _Change]] = {
+    **{name: (name, default, same, same) for name, default in SHARED_DEFAULTS.items()},
+    "bias": ("no_attention_bias", False, not_, not_),
+    "backend": ("fast_weight_backend", "auto", str, same),
+    "feature_map": (
+        "feature_map",
+        "auto",
+        lambda text: None if text == "auto" else str(text),
+        lambda name: "auto" if name is None else name,
+    ),
+    "normalization": (
+        "normalization",
+        "auto",
+        parse_normalization,
+        lambda names: "auto" if names is None else write_normalization(names),
+    ),
+}
+"""The settings of several kinds of mixers, by the names that `build_mixer` takes.
+
+Each has its option, the value where a model lacks the option, and how the setting is read from it and written to it.
+"""
+
+_OWN_OPTIONS = [option_name(mixer, option) for mixer, kind in MIXERS.items() for option in kind.options]
+
+OPTIONS_OF_MIXERS: dict[str, str] = {
+    "attention_dropout": "dropout",
+    **dict.fromkeys(("decoder_xformers_att_config", "encoder_xformers_att_config"), "xformers_att_config"),
+    "fast_weight_heads": "fast_weight_heads",
+    **{option: setting for setting, (option, *_) in SHARED_OPTIONS.items()},
+    **{name: name for name in _OWN_OPTIONS},
+}
+"""The options that mixers alone read, and the names of their settings for `build_mixer`.
+
+The number of attention's heads is not among them: it is part of the decoder's shape, which any mixer may be given.
+"""
+
+
+def shared_settings(args: Any) -> dict[str, Any]:
+    """Returns the settings of several kinds of mixers from a model's options."""
+    return {name: read(getattr(args, option, default)) for name, (option, default, read, _) in SHARED_OPTIONS.items()}
+
+
+def mixer_settings(args: Any, heads: int) -> dict[str, Any]:
+    """Returns the settings for `build_mixer` from a model's options; `heads` is the number of heads of attention.
+
+    Raises:
+        ValueError: for an unknown normalisation.
+    """
+    return {
+        **{name: getattr(args, name) for name in _OWN_OPTIONS},
+        **shared_settings(args),
+        "num_heads": heads,
+        "fast_weight_heads": getattr(args, "fast_weight_heads", None) or heads,
+        "dropout": args.attention_dropout,
+        "zero_centered_norms": getattr(args, "zero_centered_norms", False),
+        "max_positions": args.max_target_positions,
+    }
+
+
+def check_heads(args: Any, mixers: Sequence[str], kinds: Mapping[str, Kind] = MIXERS, side: str = "decoder") -> None:
+    """Checks that the heads of these mixers, on a side of the model, divide the width or have sizes of their own.
+
+    Raises:
+        ValueError: if not; the message names the option.
+    """
+    settings = {name: getattr(args, name, None) for name in ("fast_weight_heads", "head_dim", *_OWN_OPTIONS)}
+    width, attention_heads = (getattr(args, f"{side}_{name}") for name in ("embed_dim", "attention_heads"))
+    heads, sized = settings["fast_weight_heads"], have_sizes(mixers, settings.get)
+    if heads is not None and (heads < 1 or not sized):
+        check_divisor("fast_weight_heads", heads, f"{side}_embed_dim", width)
+    for name in mixers:
+        kind = kinds[name]
+        of_attention = kind.heads == "num_heads" or (kind.heads is not None and heads is None and not sized)
+        if of_attention and not ("head_dim" in kind.shared and settings["head_dim"]):
+            check_divisor(f"{side}_attention_heads", attention_heads, f"{side}_embed_dim", width)
+
+
+def parse_layers(text: str, layers: int, name: str = "softmax_attention_layers") -> frozenset[int]:
+    """Reads layers, as of --softmax-attention-layers: "all", or comma-separated numbers from 1; empty for none.
+
+    Raises:
+        ValueError: for anything else, or a number above `layers`.
+    """
+    if text.strip() == "all":
+        return frozenset(range(1, layers + 1))
+    numbers = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(n.isdecimal() and 1 <= int(n) <= layers for n in numbers):
+        raise InvalidInput(f"{name} is {text!r}; it must be 'all' or comma-separated numbers from 1 to {layers}")
+    return frozenset(int(n) for n in numbers)
+
+
+def layer_mixers(args: Any, softmax_layers: str | None = None, default_rule: str = "delta") -> tuple[str, ...]:
+    """Reads the names of the mixers of a decoder's layers: --mixers, or the pattern that the short forms stand for.
+
+    Args:
+        args: options of a model, before any layer is left out.
+        softmax_layers: those that keep softmax attention, as `parse_layers` reads them; None for the option's value.
+        default_rule: the default of --update-rule.
+
+    Raises:
+        ValueError: for a pattern that cannot be read, or that contradicts other options.
+    """
+    rule, layers = str(args.update_rule), args.decoder_layers
+    softmax = parse_layers(args.softmax_attention_layers if softmax_layers is None else softmax_layers, layers)
+    if not args.mixers:
+        lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
+        return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
+    names = parse_pattern(args.mixers, layers)
+    if softmax:
+        raise InvalidInput(
+            f"mixers is {args.mixers!r}, and softmax_attention_layers is set too; it must be left out: mixers says "
+            "which layers have softmax"
+        )
+    if rule != default_rule and rule not in names:
+        raise InvalidInput(
+            f"update_rule is {rule!r}, which mixers, {args.mixers!r}, has in no layer; one of them must go"
+        )
+    return names
+
+
 _TABLE: dict[str, tuple[str, _Change, _Change]] = {
     **{
         setting: (option, same, same)
@@ -90,6 +230,8 @@ def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
     Raises:
         ValueError: if an option has no counterpart; the message names it.
     """
+    # fairseq, which imports all modules of this folder, does without transformers.
+    from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 
     def value_of(option: str) -> Any:
         return safe_getattr(options, option, None)
