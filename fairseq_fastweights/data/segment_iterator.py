@@ -86,11 +86,11 @@ class SegmentIterator(iterators.EpochBatchIterator):
         if self._carrier is not None:
             if read and "segments_read" in state_dict:
                 self._refuse("carry_over_state", True, False)
-            carried = self._find_states(state_dict) if "carried_states" in state_dict else None
+            carried = state_dict.get("carried_states")
             if carried is not None and carried["states"]:
-                self._resume(self._carrier, carried["rest"], carried["states"], read)
+                self._resume(self._carrier, carried, read)
         elif read and "segments_read" in state_dict:
-            self._leave_out(state_dict["segments_read"], read, state_dict.get("layout", self._layout))
+            self._leave_out(state_dict["segments_read"], read, state_dict["layout"])
         elif "carried_states" in state_dict:
             self._refuse("carry_over_state", False, True)
         # Another iterator's samples are refused there.
@@ -99,7 +99,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
     @property
     def _layout(self) -> dict[str, int]:
         """The options that decide which segments there are."""
-        return {"text_streams": self.dataset.streams, "tokens_per_sample": self.dataset.segment_length}
+        return {"text_streams": self.dataset.streams, "tokens_per_sample": self.dataset.length}
 
     def _leave_out(self, segments: int, batches: int, layout: dict[str, int]) -> None:
         """Goes on after a number of segments, which were read in so many batches of each process."""
@@ -120,33 +120,17 @@ class SegmentIterator(iterators.EpochBatchIterator):
             "--reset-dataloader be given, which begins an epoch"
         )
 
-    def _find_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """The states in a checkpoint; none if they belong to another text."""
-        carried: dict[str, Any] = state_dict["carried_states"]
-        tokens = len(self.dataset.corpus)
-        if "layout" in carried:  # as checkpoints were written before: the first process's states alone
-            ours = {"tokens": tokens, "streams": self.dataset.streams, "processes": 1}
-            ours["tokens per sample"] = self.dataset.segment_length
-            rest = [self.dataset.rest(i, state_dict["iterations_in_epoch"]) for i in range(self.dataset.streams)]
-            if carried["layout"] == ours:
-                return {"rest": rest, "states": carried["states"]}
-            logger.warning(
-                "the checkpoint's states are not used: they belong to %s, not to %s", carried["layout"], ours
-            )
-            return None
-        if carried["tokens"] != tokens:
+    def _resume(self, carrier: CarriesStates, carried: dict[str, Any], read: int) -> None:
+        """Continues an epoch after `read` batches, unless the states belong to another text."""
+        old: SegmentStreams = self.dataset
+        if carried["tokens"] != len(old.corpus):
             logger.warning(
                 "the checkpoint's states are not used: they belong to a text of %s tokens, not of %s",
                 f"{carried['tokens']:,}",
-                f"{tokens:,}",
+                f"{len(old.corpus):,}",
             )
-            return None
-        return carried
-
-    def _resume(self, carrier: CarriesStates, rest: list[list[Span]], states: States, read: int) -> None:
-        """Continues an epoch after `read` batches."""
-        old: SegmentStreams = self.dataset
-        rest = [[(start, stop) for start, stop in row] for row in rest]
+            return
+        rest = [[(start, stop) for start, stop in row] for row in carried["rest"]]
         rows, sources = distribute(rest, old.streams)
         if len(rest) != old.streams and self.shard_id == 0:
             pairs = [f"{number} continues {source}" for number, source in enumerate(sources) if source is not None]
@@ -164,7 +148,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         self._frozen_batches = ((),) * (read * self.num_shards) + tuple(self.dataset.batches(self.num_shards))
         # Where a stream begins anew, whatever is there is left aside.
         own = torch.tensor([source or 0 for source in sources]).chunk(self.num_shards)[self.shard_id]
-        carrier.restore_carried_states([{name: x[own] for name, x in layer.items()} for layer in states])
+        carrier.restore_carried_states([{name: x[own] for name, x in layer.items()} for layer in carried["states"]])
 
 
 def join(everyone: list[States]) -> States:

@@ -7,20 +7,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from fairseq.data import FairseqDataset, data_utils
+from fairseq.data import data_utils
 from torch import Tensor
 
-from fairseq_fastweights.data.documents import Documents
-from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.data.corpus import Documents, SamplesInOrder, TokenCorpus
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 Span = tuple[int, int]
 """The tokens of a corpus from one position to another (exclusive)."""
 
 
-class SegmentStreams(FairseqDataset):
+class SegmentStreams(SamplesInOrder):
     """Divides a corpus into `streams` contiguous parts of equal length (up to one token), and these into segments.
 
     Batch i holds segment i of every stream, so that row b of a batch continues row b of the batch before, from the
@@ -64,7 +62,7 @@ class SegmentStreams(FairseqDataset):
         corpus.load()
         self.corpus = corpus
         self.streams = streams
-        self.segment_length = segment_length
+        self.length = segment_length
         self.pad = pad
         self.documents = documents
         self.carried = carried
@@ -100,7 +98,7 @@ class SegmentStreams(FairseqDataset):
         segment, stream = divmod(index, self.streams)
         row, rest = self.rows[stream], self.rest(stream, segment)
         start, end = rest[0] if rest else (0, 0)
-        stop = min(start + self.segment_length, end)
+        stop = min(start + self.length, end)
         continues = self.begun[stream] if segment == 0 else rest[:1] == [] or rest[0] not in row
         sample = {
             "id": index,
@@ -119,14 +117,14 @@ class SegmentStreams(FairseqDataset):
         return np.random.default_rng((self.seed, self._epoch, start)).random() < self.reset_probability
 
     def _segments(self, span: Span) -> int:
-        return -(-(span[1] - span[0]) // self.segment_length)
+        return -(-(span[1] - span[0]) // self.length)
 
     def rest(self, stream: int, segments: int) -> list[Span]:
         """The text that is left of a stream after a number of segments."""
         row = self.rows[stream]
         for number, span in enumerate(row):
             if segments < self._segments(span):
-                return [(span[0] + segments * self.segment_length, span[1]), *row[number + 1 :]]
+                return [(span[0] + segments * self.length, span[1]), *row[number + 1 :]]
             segments -= self._segments(span)
         return []
 
@@ -163,12 +161,3 @@ class SegmentStreams(FairseqDataset):
         # A stream that has ended keeps its row, all padding, as long as others go on.
         length = max(1, max(len(row) for row in rows))
         return data_utils.collate_tokens(rows, padding, pad_to_length=length)
-
-    def num_tokens(self, index: int) -> int:
-        return self.segment_length
-
-    def size(self, index: int) -> int:
-        return self.segment_length
-
-    def ordered_indices(self) -> npt.NDArray[np.int64]:
-        return np.arange(len(self))

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from fairseq.data import FairseqDataset
 
-from fairseq_fastweights.data.documents import Documents
-from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.data.corpus import Documents, SamplesInOrder, TokenCorpus
 from fairseq_fastweights.invalid_input import InvalidInput
 
 
-class SlidingWindows(FairseqDataset):
+class SlidingWindows(SamplesInOrder):
     """Windows of `context` + `new` tokens, each `new` tokens after the last; every token is scored once.
 
     The last `new` tokens of a window are scored; the `context` tokens before them are only read. The first window is
@@ -38,6 +35,7 @@ class SlidingWindows(FairseqDataset):
         self.corpus = corpus
         self.new = new
         self.context = context
+        self.length = new + context
         bounds = np.array([0, len(corpus)]) if documents is None else documents.bounds
         # As many whole steps as fit into the context all start at the text's beginning: one window holds them.
         first = np.minimum(np.diff(bounds), (context // new + 1) * new)
@@ -61,7 +59,7 @@ class SlidingWindows(FairseqDataset):
 
     def batches(self, max_windows: int) -> list[list[int]]:
         """Batches of windows with equal lengths and equal numbers of scored tokens, in order."""
-        kind = (self.ends - self.starts) * (self.new + self.context + 1) + self.ends - self.scored_from
+        kind = (self.ends - self.starts) * (self.length + 1) + self.ends - self.scored_from
         _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
         alike = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
         return [
@@ -86,12 +84,3 @@ class SlidingWindows(FairseqDataset):
             },
             "target": target,
         }
-
-    def num_tokens(self, index: int) -> int:
-        return self.new + self.context
-
-    def size(self, index: int) -> int:
-        return self.new + self.context
-
-    def ordered_indices(self) -> npt.NDArray[np.int64]:
-        return np.arange(len(self))

@@ -22,12 +22,11 @@ from fairseq_fastweights.conversion.transfer.options import TransferOptions, che
 from fairseq_fastweights.conversion.transfer.source import Source, check_dictionary, find_files, read_source
 from fairseq_fastweights.conversion.transfer.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer.weights import transfer
-from fairseq_fastweights.data.documents import Documents, PackedDocuments
+from fairseq_fastweights.data.corpus import Documents, PackedDocuments, TokenCorpus
 from fairseq_fastweights.data.progress import reported
 from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
-from fairseq_fastweights.data.token_corpus import TokenCorpus
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT, FastWeightDecoder
 from fairseq_fastweights.models.fast_weight_options import check_architecture

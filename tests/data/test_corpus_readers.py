@@ -7,9 +7,9 @@ import pytest
 import torch
 from fairseq.data import Dictionary, TruncatedDictionary
 
+from fairseq_fastweights.data.corpus import TokenCorpus
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
-from fairseq_fastweights.data.token_corpus import TokenCorpus
 
 EOS, PAD = 2, 1
 

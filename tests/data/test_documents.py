@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary, MonolingualDataset, TokenBlockDataset
 
-from fairseq_fastweights.data.documents import Documents, PackedDocuments
+from fairseq_fastweights.data.corpus import Documents, PackedDocuments
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from tests.data.test_corpus_readers import EOS, PAD, Lines, corpus_of, read_before

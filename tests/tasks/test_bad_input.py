@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq.data.indexed_dataset import make_builder
 
-from fairseq_fastweights.data.token_corpus import TokenCorpus
+from fairseq_fastweights.data.corpus import TokenCorpus
 from fairseq_fastweights.ops import libraries
 from fairseq_fastweights.tasks.fast_weight_language_modeling import (
     FastWeightLanguageModelingConfig,
