@@ -78,7 +78,7 @@ def _end(
         time.sleep(5)  # of several processes that fail alike the first speaks: torchrun ends the others meanwhile
     code = fail(os.path.basename(sys.argv[0]), error, in_one_line(text))
     if threading.active_count() > 1:
-        _leave(code)
+        leave(code)
     raise SystemExit(code)
 
 
@@ -87,14 +87,21 @@ def in_one_line(text: str) -> str:
     return textwrap.shorten(re.sub(r"(?<![:;,])\s*\n\s*", "; ", text), 600, placeholder=" ...")
 
 
-def _leave(code: int) -> NoReturn:
-    """Skips Python's own shutdown, which would abort the process while a thread reads batches by PyTorch's code."""
-    logging.shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+def leave(code: int, last: Callable[[], object] = int) -> NoReturn:
+    """Ends this process with an exit code, after its exit functions and `last`.
+
+    Python's own shutdown would abort the process (SIGABRT) while a thread reads batches by PyTorch's code.
+    """
+    try:
+        logging.shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # closed since the process began
+                with suppress(OSError, ValueError):
+                    stream.flush()
+        last()
+    finally:
+        os._exit(code)
 
 
 def told(error: BaseException) -> str | None:

@@ -23,7 +23,6 @@ from fairseq_fastweights.conversion.transfer.source import Source, check_diction
 from fairseq_fastweights.conversion.transfer.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.corpus import Documents, PackedDocuments, TokenCorpus
-from fairseq_fastweights.data.progress import reported
 from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
 from fairseq_fastweights.data.sliding_windows import SlidingWindows
@@ -37,6 +36,7 @@ from fairseq_fastweights.models.option_checks import (
     check_ranges,
     check_unread_settings,
 )
+from fairseq_fastweights.tasks.pace import reported
 
 logger = logging.getLogger(__name__)
 
@@ -289,33 +289,23 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 f"{-MASKED_LOGIT:,.0f}",
             )
 
-    def get_batch_iterator(
+    def get_batch_iterator(self, dataset: FairseqDataset, *others: Any, **named: Any) -> iterators.EpochBatchIterating:
+        """fairseq's iterator; with --carry-over-state or --text-streams, one over streams of the corpus, in order."""
+        if isinstance(dataset, TokenCorpus):
+            return self._iterate_over_streams(dataset, **named)
+        return super().get_batch_iterator(dataset, *others, **named)
+
+    def _iterate_over_streams(
         self,
-        dataset: FairseqDataset,
-        max_tokens: int | None = None,
+        corpus: TokenCorpus,
         max_sentences: int | None = None,
         num_shards: int = 1,
         shard_id: int = 0,
-        num_workers: int = 0,
         epoch: int = 1,
         data_buffer_size: int = 0,
         seed: int = 1,
-        **others: Any,
-    ) -> iterators.EpochBatchIterating:
-        """fairseq's iterator; with --carry-over-state or --text-streams, one over streams of the corpus, in order."""
-        if not isinstance(dataset, TokenCorpus):
-            return super().get_batch_iterator(
-                dataset,
-                max_tokens=max_tokens,
-                max_sentences=max_sentences,
-                num_shards=num_shards,
-                shard_id=shard_id,
-                num_workers=num_workers,
-                epoch=epoch,
-                data_buffer_size=data_buffer_size,
-                seed=seed,
-                **others,
-            )
+        **_: Any,
+    ) -> SegmentIterator:
         carried = self.args.carry_over_state
         if max_sentences is None:
             option = "carry_over_state" if carried else "text_streams"
@@ -328,11 +318,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 f"{together}"
             )
         streams = SegmentStreams(
-            dataset,
+            corpus,
             number,
             self.args.tokens_per_sample,
             self.dictionary.pad(),
-            self._documents_of(dataset),
+            self._documents_of(corpus),
             carried=carried,
             reset_probability=self.args.reset_state_probability,
             seed=seed,
@@ -373,11 +363,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         max_tokens: int | None = 36000,
         batch_size: int | None = None,
         max_positions: int | None = None,
-        num_shards: int = 1,
-        shard_id: int = 0,
-        num_workers: int = 1,
         data_buffer_size: int = 10,
         context_window: int = 0,
+        **workers: Any,
     ) -> Any:
         """The batches of `fairseq-eval-lm`, which has already subtracted `context_window` from tokens_per_sample.
 
@@ -396,23 +384,16 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 f"tokens_per_sample is {length}{' (context window included)' if context_window else ''}, but the "
                 f"model has {max_positions} positions; it must be at most that"
             )
-        shared = {
-            "num_shards": num_shards,
-            "shard_id": shard_id,
-            "num_workers": num_workers,
-        }
         if self.args.carry_over_state:
             if context_window:
                 raise InvalidInput(
                     f"context_window is {context_window}; with carry_over_state it must be 0: the context is the "
                     "whole text before"
                 )
-            return self.get_batch_iterator(
-                dataset,
-                max_sentences=batch_size or 1,
-                data_buffer_size=data_buffer_size,
-                **shared,
-            ).next_epoch_itr(shuffle=False)
+            streams = self.get_batch_iterator(
+                dataset, max_sentences=batch_size or 1, data_buffer_size=data_buffer_size, **workers
+            )
+            return streams.next_epoch_itr(shuffle=False)
         documents = self.args.separate_documents
         if documents and context_window and not one_text:
             raise InvalidInput(
@@ -435,7 +416,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 max_positions=max_positions,
                 data_buffer_size=data_buffer_size,
                 context_window=context_window,
-                **shared,
+                **workers,
             )
         split = next(name for name, loaded in self.datasets.items() if loaded is dataset)
         corpus = self._load_corpus(split)
@@ -447,7 +428,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             batch_sampler=windows.batches(min(most, batch_size or most)),
             buffer_size=data_buffer_size,
             disable_shuffling=True,
-            **shared,
+            **workers,
         ).next_epoch_itr(shuffle=False)
 
     def _load_corpus(self, split: str, epoch: int = 1, combine: bool = False) -> TokenCorpus:

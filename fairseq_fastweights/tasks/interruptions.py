@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 import signal
-import sys
 import threading
-from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from fairseq_fastweights import command_line
 from fairseq_fastweights.tasks.log_outlets import LogOutlets
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,18 +57,5 @@ class Interruption:
             self.log.say(f"{name}: ends after this update, when its checkpoint is written{again}")
 
     def leave(self, number: int) -> NoReturn:
-        """Ends this process with the exit code that shells give to a process that the signal ended.
-
-        It skips Python's own shutdown, which would abort the process (SIGABRT) if a thread that reads batches is
-        running PyTorch's code.
-        """
-        try:
-            logging.shutdown()
-            atexit._run_exitfuncs()
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # closed since the process began
-                    with suppress(OSError, ValueError):
-                        stream.flush()
-            self.log.close()
-        finally:
-            os._exit(128 + number)
+        """Ends this process with the exit code that shells give to a process that the signal ended."""
+        command_line.leave(128 + number, self.log.close)

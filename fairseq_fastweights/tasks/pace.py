@@ -1,4 +1,4 @@
-"""Says early in a training's log how fast it is, how much is left, and where cores are busy."""
+"""Says in the log how fast a training or an evaluation is, how much is left, and where cores are busy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-FIRST, LATER = 30.0, 600.0
-"""Seconds from the first update to the first line, and between two lines."""
+_FIRST, _LATER = 30.0, 600.0
+"""Seconds of a training from the first update to the first line, and between two lines."""
+_MINUTE = 60.0
 
 
 class Pace:
@@ -28,11 +31,11 @@ class Pace:
         """Takes note of an update; logs a line if it is time for one."""
         now, updates = time.monotonic(), trainer.get_num_updates()
         if self._began is None or updates < self._began[1]:
-            self._began, self._next = (now, updates), now + FIRST
+            self._began, self._next = (now, updates), now + _FIRST
         began, before = self._began
         if now < self._next or updates == before or not trainer.is_data_parallel_master or sys.stderr.isatty():
             return
-        self._next = now + LATER
+        self._next = now + _LATER
         seconds = (now - began) / (updates - before)
         left = _updates_left(cfg, trainer, epoch_itr)
         rest = "" if math.isinf(left) else f", about {_duration(left * seconds)} left for {math.ceil(left):,} updates"
@@ -65,3 +68,35 @@ def warn_of_busy_cores() -> None:
             f"other processes use the cores (load {load:.1f} on {cores}), and {threads} threads would wait for one "
             "another: OMP_NUM_THREADS=1 may be several times as fast"
         )
+
+
+class ReportedBatches:
+    """Batches of an evaluation that log every minute how many of them have been used."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        total, start = len(self.batches), time.monotonic()
+        told = start
+        for used, batch in enumerate(self.batches):
+            now = time.monotonic()
+            if used and now - told >= _MINUTE:
+                told = now
+                left = (now - start) / used * (total - used)
+                logger.info(f"{used:,} of {total:,} batches evaluated, about {max(1, round(left / 60)):,} min left")
+            yield batch
+
+
+def reported(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that makes batches: they become `ReportedBatches` if fairseq shows no progress bar."""
+
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        batches = make(*args, **kwargs)
+        return batches if sys.stderr.isatty() else ReportedBatches(batches)
+
+    return made
