@@ -268,5 +268,5 @@ def test_nothing_of_it_needs_fairseq():
                     at = ROOT.joinpath(*name.split("."))
                     left += [file for file in (at.with_suffix(".py"), at / "__init__.py") if file.is_file()]
     folders = {path.relative_to(package).parts[0] for path in seen if path.parent != package}
-    assert folders == {"huggingface", "mixers", "ops"} and len(seen) > 40
+    assert folders == {"files", "huggingface", "mixers", "ops"} and len(seen) > 40
     assert Path(package / "mixers" / "registry.py") in seen
