@@ -62,8 +62,8 @@ class BoundedMemoryAttention(SoftmaxMixer):
         """
         raise NotImplementedError
 
-    def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         """Writes and reads the slots for every step; shapes and results are those of `Mixer.forward`.
 
@@ -81,7 +81,6 @@ class BoundedMemoryAttention(SoftmaxMixer):
             phi, psi = (control.masked_fill(padding[:, :, None, None], 0) for control in (phi, psi))
 
         keys, values = (None, None) if state is None else (state["keys"], state["values"])
-        in_place = overwrite and state is not None and not torch.is_grad_enabled()
         q, phi, psi = q * self.head_dim**-0.5, phi.to(v.dtype), psi.to(v.dtype)
         scores, keys = ops.decay_rule(q, k, phi, None, log_kept, initial_state=keys, in_place=in_place)
         weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype))).to(v.dtype)

@@ -12,7 +12,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention, warn_once
-from fairseq_fastweights.mixers.mixer import State, check_starts
+from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.projections import are_plain, project
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
@@ -113,24 +113,14 @@ class FastWeightAttention(LinearAttention):
                 units = self.num_heads if gate.per == "head" else self._gate_size(gate)
                 uniform_gate_bias_(self._gate_projection(gate).bias, units)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
-
-        Padding neither writes nor decays the state.
-        """
+        # Padding neither writes nor decays the state.
         time, batch, _ = x.shape
-        starts = check_starts(starts, x, padding)
         modules = [self._gate_projection(gate) for gate in self.rule.gates]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
-            return self._step(x, modules, kernels.own(state["state"], overwrite))
+            return self._step(x, modules, kernels.own(state["state"], in_place))
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
@@ -138,7 +128,6 @@ class FastWeightAttention(LinearAttention):
             gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
 
         before = None if state is None else state["state"]
-        in_place = overwrite and before is not None and not torch.is_grad_enabled()
         out, after = self._recall(q, k, v, gates, before, starts, in_place)
         return self._project_out(out, x), {"state": after}
 

@@ -49,26 +49,28 @@ class FastWeightSourceAttention(LinearAttention):
         self._scales = "queries and source"
         self.reset_parameters()
 
-    def forward(
+    def mix(
         self,
         x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
+        state: State | None,
+        padding: Tensor | None,
+        starts: Tensor | None,
+        in_place: bool,
         *,
         source: Tensor | None = None,
-        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
-        """Writes the memory from the source, unless there is a state, and reads it for every query.
+        """Computes the source's state, unless there is one, and its output for every query.
 
         Args:
             x: (time, batch, embed_dim), the queries.
-            state: the memory that an earlier call returned; the source is then not read again.
+            state: the state that an earlier call returned; the source is then not read again.
             padding: (batch, source time), true where the source is padding.
+            starts: None.
+            in_place: has no effect, as nothing changes a source's state.
             source: (source time, batch, source_dim); None for `x` itself, as in an encoder.
-            overwrite: has no effect, as nothing changes a source's memory.
 
         Returns:
-            (time, batch, embed_dim), and the source's memory. It has one row for each source; in generation these are
+            (time, batch, embed_dim), and the source's state. It has one row for each source; in generation these are
             fewer than the rows of the batch, by a factor of `beam_size`.
         """
         q = self._heads(self.q_proj(x), self.feature_map.key_dim)

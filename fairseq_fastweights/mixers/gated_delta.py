@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mamba import draw_step_biases_
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, MovesPadding, Option, State, beyond, in_rows
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, beyond, in_rows
 from fairseq_fastweights.mixers.projections import are_plain, gated_norm, project, shared
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
@@ -40,7 +40,7 @@ class _ForgetGate(nn.Module):
         return log_gate.unflatten(-1, (len(rates), -1))
 
 
-class GatedDelta(MovesPadding):
+class GatedDelta(Mixer):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), in the form of OLMo-hybrid and Qwen3-Next.
 
         q, k, v = silu(conv([W_q x, W_k x, W_v x]))           the last `conv` inputs of each channel
@@ -101,6 +101,8 @@ class GatedDelta(MovesPadding):
     }
 
     takes_attention = True
+    takes_starts = True
+    padding_last = True
     _smallest_rate: float = SMALLEST_RATE
     _output_activation = "silu"
     _writes_once = True
@@ -189,14 +191,14 @@ class GatedDelta(MovesPadding):
         A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE).log())
         draw_step_biases_(dt_bias)
 
-    def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
+    def mix(
+        self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         before = {} if state is None else state
         modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj, *self._gate_projections]
         projected, logits, *of_gates = project(text, modules, together=3)
         if state is not None and len(text) == 1 and lengths is None and starts is None and self._may_take_step(text):
-            return self._step(projected, logits, of_gates, state, overwrite)
+            return self._step(projected, logits, of_gates, state, in_place)
         mixed, conv_state = convolve(
             self.conv1d, self.conv, projected, before.get("conv"), lengths, starts, backend=self.backend
         )
@@ -223,7 +225,7 @@ class GatedDelta(MovesPadding):
             log_gate,
             initial_state=before.get("memory"),
             starts=starts,
-            in_place=overwrite and "memory" in before and not torch.is_grad_enabled(),
+            in_place=in_place,
             backend=self.backend,
         )
         out = in_rows(self._read(y.transpose(0, 1), of_gates, mixed.dtype))
@@ -234,10 +236,10 @@ class GatedDelta(MovesPadding):
         return plain and type(self) is GatedDelta and kernels.may_take(text, self.backend)
 
     def _step(
-        self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, overwrite: bool
+        self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, in_place: bool
     ) -> tuple[Tensor, State]:
         """A step as one operator, from what the projections gave."""
-        after = {name: kernels.own(state[name], overwrite) for name in ("conv", "memory")}
+        after = {name: kernels.own(state[name], in_place) for name in ("conv", "memory")}
         gates = logits, of_gates[0], self._output_logits(of_gates[1])
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
         heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, check_starts, in_rows
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, in_rows
 from fairseq_fastweights.mixers.projections import gated_norm, project
 from fairseq_fastweights.ops.elementwise import gate
 
@@ -92,17 +92,9 @@ class GatedLinearAttention(Mixer):
         """Sets the norm to 1."""
         nn.init.ones_(self.o_norm.weight)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`."""
-        starts = check_starts(starts, x, padding)
         before = None if state is None else state["state"]
         q, k, v, read, low = project(x, [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj])
         # Sums of as many products as the memory remembers, which the norm brings back to 1, can leave float16's range.
@@ -120,7 +112,7 @@ class GatedLinearAttention(Mixer):
             None,
             initial_state=before,
             starts=starts,
-            in_place=overwrite and before is not None and not torch.is_grad_enabled(),
+            in_place=in_place,
             backend=self.backend,
         )
         how: dict[str, Any] = {"eps": self.eps, "dtype": read.dtype, "backend": self.backend}

@@ -12,11 +12,7 @@ from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
-    check_starts,
     in_rows,
-    put_back,
-    rows_to_the_end,
-    to_the_end,
     within_documents,
 )
 from fairseq_fastweights.mixers.projections import project
@@ -63,6 +59,7 @@ class LocalAttention(SoftmaxMixer):
     needs_positions = True
     takes_attention = True
     takes_starts = True
+    padding_last = True
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
@@ -72,14 +69,8 @@ class LocalAttention(SoftmaxMixer):
         self.window = window
         self.reset_parameters()
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         """Attends from every step to the last few; shapes and results are those of `Mixer.forward`.
 
@@ -87,30 +78,21 @@ class LocalAttention(SoftmaxMixer):
         (batch,), the number of positions of the document so far. `overwrite` has no effect.
         """
         time, batch, _ = x.shape
-        starts = check_starts(starts, x, padding)
-        order = None
-        if padding is not None:
-            x, order = to_the_end(x, padding)
-            starts = None if starts is None else rows_to_the_end(starts, order)
         q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
         before = state
         if before is None:
             nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)
             before = {"keys": nothing, "values": nothing, "read": torch.zeros(batch, dtype=torch.long, device=x.device)}
-        real = None if padding is None else (~padding).sum(dim=1)
         positions = torch.arange(time, device=x.device)[None]
-        seen, read = within_documents(starts, positions, time if real is None else real, before["read"])
+        seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
         if state is None and starts is None and time <= self.window:
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout(), is_causal=True)
         else:
             out = self._attend(q, k, v, before, seen.clamp(max=self.window - 1))
         out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
-        if order is not None:
-            out = put_back(out, order)
-
         return out, {
-            "keys": last(before["keys"], k, real),
-            "values": last(before["values"], v, real),
+            "keys": last(before["keys"], k, lengths),
+            "values": last(before["values"], v, lengths),
             "read": read,
         }
 

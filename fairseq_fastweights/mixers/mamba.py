@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond, in_rows
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State, beyond, in_rows
 from fairseq_fastweights.mixers.projections import are_plain
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.ops.chunkwise.chunks import are_apart
@@ -27,7 +27,7 @@ SMALLEST_STEP, LARGEST_STEP = 1e-3, 1e-1
 """The range of initial step sizes (Gu & Dao 2023, Sec. 3.6), whose logarithms are uniform, as in the authors' code."""
 
 
-class Mamba(MovesPadding):
+class Mamba(Mixer):
     """A selective state space between a short convolution and a gate (Gu & Dao 2023, Sec. 3.4 and Algorithm 2).
 
         x, z = W_in input                           `expansion` x embed_dim channels each
@@ -76,6 +76,8 @@ class Mamba(MovesPadding):
     }
 
     takes_attention = True
+    takes_starts = True
+    padding_last = True
 
     def __init__(
         self,
@@ -124,8 +126,8 @@ class Mamba(MovesPadding):
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
         draw_step_biases_(self.dt_proj.bias)
 
-    def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
+    def mix(
+        self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         before = {} if state is None else state
         x, z = self.in_proj(text).chunk(2, dim=-1)
@@ -147,7 +149,7 @@ class Mamba(MovesPadding):
             C.transpose(0, 1),
             self.D.to(precise),
             initial_state=before.get("scan"),
-            in_place=overwrite and "scan" in before and not torch.is_grad_enabled(),
+            in_place=in_place,
             backend=self.backend,
         )
         out = gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 State = dict[str, Tensor]
@@ -28,13 +27,15 @@ class Option:
         type: int, float, bool or str.
         default: its default.
         help: its line in `--help`.
-        like: the settings of several kinds of mixers in whose place this kind has it, beside one of its own name.
+        like: settings of several kinds of mixers that this one replaces, besides the one of its own name.
+        least: the smallest number allowed; None for settings that `Mixer.set_options` does not check.
     """
 
     type: type
     default: Any
     help: str
     like: tuple[str, ...] = ()
+    least: float | None = None
 
 
 KEY_SIZES, VALUE_SIZES = ("head_dim", "feature_dim"), ("head_dim",)
@@ -44,13 +45,14 @@ KEY_SIZES, VALUE_SIZES = ("head_dim", "feature_dim"), ("head_dim",)
 class Mixer(nn.Module):
     """Base class of mixers, modules that mix each position with those before it.
 
-    Each kind of mixer is a subclass with its own `forward`, and with those of the attributes below that differ. A line
-    in `registry.py` gives it a name.
+    Each kind of mixer is a subclass with its own `mix`, and with those of the attributes below that differ. A line in
+    `registry.py` gives it a name.
 
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim`.
         head_dim: size of each head, with which `num_heads` need not divide `embed_dim`; 0 for embed_dim / num_heads.
+        backend: one of `ops.BACKENDS`, for mixers whose recurrence has several implementations.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -63,16 +65,20 @@ class Mixer(nn.Module):
         beam_size: in generation, the number of successive rows that may be hypotheses for the same source.
         needs_positions: whether it does not see how far away earlier positions are, so that models need positional
             embeddings.
-        takes_starts: whether a row may hold several documents; its `forward` then takes `starts`.
+        takes_starts: whether a row may hold several documents.
+        padding_last: whether `mix` gets rows with all padding at their ends, and their lengths in place of a mask.
 
     Examples:
         >>> class Shift(Mixer):  # y_t = x_{t-1}
-        ...     def forward(self, x, state=None, padding=None, *, overwrite=False):
+        ...     def mix(self, x, state, padding, starts, in_place):
         ...         before = torch.zeros_like(x[0]) if state is None else state["last"]
         ...         return torch.cat([before[None], x[:-1]]), {"last": x[-1]}
         >>> y, state = Shift(2)(torch.ones(3, 1, 2))
         >>> y.flatten(), state["last"].shape
         (tensor([0., 0., 1., 1., 1., 1.]), torch.Size([1, 2]))
+        >>> y, state = Shift(2)(torch.zeros(1, 1, 2), state)  # the text goes on
+        >>> y.flatten()
+        tensor([1., 1.])
     """
 
     options: ClassVar[dict[str, Option]] = {}
@@ -81,24 +87,38 @@ class Mixer(nn.Module):
     needs_positions = False
     takes_attention = False
     takes_starts = False
+    padding_last = False
     beam_size = 1
 
-    def __init_subclass__(cls) -> None:
-        if "forward" in cls.__dict__:
-            cls.forward = _checked(cls.forward)  # type: ignore[method-assign]
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0) -> None:
+    def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0, *, backend: str = "auto") -> None:
         super().__init__()
         check_number("embed_dim", embed_dim, 1, whole=True)
         if num_heads < 1 or not head_dim:
             check_divisor("num_heads", num_heads, "embed_dim", embed_dim)
         check_number("head_dim", head_dim, 0, whole=True)
+        if backend not in ops.BACKENDS:
+            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads
+        self.backend = backend
+
+    def set_options(self, **values: Any) -> None:
+        """Makes attributes of settings in `options`, after a check of each by its declaration."""
+        for name, value in values.items():
+            if (least := self.options[name].least) is not None:
+                check_number(name, value, least, whole=self.options[name].type is int)
+            setattr(self, name, value)
 
     def forward(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, *, overwrite: bool = False
+        self,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        overwrite: bool = False,
+        **others: Any,
     ) -> tuple[Tensor, State]:
         """Mixes a text, or the next part of one. The result is the same all at once, in segments and step by step.
 
@@ -106,13 +126,54 @@ class Mixer(nn.Module):
             x: (time, batch, embed_dim), the order of torch's attention and recurrent layers.
             state: the state that the call for the part before returned; None at the beginning of a text.
             padding: (batch, time), true at padding, which no other position sees; None for no padding.
+            starts: (batch, time), true where a document begins, which sees nothing of the text before it, `state`
+                included; only for mixers with `takes_starts`. Its values at padding are ignored. None if no document
+                begins.
             overwrite: whether the tensors of `state` may be overwritten, as in generation.
-
-        Mixers with `takes_starts` also take `starts`, (batch, time): true where a document begins, which sees nothing
-        of what is before it, `state` included. Its values at padding are ignored. None if no document begins.
+            **others: arguments of one kind of mixer, as `source` of `FastWeightSourceAttention`.
 
         Returns:
             (time, batch, embed_dim), with undefined values at padding, and the state after the last step.
+
+        Raises:
+            ValueError: if x has another shape, `state` is no dict, or `starts` is not a mask (batch, time).
+        """
+        if state is not None and not isinstance(state, dict):
+            raise InvalidInput(f"state is a {type(state).__name__}; it must be None or the dict that a call returned")
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
+        if starts is not None:
+            if not self.takes_starts:
+                raise InvalidInput("starts is given; it must be None: with this mixer a row holds one document")
+            starts = check_starts(starts, x, padding)
+        in_place = overwrite and state is not None and not torch.is_grad_enabled()
+        # One matrix of rows, so that each projection is one product.
+        x = in_rows(x)
+        if padding is None or not self.padding_last:
+            return self.mix(x, state, padding, starts, in_place, **others)
+        # A stable sort moves padding behind each row's text, and zeros keep out NaN that may stand there.
+        order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
+        text = x.masked_fill(padding.t()[..., None], 0).gather(0, order.expand(x.shape))
+        starts = None if starts is None else starts.gather(1, order[:, :, 0].t())
+        out, state = self.mix(text, state, (~padding).sum(1), starts, in_place, **others)
+        return out.new_empty(out.shape).scatter(0, order.expand(out.shape), out), state
+
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
+    ) -> tuple[Tensor, State]:
+        """Computes `forward` after its checks.
+
+        Args:
+            x: (time, batch, embed_dim), rows of one matrix.
+            state: that of `forward`.
+            padding: that of `forward`; with `padding_last` the lengths of rows, (batch,), zeros behind which are
+                padding. None for no padding.
+            starts: (batch, time), false at padding; None if no document begins.
+            in_place: whether the tensors of `state` may be changed; false without a state and where gradients are
+                recorded.
+
+        Returns:
+            those of `forward`.
         """
         raise NotImplementedError
 
@@ -141,23 +202,6 @@ class Mixer(nn.Module):
         return None
 
 
-def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a `forward` refuse an input of another shape, or a state that is none, by name.
-
-    The input is made a matrix of rows, so that each projection is one product.
-    """
-
-    @wraps(forward)
-    def checked(self: Mixer, x: Tensor, state: State | None = None, *others: Any, **named: Any) -> Any:
-        if state is not None and not isinstance(state, dict):
-            raise InvalidInput(f"state is a {type(state).__name__}; it must be None or the dict that a call returned")
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
-        return forward(self, in_rows(x), state, *others, **named)
-
-    return checked
-
-
 def check_divisor(name: str, value: int, of: str, size: int) -> None:
     """Raises `InvalidInput` unless `value`, that of the setting `name`, divides `size`, that of the setting `of`."""
     if value < 1 or size % value:
@@ -176,14 +220,12 @@ def keeps_rows(new_order: Tensor, rows: int) -> bool:
     )
 
 
-def check_starts(starts: Tensor | None, x: Tensor, padding: Tensor | None) -> Tensor | None:
+def check_starts(starts: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
     """Checks `starts`, the argument of a mixer's `forward`, and clears it at padding.
 
     Raises:
         ValueError: if it is not a bool tensor (batch, time), for x of (time, batch, ...).
     """
-    if starts is None:
-        return None
     shape = x.shape[1], x.shape[0]
     if starts.shape != shape or starts.dtype != torch.bool:
         raise InvalidInput(
@@ -215,58 +257,9 @@ def within_documents(starts: Tensor | None, positions: Tensor, length: Any, befo
     return positions - began[:, 1:], length - began[:, -1]
 
 
-class MovesPadding(Mixer):
-    """Base class of mixers that compute rows with padding at their ends alone, where it takes no position."""
-
-    takes_starts = True
-
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
-    ) -> tuple[Tensor, State]:
-        """Mixes rows whose padding is moved to their ends and set to 0; shapes and results as of `Mixer.forward`."""
-        starts = check_starts(starts, x, padding)
-        if padding is None:
-            return self._mix(x, None, starts, state, overwrite)
-        text, order = to_the_end(x.masked_fill(padding.t()[..., None], 0), padding)
-        starts = None if starts is None else rows_to_the_end(starts, order)
-        out, state = self._mix(text, (~padding).sum(1), starts, state, overwrite)
-        return put_back(out, order), state
-
-    def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
-    ) -> tuple[Tensor, State]:
-        """Computes rows of these lengths, (batch,), with padding at their ends; None for rows without padding."""
-        raise NotImplementedError
-
-
 def beyond(time: int, lengths: Tensor) -> Tensor:
     """A mask (time, batch), true after the end of rows of these lengths, (batch,)."""
     return torch.arange(time, device=lengths.device)[:, None] >= lengths
-
-
-def to_the_end(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the positions of x, (time, batch, dim), that are not padding to the front; also returns the order.
-
-    `padding`, (batch, time), is true where a position is padding.
-    """
-    order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
-    return x.gather(0, order.expand(x.shape)), order
-
-
-def rows_to_the_end(x: Tensor, order: Tensor) -> Tensor:
-    """Puts x, (batch, time), in the order that `to_the_end` returned."""
-    return x.gather(1, order[:, :, 0].t())
-
-
-def put_back(x: Tensor, order: Tensor) -> Tensor:
-    """Undoes `to_the_end`."""
-    return x.new_empty(x.shape).scatter(0, order.expand(x.shape), x)
 
 
 def in_rows(x: Tensor) -> Tensor:

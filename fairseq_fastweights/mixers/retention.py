@@ -11,7 +11,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, check_starts, within_documents
+from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, within_documents
 from fairseq_fastweights.mixers.projections import gated_norm
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.elementwise import gate
@@ -116,21 +116,10 @@ class Retention(LinearAttention):
         if self.g_proj.bias is not None:
             nn.init.zeros_(self.g_proj.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Writes and reads the memory for every step; shapes and results are those of `Mixer.forward`.
-
-        Padding neither writes nor decays the state, and takes no position.
-        """
         time, batch, _ = x.shape
-        starts = check_starts(starts, x, padding)
         q, k, v, _ = self._inputs(x)
 
         before = {} if state is None else state
@@ -152,7 +141,7 @@ class Retention(LinearAttention):
             decays,
             initial_state=before.get("state"),
             starts=starts,
-            in_place=overwrite and bool(before) and not torch.is_grad_enabled(),
+            in_place=in_place,
             backend=self.backend,
         )
         y, logits, size = out.transpose(0, 1), self.g_proj(x), self.feature_map.output_dim

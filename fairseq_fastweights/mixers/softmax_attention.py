@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State, check_starts, in_rows, within_documents
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State, in_rows, within_documents
 from fairseq_fastweights.mixers.projections import Projections, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 
@@ -153,18 +153,10 @@ class SoftmaxAttention(SoftmaxMixer):
             for parameter in self.output_gate_proj.parameters():
                 nn.init.zeros_(parameter)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Attends from every step to itself and to those before it; shapes and results are those of `Mixer.forward`."""
         time, batch, _ = x.shape
-        starts = check_starts(starts, x, padding)
         q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
         if self.joint_norm:
             q, k, v = map(self._heads, (self.q_norm(q), self.k_norm(k), v))
@@ -176,7 +168,6 @@ class SoftmaxAttention(SoftmaxMixer):
             turned = turns(positions.float(), self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
-            in_place = overwrite and not torch.is_grad_enabled()
             k, v = _append(state["keys"], k, in_place), _append(state["values"], v, in_place)
             if "padding" in state or padding is not None:
                 parts = (state.get("padding"), before), (padding, time)

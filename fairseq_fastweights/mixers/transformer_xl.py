@@ -14,11 +14,7 @@ from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
-    check_starts,
     in_rows,
-    put_back,
-    rows_to_the_end,
-    to_the_end,
     within_documents,
 )
 from fairseq_fastweights.mixers.rotary_embedding import turns
@@ -85,6 +81,7 @@ class TransformerXL(SoftmaxMixer):
     }
 
     takes_starts = True
+    padding_last = True
 
     def __init__(
         self,
@@ -119,14 +116,8 @@ class TransformerXL(SoftmaxMixer):
         nn.init.normal_(self.content_bias, std=BIAS_STD)
         nn.init.normal_(self.position_bias, std=BIAS_STD)
 
-    def forward(
-        self,
-        x: Tensor,
-        state: State | None = None,
-        padding: Tensor | None = None,
-        *,
-        starts: Tensor | None = None,
-        overwrite: bool = False,
+    def mix(
+        self, x: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         """Reads a segment; shapes and results are those of `Mixer.forward`, with the exception that the class explains.
 
@@ -134,12 +125,7 @@ class TransformerXL(SoftmaxMixer):
         "filled", (batch,), how many of them belong to the document. `overwrite` has no effect.
         """
         time, batch, _ = x.shape
-        starts = check_starts(starts, x, padding)
-        order = None
-        if padding is not None:
-            x, order = to_the_end(x, padding)
-            starts = None if starts is None else rows_to_the_end(starts, order)
-        real = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
+        real = torch.full((batch,), time, device=x.device) if lengths is None else lengths
         positions = torch.arange(time, device=x.device)[None]
         seen, filled = within_documents(starts, positions, real, 0 if state is None else state["filled"])
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
@@ -155,9 +141,6 @@ class TransformerXL(SoftmaxMixer):
             dropout_p=self._dropout(),
         )
         out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
-        if order is not None:
-            out = put_back(out, order)
-
         places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
         # A copy: a state must not keep alive what it was taken from. Places before the first are not filled.
         last = places.clamp(min=0)[:, :, None].expand(batch, self.memory, self.embed_dim)

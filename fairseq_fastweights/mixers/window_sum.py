@@ -14,7 +14,7 @@ from fairseq_fastweights.mixers.fast_weight_attention import check_backend
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
-from fairseq_fastweights.mixers.mixer import MovesPadding, Option, State, beyond, within_documents
+from fairseq_fastweights.mixers.mixer import Option, State, beyond, within_documents
 from fairseq_fastweights.mixers.projections import are_plain, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
@@ -22,7 +22,7 @@ from fairseq_fastweights.ops import kernels
 from fairseq_fastweights.ops.checks import without_autocast
 
 
-class WindowSum(MovesPadding, LinearAttention):
+class WindowSum(LinearAttention):
     """A window of softmax attention and a memory of the sum rule, with one denominator (LoLCATs; Zhang et al. 2024).
 
         a_tj = exp(s_tj - max_j s_tj),  s_tj = q_t k_j / sqrt(head_dim)      of the last `window` positions j
@@ -67,6 +67,8 @@ class WindowSum(MovesPadding, LinearAttention):
         "window": Option(int, 64, "number of positions that window-sum compares by softmax, the current one included")
     }
     takes_attention = True
+    takes_starts = True
+    padding_last = True
     papers_map = "relu"
     papers_normalization = frozenset({"sum", "attention"})
 
@@ -119,8 +121,8 @@ class WindowSum(MovesPadding, LinearAttention):
         """Sets the factor of the window to 1."""
         nn.init.zeros_(self.log_factor)
 
-    def _mix(
-        self, text: Tensor, lengths: Tensor | None, starts: Tensor | None, state: State | None, overwrite: bool
+    def mix(
+        self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         time = len(text)
         q, k, v = (
@@ -135,7 +137,7 @@ class WindowSum(MovesPadding, LinearAttention):
         if self.rotary_dim:
             turned = turns(seen[:, None].float(), self.rotary_dim, self.rotary_base, q.dtype, self._scaling)
         if time == 1 and lengths is None and state is not None and self._may_take_step(q, state):
-            out, after = self._step(q, k, v, turned, seen, starts, state, overwrite)
+            out, after = self._step(q, k, v, turned, seen, starts, state, in_place)
             return self._project_out(out, text), after | {"read": read}
         if turned:
             q, k = rotate(q, *turned), rotate(k, *turned)
@@ -158,7 +160,6 @@ class WindowSum(MovesPadding, LinearAttention):
         if lengths is not None:
             staying = staying | beyond(time, lengths).t()[:, first:]
         old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
-        in_place = overwrite and state is not None and not torch.is_grad_enabled()
         begin = None if starts is None else starts[:, first:]
         recalled, memory = self._recall(q[:, :, first:], old_k, old_v, staying, before["state"], begin, in_place)
         recalled = recalled.transpose(1, 2)
@@ -181,10 +182,10 @@ class WindowSum(MovesPadding, LinearAttention):
         seen: Tensor,
         starts: Tensor | None,
         state: State,
-        overwrite: bool,
+        in_place: bool,
     ) -> tuple[Tensor, State]:
         """A step as one operator: what is read, (batch, 1, heads, head_dim), and the state but for "read"."""
-        after = {name: kernels.own(state[name], overwrite) for name in ("keys", "values", "state")}
+        after = {name: kernels.own(state[name], in_place) for name in ("keys", "values", "state")}
         phi: Any = self.feature_map
         cosines, sines = turned or (None, None)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
