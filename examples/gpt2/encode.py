@@ -34,8 +34,7 @@ NAMES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
 """What the files, or folders of files, of a split may be called."""
 OPTIONAL = "test"
 TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
-FORMER_TOKENIZER = ("encoder.json", "vocab.bpe", "byte_level.json")
-"""What from-huggingface leaves of a tokenizer, and what it once left of a byte-level BPE such as GPT-2's."""
+"""The files of a tokenizer that from-huggingface writes."""
 _DOCUMENTS = 64
 """For each process at a time."""
 
@@ -90,7 +89,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
     """
     record = out.with_suffix(".json")
     made_from = {
-        "tokenizer": [(source / name).read_text(encoding="utf-8") for name in tokenizer_files(source)],
+        "tokenizer": [(source / name).read_text(encoding="utf-8") for name in TOKENIZER],
         "files": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "tokens": most,
     }
@@ -179,20 +178,13 @@ def _open_text(path: Path) -> Iterator[Iterator[str]]:
             raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
 
 
-def tokenizer_files(source: Path) -> tuple[str, ...]:
-    """The tokenizer's files in a converted model's folder."""
-    return TOKENIZER if (source / TOKENIZER[-1]).exists() else FORMER_TOKENIZER
-
-
 def load_tokenizer(source: Path) -> Callable[[str], str]:
     """A function that turns a text into the numbers of its subwords, joined by spaces."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
     from fairseq_fastweights.data.tokenizer_json import TokenizerJson
 
-    settings = Namespace(byte_level_folder=str(source), tokenizer_json_folder=str(source))
-    return (TokenizerJson if tokenizer_files(source) == TOKENIZER else ByteLevelBPE)(settings).encode
+    return TokenizerJson(Namespace(tokenizer_json_folder=str(source))).encode
 
 
 _tokenizer: Callable[[str], str]

@@ -30,9 +30,7 @@ if [ -e "$out/dict.txt" ]; then
     exit 0
 fi
 check_new "$out"
-tokenizer="tokenizer.json tokenizer_words.json"
-[ ! -e "$source/byte_level.json" ] || tokenizer="encoder.json vocab.bpe" # of an earlier conversion
-for name in dict.txt $tokenizer; do
+for name in dict.txt tokenizer.json tokenizer_words.json; do
     [ -e "$source/$name" ] || die "SOURCE is $source, which holds no $name; from-huggingface makes it"
 done
 [ -d "$folder" ] || die "there is no folder $folder"

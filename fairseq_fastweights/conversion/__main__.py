@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_fastweights.command_line import fail
-from fairseq_fastweights.conversion.families.table import FAMILIES, SERVED
-from fairseq_fastweights.conversion.files.folders import check_target
-from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.from_huggingface import hub
-from fairseq_fastweights.conversion.from_huggingface.gguf import SUFFIX, unpacked
-from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+from fairseq_fastweights.conversion import hub
+from fairseq_fastweights.conversion.families import FAMILIES, SERVED
+from fairseq_fastweights.conversion.folders import check_target
+from fairseq_fastweights.conversion.from_huggingface import from_huggingface
+from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import tokenizer_options
+from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.suggestions import ArgumentParser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status, 2 after a message about what is wrong with the input."""
+    """Runs the command; returns the exit status, 2 after a message about an error in the input."""
     parser = ArgumentParser(prog="python -m fairseq_fastweights.conversion", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reading = commands.add_parser("from-huggingface", help=f"convert a model for fairseq: {', '.join(FAMILIES)}")
@@ -57,84 +55,62 @@ def main(arguments: list[str] | None = None) -> int:
     )
     writing.add_argument(
         "--tokenizer",
-        help="the folder with the tokenizer whose numbers are in dict.txt: tokenizer.json and tokenizer_words.json, or "
-        "encoder.json and vocab.bpe; or 'words' if words are (default: searched beside dict.txt and the checkpoint)",
+        help="the folder with the tokenizer whose token ids are in dict.txt: tokenizer.json and tokenizer_words.json, "
+        "or encoder.json and vocab.bpe; or 'words' if words are (default: searched beside dict.txt and the checkpoint)",
     )
     writing.add_argument(
         "--as",
-        dest="served",
+        dest="model_type",
         choices=SERVED,
         metavar="CLASS",
         help=f"a class that transformers has itself, for programs that do not know this package: {', '.join(SERVED)}; "
         "an error if it differs from the model",
     )
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    command = options.pop("command")
     try:
-        if options.command == "from-huggingface":
-            _from(options)
-        else:
-            _to(options)
+        print(_from(**options) if command == "from-huggingface" else _to(**options))
     except (InvalidInput, OSError) as error:
-        return fail(f"{parser.prog} {options.command}", error)
+        return fail(f"{parser.prog} {command}", error)
     return 0
 
 
-def _from(options: argparse.Namespace) -> None:
-    """Runs `from-huggingface`."""
-    check_target(options.target)
-    named = hub.is_name(options.source)
-    if not named and (options.dry_run or options.revision is not None):
-        option = "--dry-run" if options.dry_run else "--revision"
-        raise InvalidInput(
-            f"{option} is given and SOURCE is {options.source}; with it SOURCE must be a name on the hub"
-        )
-    if options.dry_run:
-        print(hub.list_files(options.source, options.revision))
-        return
-    source = hub.fetch(options.source, options.revision) if named else Path(options.source)
-    with unpacked(source) if source.suffix == SUFFIX and not source.is_dir() else nullcontext(source) as folder:
-        print(_convert(folder, options.target, options.end_of_text))
-
-
-def _convert(source: Path, target: Path, end_of_text: str | None) -> str:
-    """Makes the folder; returns lines about its files to print."""
+def _from(source: str, target: Path, revision: str | None, end_of_text: str | None, dry_run: bool) -> str:
+    """Runs `from-huggingface`; returns lines to print."""
+    check_target(target)
+    on_hub = hub.is_name(source)
+    if not on_hub and (dry_run or revision is not None):
+        option = "--dry-run" if dry_run else "--revision"
+        raise InvalidInput(f"{option} is given and SOURCE is {source}; with it SOURCE must be a name on the hub")
+    if dry_run:
+        return str(hub.list_files(source, revision))
+    path = hub.fetch(source, revision) if on_hub else Path(source)
     lines = [
         f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
         f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
     ]
-    if _is_ours(source / "config.json"):
-        if end_of_text is not None:
-            raise InvalidInput(
-                f"--end-of-text is {end_of_text!r}, but {source} is a model of fairseq's, which has </s>"
-            )
-        _with_transformers("from_huggingface.own_classes").from_exported(source, target)
-    else:
-        from_huggingface(source, target, end_of_text=end_of_text)
-        lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
+    with unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else nullcontext(path) as folder:
+        config = folder / "config.json"
+        if config.is_file() and read_json(config).get("model_type") == "fast_weight":
+            if end_of_text is not None:
+                raise InvalidInput(
+                    f"--end-of-text is {end_of_text!r}, but {folder} is a model of fairseq's, which has </s>"
+                )
+            _with_transformers("from_project_class").from_project_class(folder, target)
+        else:
+            from_huggingface(folder, target, end_of_text=end_of_text)
+            lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
     if tokenizer := tokenizer_options(target):
         lines.insert(2, f"its tokenizer is {tokenizer}")
     return "\n".join(lines)
 
 
-def _is_ours(config: Path) -> bool:
-    """True if a config.json belongs to a model of `fairseq_fastweights.huggingface`."""
-    return config.is_file() and read_json(config).get("model_type") == "fast_weight"
-
-
-def _to(options: argparse.Namespace) -> None:
-    """Runs `to-huggingface`."""
-    write = _with_transformers("to_huggingface.own_classes").to_huggingface
-    if options.served is not None:
-        write = partial(_with_transformers("to_huggingface.served_classes").to_served, options.served)
+def _to(source: Path, target: Path, **options: Any) -> str:
+    """Runs `to-huggingface`; returns a line to print."""
+    convert = _with_transformers("to_huggingface").to_huggingface
     importlib.import_module("transformers").utils.logging.disable_progress_bar()
-    write(
-        options.source,
-        options.target,
-        checkpoint=options.checkpoint,
-        data=options.data,
-        tokenizer=options.tokenizer,
-    )
-    print(f"{options.target} is the model as a folder for transformers: AutoModelForCausalLM.from_pretrained")
+    convert(source, target, **options)
+    return f"{target} is the model as a folder for transformers: AutoModelForCausalLM.from_pretrained"
 
 
 def _with_transformers(module: str) -> Any:

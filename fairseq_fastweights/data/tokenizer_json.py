@@ -46,11 +46,7 @@ class TokenizerJson:
             raise InvalidInput(
                 f"tokenizer_json_folder is {cfg.tokenizer_json_folder!r}; it must hold {FILE} and {SETTINGS}"
             )
-        self._open(open_tokenizer(folder / FILE), read_end_of_text(folder / SETTINGS))
-
-    def _open(self, tokenizer: Any, end_of_text: int | None) -> None:
-        self._tokenizer, self._end_of_text = tokenizer, end_of_text
-        self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        self._tokenizer, self._end_of_text = open_tokenizer(folder / FILE), read_end_of_text(folder / SETTINGS)
 
     def encode(self, x: str) -> str:
         """Returns numbers, joined by spaces; an end-of-text token in the text becomes fairseq's </s>."""

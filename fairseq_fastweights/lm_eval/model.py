@@ -88,7 +88,7 @@ class FastWeightLM(HFLM):
 
     Args:
         checkpoint: a checkpoint, or its folder. It, `data` and `tokenizer` are arguments of
-            `conversion.to_huggingface.own_classes.load_for_causal_lm`.
+            `conversion.trained_models.load_for_causal_lm`.
         max_tokens: with `--batch_size auto`, the largest number of tokens of a batch, padding included. Batches have
             rows of similar lengths, the longest first, and at most `--max_batch_size` rows.
         segment: number of tokens of a row that are read at a time.
@@ -257,7 +257,8 @@ class FastWeightLM(HFLM):
 
 def load(checkpoint: Path, data: str | None, tokenizer: str | None) -> tuple[Any, Any, int | None]:
     """Loads a checkpoint's model and tokenizer, and the number of updates after which it was written, if known."""
-    from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run, load_run
+    from fairseq_fastweights.conversion.trained_models import find_run, load_run
 
     run = find_run(checkpoint, data, tokenizer)
-    return *load_run(run), run.updates
+    model, tokens, _ = load_run(run)
+    return model, tokens, run.updates

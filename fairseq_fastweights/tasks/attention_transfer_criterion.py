@@ -12,8 +12,8 @@ from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer
-from fairseq_fastweights.conversion.transfer.source import find_files, read_source
+from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer
+from fairseq_fastweights.conversion.transfer.base_model import find_files, read_base_model
 from fairseq_fastweights.invalid_input import InvalidInput
 
 
@@ -44,7 +44,7 @@ class AttentionTransferCriterion(FairseqCriterion):
         """Returns the loss, summed over the tokens as in fairseq, their number, and what to log."""
         plain = _unwrapped(model)
         if self._transfer is None:
-            self._transfer = AttentionTransfer(read_source(find_files(self._source)[0]), plain.decoder)
+            self._transfer = AttentionTransfer(read_base_model(find_files(self._source)[0]), plain.decoder)
         tokens = sample["ntokens"]
         loss = self._transfer.errors(plain, sample["net_input"]).mean() * tokens
         logged = {"loss": loss.data, "ntokens": tokens, "sample_size": tokens, "nsentences": sample["target"].size(0)}

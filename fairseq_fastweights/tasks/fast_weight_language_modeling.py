@@ -16,11 +16,16 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
 
+from fairseq_fastweights.conversion.transfer.base_model import (
+    BaseModel,
+    check_dictionary,
+    find_files,
+    follow_heads,
+    read_base_model,
+)
 from fairseq_fastweights.conversion.transfer.freezing import Freezing, LossImprovement, freeze_for_good
 from fairseq_fastweights.conversion.transfer.groups import parse_groups
 from fairseq_fastweights.conversion.transfer.options import TransferOptions, check_options
-from fairseq_fastweights.conversion.transfer.source import Source, check_dictionary, find_files, read_source
-from fairseq_fastweights.conversion.transfer.source_heads import follow_source
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.corpus import Documents, PackedDocuments, TokenCorpus
 from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
@@ -161,9 +166,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if not from_checkpoint:
             check_architecture(args)
             check_unread_settings(args)
-        source = None if from_checkpoint else self._read_source()
-        if source is not None:
-            follow_source(args, source, parse_groups("transfer", self.args.transfer))
+        base = None if from_checkpoint else self._read_base_model()
+        if base is not None:
+            follow_heads(args, base, parse_groups("transfer", self.args.transfer))
         model = super().build_model(args, from_checkpoint)
         ours = isinstance(getattr(model, "decoder", None), FastWeightDecoder)
         self._all_take_last_positions &= ours
@@ -186,8 +191,8 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 logger.warning("carry_over_state: %s", concern)
         if not from_checkpoint:
             check_positions(model, self.args)
-        if source is not None:
-            self._transfer(model, source)
+        if base is not None:
+            self._transfer(model, base)
         return model
 
     def build_criterion(self, args: Any) -> Any:
@@ -195,18 +200,18 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         check_criterion(args, self._has_adaptive_softmax)
         return super().build_criterion(args)
 
-    def _read_source(self) -> Source | None:
+    def _read_base_model(self) -> BaseModel | None:
         """The model to transfer from, if there is one and its dictionary is that of the data."""
         check_options(self.args)
         if self.args.transfer_from is None:
             return None
         file, dictionary = find_files(self.args.transfer_from)
         check_dictionary(dictionary, self.dictionary)
-        return read_source(file)
+        return read_base_model(file)
 
-    def _transfer(self, model: Any, source: Source) -> None:
+    def _transfer(self, model: Any, base: BaseModel) -> None:
         options = self.args
-        report = transfer(model, source, parse_groups("transfer", options.transfer))
+        report = transfer(model, base, parse_groups("transfer", options.transfer))
         frozen = report.freeze(parse_groups("freeze", options.freeze))
         logger.info("%s", report)
         if len(frozen) == len(list(model.parameters())) and options.unfreeze_threshold is None:

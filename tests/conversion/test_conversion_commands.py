@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles
+from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, train
 from tests.conversion import sources
-from tests.conversion.test_tokenizer import byte_level
+from tests.conversion.test_tokenizer import whole
 from tests.tasks.conftest import losses as losses_in
 
 LINES = ["the cat sat on the mat", "and  the other cats   sat there,", "Grüße: that is the theme 🎉", "x"]
@@ -32,7 +32,7 @@ def converted(request, tmp_path_factory) -> SimpleNamespace:
     sources.save(theirs, source)
     assert main(["from-huggingface", str(theirs), str(ours)]) == 0
     for split in ("train", "valid", "test"):
-        (folder / f"{split}.txt").write_text("".join(byte_level(ours).encode(line) + "\n" for line in LINES))
+        (folder / f"{split}.txt").write_text("".join(whole(ours).encode(line) + "\n" for line in LINES))
     data = binarise(folder, "--srcdict", str(ours / "dict.txt"))
     return SimpleNamespace(source=source, words=sources.tokenizer(neox), theirs=theirs, ours=ours, data=data, neox=neox)
 
@@ -43,13 +43,15 @@ def test_interactive_continues_a_text_as_the_source_does(converted, monkeypatch,
     end, prompts = source.config.eos_token_id, ["the cat", "and the other"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{prompt}\n" for prompt in prompts)))
     flags = ["--path", str(ours / "model.pt"), "--beam", "1", "--max-len-a", "0", "--max-len-b", "30"]
-    command("interactive", str(ours), *TASK, *QUIET, *flags, "--bpe", "byte_level", "--byte-level-folder", str(ours))
+    command(
+        "interactive", str(ours), *TASK, *QUIET, *flags, "--bpe", "tokenizer_json", "--tokenizer-json-folder", str(ours)
+    )
     printed = dict(re.findall(r"^D-(\d)\t\S+\t(.*)$", capsys.readouterr().out, flags=re.MULTILINE))
     for i, prompt in enumerate(prompts):
         tokens = [end, *converted.words.encode(prompt).ids]
         while len(tokens) <= 30 and tokens[-1] != end:
             tokens.append(int(source(torch.tensor([tokens])).logits[0, -1].argmax()))
-        words = byte_level(ours).decode(" ".join(str(n) for n in tokens[1:] if n != end))
+        words = whole(ours).decode(" ".join(str(n) for n in tokens[1:] if n != end))
         assert printed[str(i)].split() == words.split() and words.startswith(prompt)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families.table import read_family
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families import read_family
+from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, evaluate
 from tests.conversion import fla_models, llamas, sources
 

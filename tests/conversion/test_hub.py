@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from fairseq_fastweights.conversion import hub as hub_module
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.from_huggingface import hub as hub_module
 from tests.conversion import llamas
 
 NAME, COMMIT = "some/model", "0123456789abcdef0123456789abcdef01234567"

@@ -13,8 +13,8 @@ from fairseq import options, tasks
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer, build_attention
-from fairseq_fastweights.conversion.transfer.source import read_source
+from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer, build_attention
+from fairseq_fastweights.conversion.transfer.base_model import read_base_model
 from fairseq_fastweights.conversion.transfer.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
@@ -163,7 +163,7 @@ def test_attention_transfer_trains_memories_alone_towards_the_attention(converte
 def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted, kind):
     """With the source itself for a model, each attention is that of the source, and there is nothing to learn."""
     import_plugin()
-    source = read_source(converted[kind] / "model.pt")
+    source = read_base_model(converted[kind] / "model.pt")
     model, dictionary, _ = sources.load(converted[kind], llamas.model(kind))
     tokens = torch.randint(4, 400, (2, 9))
     tokens[0, 7:] = dictionary.pad()
@@ -189,7 +189,7 @@ class Constant(Mixer):
 
 def test_errors_are_relative_and_layers_read_what_the_attentions_give(converted):
     import_plugin()
-    source = read_source(converted["Llama"] / "model.pt")
+    source = read_base_model(converted["Llama"] / "model.pt")
     model, dictionary, _ = sources.load(converted["Llama"], llamas.model("Llama"))
     tokens = torch.randint(4, 400, (2, 9))
     tokens[0, 7:] = dictionary.pad()

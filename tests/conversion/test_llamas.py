@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import fairseq_fastweights.data.tokenizer_json  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families.table import read_family
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families import read_family
+from fairseq_fastweights.conversion.weight_files import WeightFiles
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import llamas, sources
@@ -174,7 +174,7 @@ BAD = [
     ("Llama", setting(qk_norm=True), "qk_norm is True; it must not be there, as llama has no such setting"),
     ("Llama", rope(low_freq_factor=4), "rope_parameters is 'llama3:8,4,4,32'; .* LOW less than HIGH"),
     ("Llama", setting(eos_token_id=7), "eos_token_id is 7, which in tokenizer.json is no added token"),
-    ("Llama", setting(vocab_size=2000), r"tokenizer.json: the tokenizer has \d+ word types, but .* vocab_size, 2000"),
+    ("Llama", setting(vocab_size=2000), r"tokenizer.json: the tokenizer has \d+ entries, but .* vocab_size, 2000"),
     ("Llama", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: there is no such file"),
     ("Llama", edit("tokenizer.json", lambda _: b'{"model": 1}'), "tokenizer.json: this is no tokenizer"),
     ("Llama", setting(intermediate_size=30), r"mlp.down_proj.weight +\(24, 28\) +\(24, 30\)"),

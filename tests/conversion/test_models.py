@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fairseq_fastweights.conversion.families.table import buffers
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles
-from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
-from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
+from fairseq_fastweights.conversion.families import is_buffer
+from fairseq_fastweights.conversion.from_huggingface import from_huggingface
+from fairseq_fastweights.conversion.to_huggingface import to_huggingface
+from fairseq_fastweights.conversion.weight_files import WeightFiles
 from fairseq_fastweights.files.digests import is_changed
 from tests.conversion import sources
 
@@ -89,10 +89,10 @@ def test_a_converted_model_is_its_source_and_gives_its_bits_back(case, tmp_path)
     steps = [model(ours[tokens][:, :t], incremental_state=cache)[0] for t in range(1, 11)]
     assert (torch.cat(steps, dim=1) - out[0][:, :10]).abs().max() <= LOGITS
 
-    restore_original(tmp_path / "ours", tmp_path / "back")
+    to_huggingface(tmp_path / "ours", tmp_path / "back")
     before, after = WeightFiles(theirs), WeightFiles(tmp_path / "back")
     assert is_changed(state) is False and b'"digest":"' in (tmp_path / "back" / "model.safetensors").read_bytes()
-    assert set(after.shapes) == {name for name in before.shapes if not buffers(name)}
+    assert set(after.shapes) == {name for name in before.shapes if not is_buffer(name)}
     for name in after.shapes:
         assert before.read(name).dtype == after.read(name).dtype and torch.equal(before.read(name), after.read(name))
     for path in theirs.iterdir():

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.conversion.transfer import recurrent_swap
-from fairseq_fastweights.conversion.transfer.attention import AttentionTransfer
+from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer
+from fairseq_fastweights.conversion.transfer.base_model import read_base_model
 from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     AVERAGED,
+    BETA,
     KEPT,
     READ,
-    STRENGTH,
     check_recurrent,
     swap_recurrent,
 )
-from fairseq_fastweights.conversion.transfer.source import read_source
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import build_mixer, option_name
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
@@ -87,7 +87,7 @@ def test_a_gated_delta_network_reads_the_projections_with_open_gates(attention, 
     S, reads = torch.zeros(HEADS, DIM, DIM, dtype=torch.float64), []
     for q, k, v in zip(f_q, f_k, projected["v"], strict=True):
         S = KEPT * S
-        S = S + STRENGTH * k[:, :, None] * (v - (k[:, :, None] * S).sum(1))[:, None]
+        S = S + BETA * k[:, :, None] * (v - (k[:, :, None] * S).sum(1))[:, None]
         reads.append((q[:, :, None] * S).sum(1))
     y = torch.stack(reads)
     read = y / y.square().mean(-1, keepdim=True).sqrt() * sizes["v"] * READ
@@ -182,7 +182,7 @@ def _loss(model: Any, texts: Tensor) -> Tensor:
 def test_a_transfer_starts_mixers_with_their_norm_and_the_named_groups(fairseq, taught, name):
     _, folder, _ = taught
     flags = f"{PRE_NORM} --mixers {name} --{name}-bias"
-    weights = read_source(folder / "model.pt").weights
+    weights = read_base_model(folder / "model.pt").weights
     layer = "decoder.layers.1.self_attn"
     own = {n.removeprefix(f"{layer}."): w for n, w in weights.items() if n.startswith(f"{layer}.")}
     whole, new = take(fairseq, folder, flags), take(fairseq, folder, f"{flags} --transfer embeddings")
@@ -208,7 +208,7 @@ def test_a_converted_model_is_better_most_of_all_by_attention_transfer(fairseq, 
     model = take(fairseq, folder, flags)
     new = take(fairseq, folder, f"{flags} --transfer embeddings,output,feed-forward")
     at_first, random = _loss(model, texts).item(), _loss(new, texts).item()
-    transfer = AttentionTransfer(read_source(folder / "model.pt"), model.decoder)
+    transfer = AttentionTransfer(read_base_model(folder / "model.pt"), model.decoder)
     optimizer, errors = torch.optim.Adam(model.decoder.layers.parameters(), lr=1e-2), []
     for _ in range(8):
         optimizer.zero_grad()

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import sys
 import unicodedata
 from argparse import Namespace
@@ -41,26 +40,6 @@ def random_texts() -> list[str]:
 ALL = [*TEXTS, *random_texts()]
 
 
-def save_former(folder: Path, tokenizer: Any) -> Path:
-    """Writes encoder.json, vocab.bpe and byte_level.json, as conversions once did."""
-    content = json.loads(tokenizer.to_str())
-    pieces, added = dict(content["model"]["vocab"]), content["added_tokens"]
-    for entry in added:  # also what is no character for a byte
-        pieces |= {entry["content"].replace(" ", "Ġ"): entry["id"]}
-    folder.mkdir()
-    (folder / "encoder.json").write_text(json.dumps(pieces | {f"<|{n}|>": n for n in range(sources.TYPES, 288)}))
-    merges = "".join(f"{first} {second}\n" for first, second in content["model"]["merges"])
-    (folder / "vocab.bpe").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
-    settings = {
-        "normalizer": content["normalizer"] and content["normalizer"]["type"],
-        "end_of_text": tokenizer.token_to_id("<|endoftext|>"),
-        "vocabulary": sorted(content["model"]["vocab"].values()),
-        "added": [{"word": x["content"], "number": x["id"], "normalized": x["normalized"]} for x in added],
-    }
-    (folder / "byte_level.json").write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.fixture(scope="module", params=["gpt2", "gpt2 in two files", "neox"])
 def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
     """The real tokenizer, the folder that was written, and whether it is one such as Pythia's."""
@@ -72,13 +51,7 @@ def both(request, tmp_path_factory) -> tuple[Any, Path, bool]:
     read.check(288, end)
     (folder / "made").mkdir()
     read.write(folder / "made", 288, end)
-    save_former(folder / "former", real)
     return real, folder, neox
-
-
-def byte_level(folder: Path | str) -> Any:
-    import_plugin()
-    return encoders.build_bpe(Namespace(bpe="byte_level", byte_level_folder=str(folder)))
 
 
 def whole(folder: Path | str) -> Any:
@@ -91,10 +64,9 @@ def fairseqs(folder: Path) -> Any:
     return encoders.build_bpe(Namespace(bpe="gpt2", **files))
 
 
-@pytest.mark.parametrize(("kind", "made"), [(whole, "made"), (byte_level, "made"), (byte_level, "former")])
-def test_texts_get_the_real_numbers_and_come_back(both, kind, made):
+def test_texts_get_the_real_numbers_and_come_back(both):
     real, folder, neox = both
-    bpe = kind(folder / made)
+    bpe = whole(folder / "made")
     for text in ALL:
         numbers = bpe.encode(text)
         assert [int(n) for n in numbers.split()] == real.encode(text).ids, repr(text)
@@ -105,7 +77,7 @@ def test_texts_get_the_real_numbers_and_come_back(both, kind, made):
     words = bpe.encode(text).split()
     assert words.count("</s>") == 1 and "<unk>" not in words
     assert [end if word == "</s>" else word for word in words] == [str(n) for n in real.encode(text).ids]
-    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == ("" if kind is whole else "<unk>")
+    assert bpe.decode(" ".join(words)) == text and bpe.decode("<unk>") == ""
     assert [bpe.is_beginning_of_word(bpe.encode(start).split()[0]) for start in (" the", "the")] == [True, False]
     # No number that a model can draw makes decoding fail; some are of no word.
     assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
@@ -115,9 +87,10 @@ def test_texts_get_the_real_numbers_and_come_back(both, kind, made):
 def test_fairseqs_gpt2_has_files_where_it_gives_the_same_numbers(both):
     real, folder, neox = both
     assert (folder / "made" / "encoder.json").exists() is (folder / "made" / "vocab.bpe").exists() is not neox
-    bpe = fairseqs(folder / ("former" if neox else "made"))
-    same = [bpe.encode(text).split() == [str(n) for n in real.encode(text).ids] for text in ALL]
-    assert all(same) is not neox  # Pythia's joins spaces, and has NFC
+    if neox:  # Pythia's joins spaces, and has NFC
+        return
+    bpe = fairseqs(folder / "made")
+    assert all(bpe.encode(text).split() == [str(n) for n in real.encode(text).ids] for text in ALL)
     assert all(bpe.decode(bpe.encode(text)) == text for text in ALL)
     assert all(isinstance(bpe.decode(str(number)), str) for number in range(288))
 
@@ -128,17 +101,6 @@ def test_fairseqs_gpt2_has_no_files_where_other_words_are_cut_out(tmp_path):
     real.save(str(tmp_path / "tokenizer.json"))
     read_whole_tokenizer(tmp_path).write(tmp_path, 288, sources.TYPES - 1)
     assert {file.name for file in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_words.json"}
-
-
-def test_added_words_are_text_and_no_characters_for_bytes(tmp_path):
-    """In the files of conversions of today and of once."""
-    real = sources.tokenizer(neox=True)
-    real.add_tokens(["éa"])  # each of which is a byte of the pieces
-    real.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_words.json").write_text('{"end_of_text": 0}')
-    for folder in (tmp_path, save_former(tmp_path / "former", real)):
-        numbers = byte_level(folder).encode("the éa, <unk>é")
-        assert "272" in numbers.split() and byte_level(folder).decode(numbers) == "the éa, <unk>é"
 
 
 def test_pieces_are_never_dropped_by_chance(tmp_path):
@@ -175,44 +137,13 @@ def test_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, 
         read_whole_tokenizer(tmp_path, byte_level=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "value"),
-    [
-        *(
-            ("byte_level.json", place, value)
-            for place in ("normalizer", "end_of_text", "vocabulary", "added")
-            for value in (7.5, "x", [[]], {"a": 1})
-        ),
-        ("byte_level.json", "added", [{"word": "x", "number": "1", "normalized": True}]),
-        ("encoder.json", "!", "1"),
-        ("encoder.json", "!", ...),
-        ("vocab.bpe", None, "#version: 0.2\na b c\n"),
-    ],
-)
-def test_files_of_a_run_that_hold_something_else_are_named(both, tmp_path, name, place, value):
-    folder = shutil.copytree(both[1] / "former", tmp_path / "x")
-    if place is None:
-        (folder / name).write_text(value)
-    else:
-        content = json.loads((folder / name).read_text())
-        content[place] = value
-        if value is ...:
-            del content[place]
-        (folder / name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"x/{name}: ") as error:
-        byte_level(folder)
-    assert "\n" not in str(error.value)
-
-
 def test_the_library_is_named_where_it_is_missing(both, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ValueError, match=r"former/encoder.json: reading it needs .* tokenizers: pip install tokenizers"
-    ):
-        byte_level(both[1] / "former")
+    with pytest.raises(ValueError, match=r"made/tokenizer.json: reading it needs .* tokenizers: pip install tokeniz"):
+        whole(both[1] / "made")
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
 def test_a_folder_without_a_tokenizer_is_named(folder):
-    with pytest.raises(ValueError, match=f"byte_level_folder is '{folder}'; it must be a folder with encoder.json"):
-        byte_level(folder)
+    with pytest.raises(ValueError, match=f"tokenizer_json_folder is '{folder}'; it must hold tokenizer.json and tok"):
+        whole(folder)

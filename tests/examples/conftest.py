@@ -244,7 +244,7 @@ DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, 
 def convert(folder: Path, neox: bool, script: str, **sizes: int) -> Path:
     """A model with random weights, through the conversion; beside it, in `data`, what `script` makes of `DOCUMENTS`."""
     import_plugin()
-    from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+    from fairseq_fastweights.conversion.from_huggingface import from_huggingface
     from tests.conversion import sources
 
     from_huggingface(sources.save(folder / "huggingface", sources.model(neox, **sizes)), folder / "source")

@@ -130,12 +130,12 @@ def test_what_looks_finished_is_and_other_text_is_refused(tmp_path: Path) -> Non
 def test_documents_are_cut_into_the_models_subwords(gpt2: Path) -> None:
     from fairseq.data import Dictionary, data_utils
 
-    from fairseq_fastweights.data.byte_level_bpe import ByteLevelBPE
+    from fairseq_fastweights.data.tokenizer_json import TokenizerJson
 
     gpt2_data = gpt2.with_name("data")
     assert (gpt2_data / "dict.txt").read_text() == (gpt2 / "dict.txt").read_text()
     dictionary = Dictionary.load(str(gpt2_data / "dict.txt"))
-    decode = ByteLevelBPE(Namespace(byte_level_folder=str(gpt2))).decode
+    decode = TokenizerJson(Namespace(tokenizer_json_folder=str(gpt2))).decode
     for split, documents in DOCUMENTS.items():
         lines = data_utils.load_indexed_dataset(str(gpt2_data / split), dictionary)
         assert all(line[-1] == dictionary.eos() and dictionary.unk() not in line for line in lines)

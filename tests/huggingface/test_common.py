@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from fairseq_fastweights.conversion.to_huggingface.own_classes import weights_of
+from fairseq_fastweights.conversion.trained_models import weights_of
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
 from fairseq_fastweights.mixers.registry import MIXERS

@@ -13,7 +13,7 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
 import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
+from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models.description import config_of
 from tests.huggingface.conftest import LOGITS, said

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
+from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
 from tests.conversion import llamas, sources
 from tests.huggingface.conftest import LOGITS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import transformers
 from fairseq.data import Dictionary
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
-from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run, load_for_causal_lm, to_huggingface
-from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
+from fairseq_fastweights.conversion.from_huggingface import from_huggingface
+from fairseq_fastweights.conversion.to_huggingface import to_huggingface
+from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
+from fairseq_fastweights.conversion.trained_models import find_run, load_for_causal_lm
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion import llamas, sources
-from tests.conversion.test_tokenizer import byte_level, save_former
+from tests.conversion.test_tokenizer import whole
 from tests.models.conftest import WORDS
 
 LINES = ["w1 w2 w3", " w4\tw5  nothing ", "", "w6 <unk> </s> w7\x1cw8\u3000w9\x85w10 W1"]
@@ -106,21 +108,27 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
         assert (tmp_path / "folder" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    bpe = byte_level(tmp_path / "converted")
+    bpe = whole(tmp_path / "converted")
     for text in TEXTS:
         numbers = dictionary.encode_line(bpe.encode(text), add_if_not_exist=False, append_eos=False)
         assert tokenizer(text).input_ids == [2, *numbers.tolist()], text
         if "endoftext" not in text:
             assert tokenizer.decode(numbers) == bpe.decode(dictionary.string(numbers)), text
-    # The files of an earlier conversion say the same.
-    former = save_former(tmp_path / "former", sources.tokenizer(neox))
-    out = ["to-huggingface", str(tmp_path / "run"), str(tmp_path / "as_once"), "--tokenizer", str(former)]
-    assert main(out) == main(["from-huggingface", str(tmp_path / "as_once"), str(tmp_path / "once")]) == 0
-    assert f"--bpe byte_level --byte-level-folder {tmp_path / 'once'}" in capsys.readouterr().out
-    once = transformers.AutoTokenizer.from_pretrained(tmp_path / "as_once")
-    for text in TEXTS:
-        numbers = tokenizer(text).input_ids
-        assert once(text).input_ids == numbers and once.decode(numbers) == tokenizer.decode(numbers)
+    if not neox:  # the files of fairseq's own `--bpe gpt2` give the same
+        (tmp_path / "gpt2").mkdir()
+        for name in ("encoder.json", "vocab.bpe"):
+            shutil.copy(tmp_path / "converted" / name, tmp_path / "gpt2")
+        out = [
+            "to-huggingface",
+            str(tmp_path / "run"),
+            str(tmp_path / "of_gpt2"),
+            "--tokenizer",
+            str(tmp_path / "gpt2"),
+        ]
+        assert main(out) == main(["from-huggingface", str(tmp_path / "of_gpt2"), str(tmp_path / "again")]) == 0
+        assert f"--bpe gpt2 --gpt2-encoder-json {tmp_path / 'again'}/encoder.json" in capsys.readouterr().out
+        other = transformers.AutoTokenizer.from_pretrained(tmp_path / "of_gpt2")
+        assert [other(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
     assert tokenizer.pad_token_id == 1 and tokenizer.eos_token_id == tokenizer.bos_token_id == 2
     batch = tokenizer(TEXTS[:2], padding=True, return_tensors="pt")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -246,7 +254,7 @@ def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
         made = transformers.GenerationConfig.from_pretrained(folder).to_dict()
         assert made["eos_token_id"] == [2, words.index("5")] and made["suppress_tokens"] == [1, words.index("9")]
         assert made["bad_words_ids"] == [[words.index("6"), words.index("7")], [words.index("8")]]
-        for name in set(GENERATION) - {*kept_settings.NUMBERS, "eos_token_id"}:
+        for name in set(GENERATION) - {*settings.TOKEN_IDS, "eos_token_id"}:
             assert made[name] == GENERATION[name], name
 
 
@@ -327,20 +335,20 @@ def test_settings_that_cannot_be_are_named(tokenizer, generation, message, tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(ValueError, match=message):
-        kept_settings.tokenizer_arguments(tmp_path, [], {})
-        kept_settings.generation_config(tmp_path, FastWeightConfig(), lambda number: number)
+        settings.tokenizer_arguments(tmp_path, [], {})
+        settings.generation_config(tmp_path, FastWeightConfig(), lambda number: number)
 
 
 def test_templates_are_files_of_the_folder(tmp_path):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "theirs" / "additional_chat_templates").mkdir(parents=True)
     (tmp_path / "theirs" / "additional_chat_templates" / ".hidden.jinja").write_text("x")
-    assert kept_settings.read_templates(tmp_path / "theirs", {}) == {}
+    assert settings.read_templates(tmp_path / "theirs", {}) == {}
     for name in ("chat_template.jinja", "additional_chat_templates/a.jinja"):
         (tmp_path / "theirs" / name).symlink_to(tmp_path / "secret")
         with pytest.raises(ValueError, match=f"{name} is a link to .*secret; it must be a file in"):
-            kept_settings.read_templates(tmp_path / "theirs", {})
+            settings.read_templates(tmp_path / "theirs", {})
         (tmp_path / "theirs" / name).unlink()
     (tmp_path / "theirs" / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"chat_template\.jinja: this is not UTF-8"):
-        kept_settings.read_templates(tmp_path / "theirs", {})
+        settings.read_templates(tmp_path / "theirs", {})

@@ -127,7 +127,7 @@ class ByHand:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_scores_are_those_counted_by_hand(few_tasks: None, tmp_path: Path, monkeypatch) -> None:
     import_plugin()
-    from fairseq_fastweights.conversion.from_huggingface.published import from_huggingface
+    from fairseq_fastweights.conversion.from_huggingface import from_huggingface
     from tests.conversion import sources
 
     folder = sources.save(tmp_path / "huggingface", sources.model(neox=True, max_position_embeddings=128))

@@ -223,7 +223,7 @@ def test_a_checkpoint_is_read_to_be_checked_and_to_be_loaded_and_no_more(checkpo
 def test_the_command_knows_checkpoints_and_exported_folders(
     few_tasks: None, task: Path, checkpoint, monkeypatch, caplog
 ) -> None:
-    from fairseq_fastweights.conversion.to_huggingface.own_classes import load_for_causal_lm
+    from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
     from fairseq_fastweights.ops.backends import say_again
 
     model, tokenizer = load_for_causal_lm(checkpoint("delta"))

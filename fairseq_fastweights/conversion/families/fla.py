@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from fairseq_fastweights.conversion.families.config_values import (
+from fairseq_fastweights.conversion.families.family import Family, Weight, plain, reads, same, single, unstacked
+from fairseq_fastweights.conversion.families.hybrid import Delta
+from fairseq_fastweights.conversion.families.llama import SHARED, Shape, read_shape, rotary_options
+from fairseq_fastweights.conversion.families.settings import (
     Settings,
     check_heads,
     flag,
@@ -16,9 +18,6 @@ from fairseq_fastweights.conversion.families.config_values import (
     of_class,
     positive,
 )
-from fairseq_fastweights.conversion.families.family import Family, reads
-from fairseq_fastweights.conversion.families.llama import SHARED, Shape, read_shape, rotary_options
-from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttention
 from fairseq_fastweights.mixers.registry import write_pattern
@@ -29,7 +28,7 @@ _SHARED: dict[str, Any] = {
     **{"eos_token_id": None, "max_position_embeddings": 2048, "hidden_ratio": 4, "intermediate_size": None},
     **{"norm_eps": 1e-6, "attn": None, "fuse_norm": True},
 }
-"""What the classes of flash-linear-attention 0.6.0 take for settings that are missing; each has some of its own."""
+"""The values that the classes of flash-linear-attention 0.6.0 take for missing settings; each has some of its own."""
 _ONLY = {"hidden_act": "swish", "attnres_block_size": None, "norm_first": True}
 _UNUSED = "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp"
 _DELTA = {"allow_neg_eigval": False, "conv_size": 4}
@@ -43,20 +42,30 @@ _ATTENTION = Settings(
 """Of `attn`, which gives some layers softmax attention."""
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """A kind of memory: its mixer, the mixer's options, and sizes of heads."""
+class _Mixer(NamedTuple):
+    """A kind of linear attention."""
 
-    mixer: str
+    name: str
     heads: int
-    key_dim: int
-    value_dim: int
     options: dict[str, Any]
-    weights: Callable[[Shape, _Memory, str, str], Iterator[Weight]]
-    """The weights of a layer, whose names begin with the two prefixes, in the source and here."""
+    weights: Callable[[str, str], Iterable[Weight]]
+    """The weights of a layer, whose names begin with the two prefixes, in the folder and here."""
 
 
-@reads(
+_Reader = Callable[[dict[str, Any], Shape], _Mixer]
+
+
+def _reads(model_type: str, settings: Settings) -> Callable[[_Reader], _Reader]:
+    """Enters models with this mixer, which is made of the settings and the model's shape."""
+
+    def enter(mixer: _Reader) -> _Reader:
+        reads(model_type, settings)(lambda *given: _read(*given, mixer=mixer))
+        return mixer
+
+    return enter
+
+
+@_reads(
     "gated_deltanet",
     of_class(
         _DECAYING | {"head_dim": 256, "num_heads": 6, "expand_v": 2.0, "num_hidden_layers": 21},
@@ -64,12 +73,18 @@ class _Memory:
         _UNUSED,
     ),
 )
-def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+def gated_deltanet(config: dict[str, Any], shape: Shape) -> _Mixer:
     """Gated DeltaNet."""
-    return _family(config, names, end_of_text, lambda shape: _decaying(config, shape, "gated-delta", _gated_delta))
+    delta = _decaying(config)
+
+    def weights(theirs: str, ours: str) -> Iterator[Weight]:
+        yield from delta.weights(shape.width, theirs, ours, "qkvbag")
+        yield from delta.decay_weights(theirs, ours)
+
+    return _Mixer("gated-delta", delta.heads, _delta_options(config, shape, "gated-delta", delta), weights)
 
 
-@reads(
+@_reads(
     "kda",
     of_class(
         _DECAYING | {"head_dim": 128, "num_heads": 16, "expand_v": 1.0},
@@ -77,14 +92,28 @@ def gated_deltanet(config: dict[str, Any], names: set[str], end_of_text: int | N
         _UNUSED,
     ),
 )
-def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+def kda(config: dict[str, Any], shape: Shape) -> _Mixer:
     """Kimi delta attention."""
-    family = _family(config, names, end_of_text, lambda shape: _decaying(config, shape, "kimi-delta", _kimi_delta))
-    family.options["kimi-delta-gate-bias"] = True
-    return family
+    delta = _decaying(config)
+    heads, value_dim, width = delta.heads, delta.value_dim, shape.width
+    keys, values = heads * delta.key_dim, heads * value_dim
+
+    def weights(theirs: str, ours: str) -> Iterator[Weight]:
+        forget = f"{ours}forget_gate."
+        yield from delta.weights(width, theirs, ours, "qkvb")
+        for part, own, outputs in (("f", f"{forget}f", keys), ("g", f"{ours}g", values)):
+            yield plain(f"{theirs}{part}_proj.0.weight", f"{own}_a_proj.weight", value_dim, width)
+            yield plain(f"{theirs}{part}_proj.1.weight", f"{own}_b_proj.weight", outputs, value_dim)
+        yield plain(f"{theirs}g_proj.1.bias", f"{ours}g_b_proj.bias", values)
+        yield plain(f"{theirs}dt_bias", f"{forget}dt_bias", keys)
+        rates = (f"{forget}A_log",)
+        yield single(f"{theirs}A_log", (heads,), rates, lambda x: (x.view(1, 1, heads, 1),), lambda x: x[0].flatten())
+
+    options = _delta_options(config, shape, "kimi-delta", delta) | {"kimi-delta-gate-bias": True}
+    return _Mixer("kimi-delta", heads, options, weights)
 
 
-@reads(
+@_reads(
     "delta_net",
     of_class(
         _SHARED | _DELTA | {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "use_gate": False},
@@ -92,20 +121,16 @@ def kda(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fam
         _UNUSED,
     ),
 )
-def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+def delta_net(config: dict[str, Any], shape: Shape) -> _Mixer:
     """DeltaNet."""
     gated = flag(config, "use_gate")
-
-    def memory(shape: Shape) -> _Memory:
-        heads, key_dim, value_dim = _expanded(config, shape)
-        options = _delta_options(config, shape, "delta-net", heads, key_dim, value_dim) | {"delta-net-gate": gated}
-        weights = partial(_delta_net, conv=number(config, "conv_size"), gated=gated)
-        return _Memory("delta-net", heads, key_dim, value_dim, options, weights)
-
-    return _family(config, names, end_of_text, memory)
+    heads, key_dim, value_dim = _expanded(config, shape)
+    delta = Delta(heads, heads, key_dim, value_dim, number(config, "conv_size"))
+    options = _delta_options(config, shape, "delta-net", delta) | {"delta-net-gate": gated}
+    return _Mixer("delta-net", heads, options, partial(delta.weights, shape.width, parts="qkvbg" if gated else "qkvb"))
 
 
-@reads(
+@_reads(
     "gla",
     of_class(
         _SHARED | {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
@@ -113,18 +138,21 @@ def delta_net(config: dict[str, Any], names: set[str], end_of_text: int | None) 
         f"{_UNUSED} conv_size",
     ),
 )
-def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+def gla(config: dict[str, Any], shape: Shape) -> _Mixer:
     """Gated linear attention."""
+    heads, key_dim, value_dim = _expanded(config, shape)
+    rank, norm = GatedLinearAttention.options["rank"].default, _norm_name(config)
 
-    def memory(shape: Shape) -> _Memory:
-        heads, key_dim, value_dim = _expanded(config, shape)
-        options = {"gla-key-dim": key_dim, "gla-value-dim": value_dim, "gla-eps": shape.eps}
-        return _Memory("gla", heads, key_dim, value_dim, options, partial(_gla, norm=_norm_name(config)))
+    def weights(theirs: str, ours: str) -> Iterator[Weight]:
+        yield from _gated_weights(shape.width, heads, key_dim, value_dim, theirs, ours, norm, "o")
+        yield plain(f"{theirs}gk_proj.0.weight", f"{ours}f_a_proj.weight", rank, shape.width)
+        yield plain(f"{theirs}gk_proj.1.weight", f"{ours}f_b_proj.weight", heads * key_dim, rank)
+        yield plain(f"{theirs}gk_proj.1.bias", f"{ours}f_b_proj.bias", heads * key_dim)
 
-    return _family(config, names, end_of_text, memory)
+    return _Mixer("gla", heads, {"gla-key-dim": key_dim, "gla-value-dim": value_dim, "gla-eps": shape.eps}, weights)
 
 
-@reads(
+@_reads(
     "retnet",
     of_class(
         _SHARED | {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2},
@@ -132,67 +160,55 @@ def gla(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fam
         f"{_UNUSED} conv_size",
     ),
 )
-def retnet(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
+def retnet(config: dict[str, Any], shape: Shape) -> _Mixer:
     """RetNet."""
-
-    def memory(shape: Shape) -> _Memory:
-        heads, key_dim, value_dim = _expanded(config, shape)
-        check_heads("hidden_size", shape.width, "num_heads", heads)
-        if key_dim % 2:
-            raise InvalidInput(
-                f"config.json: hidden_size * expand_k / num_heads is {key_dim}; it must be even: keys are rotated in "
-                "pairs"
-            )
-        options = {"retention-value-dim": value_dim, "retention-rms-norm": True, "retention-eps": shape.eps}
-        options |= {"feature-dim": key_dim, "no-attention-bias": True}
-        return _Memory("retention", heads, key_dim, value_dim, options, partial(_retnet, norm=_norm_name(config)))
-
-    return _family(config, names, end_of_text, memory)
+    heads, key_dim, value_dim = _expanded(config, shape)
+    check_heads("hidden_size", shape.width, "num_heads", heads)
+    if key_dim % 2:
+        raise InvalidInput(
+            f"config.json: hidden_size * expand_k / num_heads is {key_dim}; it must be even: keys are rotated in pairs"
+        )
+    options = {"retention-value-dim": value_dim, "retention-rms-norm": True, "retention-eps": shape.eps}
+    options |= {"feature-dim": key_dim, "no-attention-bias": True}
+    weights = partial(_gated_weights, shape.width, heads, key_dim, value_dim, norm=_norm_name(config), out="out")
+    return _Mixer("retention", heads, options, weights)
 
 
-def _family(
-    config: dict[str, Any], names: set[str], end_of_text: int | None, memory: Callable[[Shape], _Memory]
-) -> Family:
-    """The family of models with this kind of memory, of which some layers may have attention in its place."""
+def _read(config: dict[str, Any], names: set[str], end_of_text: int | None, *, mixer: _Reader) -> Family:
+    """The family of models with this mixer, of which some layers may have softmax attention in its place."""
     attention = mapping(config, "attn")
     attention = attention and _ATTENTION.complete(attention, config["model_type"], "config.json: in attn")
     shape = _shape(config, attention, names, end_of_text)
-    made, with_attention = memory(shape), _layers_with_attention(attention, shape)
+    made, with_attention = mixer(config, shape), _layers_with_attention(attention, shape)
+    biased = bool(attention) and flag(attention, "qkv_bias")
     # Until February 2025 gates and inputs of feed-forward networks were one weight.
     joined = bool(names) and not any(name.endswith(".mlp.up_proj.weight") for name in names)
     weights: list[Weight] = []
-    for i in range(shape.layers):
-        theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
+    for i, (theirs, ours) in enumerate(shape.paths()):
         weights += shape.norms(theirs, ours, "attn_norm", "mlp_norm")
         weights += _joined_feed_forward(shape, theirs, ours) if joined else shape.feed_forward(theirs, ours)
         theirs, ours = f"{theirs}attn.", f"{ours}self_attn."
-        if i in with_attention:
-            weights += _attention(shape, flag(attention, "qkv_bias"), theirs, ours)
-        else:
-            weights += made.weights(shape, made, theirs, ours)
-    mixers = ["softmax" if i in with_attention else made.mixer for i in range(shape.layers)]
-    options = {"mixers": write_pattern(mixers) if with_attention else made.mixer, "fast-weight-heads": made.heads}
+        weights += shape.attention(theirs, ours, biased=biased) if i in with_attention else made.weights(theirs, ours)
+    mixers = ["softmax" if i in with_attention else made.name for i in range(shape.layers)]
+    options = {"mixers": write_pattern(mixers) if with_attention else made.name, "fast-weight-heads": made.heads}
     if with_attention:
-        options |= rotary_options(shape) | {"projection-bias": "qkv" if flag(attention, "qkv_bias") else "none"}
-    family = shape.family(weights, options | made.options)
-    del family.options["softmax-attention-layers"]
-    return family
+        options |= rotary_options(shape) | {"projection-bias": "qkv" if biased else "none"}
+    return shape.language_model(weights, options | made.options)
 
 
 def _shape(config: dict[str, Any], attention: dict[str, Any], names: set[str], end_of_text: int | None) -> Shape:
     """The sizes, which have other names and defaults than Llama's."""
-    width, between = number(config, "hidden_size"), config["intermediate_size"]
+    between = config["intermediate_size"]
     if between is None:  # the multiple of 256 above two thirds
         ratio = 4 if config["hidden_ratio"] is None else number(config, "hidden_ratio")
-        between = -(-int(width * ratio * 2 / 3) // 256) * 256
-    same = {name: config[name] for name in _SAME}
-    own = {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps")}
-    own["head_dim"] = None
+        between = -(-int(number(config, "hidden_size") * ratio * 2 / 3) // 256) * 256
+    own = {name: config[name] for name in _SAME} | {"head_dim": None}
+    own |= {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps")}
     if attention:
         own["num_attention_heads"] = number(attention, "num_heads")
         own["num_key_value_heads"] = attention["num_kv_heads"]
         own["rope_theta"] = positive(attention, "rope_theta")
-    return read_shape(SHARED | same | own, names, end_of_text, table="embeddings")
+    return read_shape(SHARED | own, names, end_of_text, table="embeddings")
 
 
 def _layers_with_attention(attention: dict[str, Any], shape: Shape) -> set[int]:
@@ -206,12 +222,6 @@ def _layers_with_attention(attention: dict[str, Any], shape: Shape) -> set[int]:
             f"{shape.layers - 1}"
         )
     return set(layers)
-
-
-def _attention(shape: Shape, biased: bool, theirs: str, ours: str) -> Iterator[Weight]:
-    yield from shape.attention(theirs, ours)
-    for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)) if biased else ():
-        yield plain(f"{theirs}{part}_proj.bias", f"{ours}{part}_proj.bias", heads * shape.head_dim)
 
 
 def _joined_feed_forward(shape: Shape, theirs: str, ours: str) -> Iterator[Weight]:
@@ -231,87 +241,30 @@ def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
     return heads, keys // heads, values // heads
 
 
-def _norm_name(config: dict[str, Any]) -> str:
-    """The name of the norm of what is read, which may be one module with the gate."""
-    return "g_norm_swish_gate" if flag(config, "fuse_norm") else "g_norm"
-
-
-def _delta_options(
-    config: dict[str, Any], shape: Shape, mixer: str, key_heads: int, key_dim: int, value_dim: int
-) -> dict[str, Any]:
-    conv = number(config, "conv_size")
-    sizes: dict[str, Any] = {"key-heads": key_heads, "key-dim": key_dim, "value-dim": value_dim, "conv": conv}
-    sizes |= {"eps": shape.eps, "negative-eigenvalues": flag(config, "allow_neg_eigval")}
-    return {f"{mixer}-{name}": value for name, value in sizes.items()}
-
-
-def _decaying(config: dict[str, Any], shape: Shape, mixer: str, gates: Callable[..., Iterator[Weight]]) -> _Memory:
-    """The memory of Gated DeltaNet and of Kimi delta attention, which differ in their gates."""
+def _decaying(config: dict[str, Any]) -> Delta:
+    """The sizes of Gated DeltaNet and of Kimi delta attention."""
     key_heads, key_dim, conv = (number(config, name) for name in ("num_heads", "head_dim", "conv_size"))
     heads = key_heads if config["num_v_heads"] is None else number(config, "num_v_heads")
     check_heads("num_v_heads", heads, "num_heads", key_heads)
-    value_dim = int(key_dim * positive(config, "expand_v"))
-
-    def weights(shape: Shape, memory: _Memory, theirs: str, ours: str) -> Iterator[Weight]:
-        yield from _delta(shape, memory, theirs, ours, key_heads=key_heads, conv=conv)
-        yield from gates(theirs, ours, shape.width, heads, key_dim, value_dim)
-
-    options = _delta_options(config, shape, mixer, key_heads, key_dim, value_dim)
-    return _Memory(mixer, heads, key_dim, value_dim, options, weights)
+    return Delta(key_heads, heads, key_dim, int(key_dim * positive(config, "expand_v")), conv)
 
 
-def _delta(shape: Shape, memory: _Memory, theirs: str, ours: str, *, key_heads: int, conv: int) -> Iterator[Weight]:
-    """The weights that all delta networks have."""
-    keys, values = key_heads * memory.key_dim, memory.heads * memory.value_dim
-    for part, rows in (("q", keys), ("k", keys), ("v", values), ("b", memory.heads)):
-        yield plain(f"{theirs}{part}_proj.weight", f"{ours}{part}_proj.weight", rows, shape.width)
-    convolutions = tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv")
-    yield stacked(convolutions, f"{ours}conv1d.weight", (keys, keys, values), 1, conv)
-    yield plain(f"{theirs}o_norm.weight", f"{ours}o_norm.weight", memory.value_dim)
-    yield plain(f"{theirs}o_proj.weight", f"{ours}o_proj.weight", shape.width, values)
+def _delta_options(config: dict[str, Any], shape: Shape, mixer: str, delta: Delta) -> dict[str, Any]:
+    own = {f"{mixer}-eps": shape.eps, f"{mixer}-negative-eigenvalues": flag(config, "allow_neg_eigval")}
+    return delta.options(mixer) | own
 
 
-def _delta_net(shape: Shape, memory: _Memory, theirs: str, ours: str, *, conv: int, gated: bool) -> Iterator[Weight]:
-    yield from _delta(shape, memory, theirs, ours, key_heads=memory.heads, conv=conv)
-    if gated:
-        yield plain(f"{theirs}g_proj.weight", f"{ours}g_proj.weight", memory.heads * memory.value_dim, shape.width)
+def _norm_name(config: dict[str, Any]) -> str:
+    """The name of the norm of the output, which may be one module with the gate."""
+    return "g_norm_swish_gate" if flag(config, "fuse_norm") else "g_norm"
 
 
-def _gated_delta(theirs: str, ours: str, width: int, heads: int, key_dim: int, value_dim: int) -> Iterator[Weight]:
-    yield plain(f"{theirs}a_proj.weight", f"{ours}a_proj.weight", heads, width)
-    yield plain(f"{theirs}g_proj.weight", f"{ours}g_proj.weight", heads * value_dim, width)
-    for name in ("A_log", "dt_bias"):
-        yield plain(f"{theirs}{name}", f"{ours}{name}", heads)
-
-
-def _kimi_delta(theirs: str, ours: str, width: int, heads: int, key_dim: int, value_dim: int) -> Iterator[Weight]:
-    forget = f"{ours}forget_gate."
-    yield plain(f"{theirs}f_proj.0.weight", f"{forget}f_a_proj.weight", value_dim, width)
-    yield plain(f"{theirs}f_proj.1.weight", f"{forget}f_b_proj.weight", heads * key_dim, value_dim)
-    yield plain(f"{theirs}g_proj.0.weight", f"{ours}g_a_proj.weight", value_dim, width)
-    yield plain(f"{theirs}g_proj.1.weight", f"{ours}g_b_proj.weight", heads * value_dim, value_dim)
-    yield plain(f"{theirs}g_proj.1.bias", f"{ours}g_b_proj.bias", heads * value_dim)
-    yield plain(f"{theirs}dt_bias", f"{forget}dt_bias", heads * key_dim)
-    yield single(
-        f"{theirs}A_log",
-        (heads,),
-        (f"{forget}A_log",),
-        lambda x: (x.view(1, 1, heads, 1),),
-        lambda parts: parts[0].flatten(),
-    )
-
-
-def _retnet(shape: Shape, memory: _Memory, theirs: str, ours: str, *, norm: str, out: str = "out") -> Iterator[Weight]:
-    keys, values = memory.heads * memory.key_dim, memory.heads * memory.value_dim
-    for part, rows in (("q", keys), ("k", keys), ("v", values), ("g", values)):
-        yield plain(f"{theirs}{part}_proj.weight", f"{ours}{part}_proj.weight", rows, shape.width)
-    yield plain(f"{theirs}{norm}.weight", f"{ours}o_norm.weight", memory.value_dim)
-    yield plain(f"{theirs}o_proj.weight", f"{ours}{out}_proj.weight", shape.width, values)
-
-
-def _gla(shape: Shape, memory: _Memory, theirs: str, ours: str, *, norm: str) -> Iterator[Weight]:
-    yield from _retnet(shape, memory, theirs, ours, norm=norm, out="o")
-    keys, rank = memory.heads * memory.key_dim, GatedLinearAttention.options["rank"].default
-    yield plain(f"{theirs}gk_proj.0.weight", f"{ours}f_a_proj.weight", rank, shape.width)
-    yield plain(f"{theirs}gk_proj.1.weight", f"{ours}f_b_proj.weight", keys, rank)
-    yield plain(f"{theirs}gk_proj.1.bias", f"{ours}f_b_proj.bias", keys)
+def _gated_weights(
+    width: int, heads: int, key_dim: int, value_dim: int, theirs: str, ours: str, norm: str, out: str
+) -> Iterator[Weight]:
+    """The weights that RetNet and gated linear attention share."""
+    keys, values = heads * key_dim, heads * value_dim
+    yield from same(theirs, ours, {f"{part}_proj.weight": (keys, width) for part in "qk"})
+    yield from same(theirs, ours, {f"{part}_proj.weight": (values, width) for part in "vg"})
+    yield plain(f"{theirs}{norm}.weight", f"{ours}o_norm.weight", value_dim)
+    yield plain(f"{theirs}o_proj.weight", f"{ours}{out}_proj.weight", width, values)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fairseq_fastweights.conversion.families.config_values import (
+from fairseq_fastweights.conversion.families.family import Family, Weight, plain, read_sizes, reads, same, single
+from fairseq_fastweights.conversion.families.settings import (
     activation,
     check_heads,
-    count_layers,
     flag,
     number,
     of_class,
     probability,
-    read_end_of_text,
     rotary,
-    sizes,
 )
-from fairseq_fastweights.conversion.families.family import Family, reads
-from fairseq_fastweights.conversion.families.weights import embedding, fused, linear, norm, single
 
 _PADDING = 1
 
@@ -41,54 +39,41 @@ _PADDING = 1
 )
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-2: learned positions, one matrix for queries, keys and values."""
-    width, layers, heads = number(config, "n_embd"), count_layers(config, "n_layer"), number(config, "n_head")
-    between = 4 * width if config["n_inner"] is None else number(config, "n_inner")
-    positions, vocabulary = number(config, "n_positions"), number(config, "vocab_size")
-    check_heads("n_embd", width, "n_head", heads)
-    tied = flag(config, "tie_word_embeddings")
-    end = read_end_of_text(config, vocabulary, end_of_text)
-
-    # As saved by the language model; files that were saved by the model below it have no prefix.
+    if config["n_inner"] is None:
+        config["n_inner"] = 4 * number(config, "n_embd")
+    names_of_sizes = {"width": "n_embd", "between": "n_inner", "heads": "n_head", "layers": "n_layer"}
+    sizes = read_sizes(config, end_of_text, positions="n_positions", **names_of_sizes)
+    width, between = sizes.width, sizes.between
+    check_heads("n_embd", width, "n_head", sizes.heads)
+    # Weights that the language model saved have this prefix; those that the model without its output layer saved, none.
     prefix = "transformer." if not names or any(name.startswith("transformer.") for name in names) else ""
     weights = [
-        embedding(f"{prefix}wte.weight", "decoder.embed_tokens.weight", vocabulary, width, end),
         single(
             f"{prefix}wpe.weight",
-            (positions, width),
+            (sizes.positions, width),
             ("decoder.embed_positions.weight",),
             lambda x: (torch.cat([x.new_zeros(_PADDING + 1, width), x]),),
             lambda parts: parts[0][_PADDING + 1 :],
         ),
     ]
-    for i in range(layers):
+    for i in range(sizes.layers):
         theirs, ours = f"{prefix}h.{i}.", f"decoder.layers.{i}."
         weights += [
-            *norm(f"{theirs}ln_1", f"{ours}self_attn_layer_norm", width),
-            *norm(f"{theirs}ln_2", f"{ours}final_layer_norm", width),
-            *fused(f"{theirs}attn.c_attn", f"{ours}self_attn", width, heads, interleaved=False),
-            *linear(f"{theirs}attn.c_proj", f"{ours}self_attn.out_proj", width, width, transposed=True),
-            *linear(f"{theirs}mlp.c_fc", f"{ours}fc1", width, between, transposed=True),
-            *linear(f"{theirs}mlp.c_proj", f"{ours}fc2", between, width, transposed=True),
+            *_norm(f"{theirs}ln_1", f"{ours}self_attn_layer_norm", width),
+            *_norm(f"{theirs}ln_2", f"{ours}final_layer_norm", width),
+            *_fused(f"{theirs}attn.c_attn", f"{ours}self_attn", width, sizes.heads, interleaved=False),
+            *_linear(f"{theirs}attn.c_proj", f"{ours}self_attn.out_proj", width, width, transposed=True),
+            *_linear(f"{theirs}mlp.c_fc", f"{ours}fc1", width, between, transposed=True),
+            *_linear(f"{theirs}mlp.c_proj", f"{ours}fc2", between, width, transposed=True),
         ]
-    weights += norm(f"{prefix}ln_f", "decoder.layer_norm", width)
-    if not tied:
-        weights.append(embedding("lm_head.weight", "decoder.output_projection.weight", vocabulary, width, end))
-    return Family(
-        options={
-            **sizes(layers, width, heads, between, positions, tied),
-            "decoder-learned-pos": True,
-            "activation-fn": activation(config, "activation_function"),
-            "dropout": probability(config, "resid_pdrop"),
-            "attention-dropout": probability(config, "attn_pdrop"),
-        },
-        weights=weights,
-        vocabulary=vocabulary,
-        end_of_text=end,
-        tied=tied,
-        byte_level=True,
-        output_name="lm_head.weight",
-        input_name=f"{prefix}wte.weight",
-    )
+    weights += _norm(f"{prefix}ln_f", "decoder.layer_norm", width)
+    options = {
+        "decoder-learned-pos": True,
+        "activation-fn": activation(config, "activation_function"),
+        "dropout": probability(config, "resid_pdrop"),
+        "attention-dropout": probability(config, "attn_pdrop"),
+    }
+    return sizes.family(weights, options, input_name=f"{prefix}wte.weight", byte_level=True)
 
 
 @reads(
@@ -105,47 +90,67 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
 )
 def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-NeoX: rotary positions in a part of each head, attention and feed-forward network in parallel."""
-    width, between, heads = (
-        number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    layers = count_layers(config, "num_hidden_layers")
-    positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
-    check_heads("hidden_size", width, "num_attention_heads", heads)
-    tied = flag(config, "tie_word_embeddings")
-    end = read_end_of_text(config, vocabulary, end_of_text)
-    turned = rotary(config, width // heads, base="rotary_emb_base", fraction="rotary_pct")
-
-    output = "lm_head.weight" if "lm_head.weight" in names else "embed_out.weight"
-    weights = [embedding("gpt_neox.embed_in.weight", "decoder.embed_tokens.weight", vocabulary, width, end)]
-    for i in range(layers):
+    sizes = read_sizes(config, end_of_text)
+    width, between = sizes.width, sizes.between
+    check_heads("hidden_size", width, "num_attention_heads", sizes.heads)
+    rotated = rotary(config, width // sizes.heads, base="rotary_emb_base", fraction="rotary_pct")
+    weights: list[Weight] = []
+    for i in range(sizes.layers):
         theirs, ours = f"gpt_neox.layers.{i}.", f"decoder.layers.{i}."
         weights += [
-            *norm(f"{theirs}input_layernorm", f"{ours}self_attn_layer_norm", width),
-            *norm(f"{theirs}post_attention_layernorm", f"{ours}final_layer_norm", width),
-            *fused(f"{theirs}attention.query_key_value", f"{ours}self_attn", width, heads, interleaved=True),
-            *linear(f"{theirs}attention.dense", f"{ours}self_attn.out_proj", width, width),
-            *linear(f"{theirs}mlp.dense_h_to_4h", f"{ours}fc1", width, between),
-            *linear(f"{theirs}mlp.dense_4h_to_h", f"{ours}fc2", between, width),
+            *_norm(f"{theirs}input_layernorm", f"{ours}self_attn_layer_norm", width),
+            *_norm(f"{theirs}post_attention_layernorm", f"{ours}final_layer_norm", width),
+            *_fused(f"{theirs}attention.query_key_value", f"{ours}self_attn", width, sizes.heads, interleaved=True),
+            *_linear(f"{theirs}attention.dense", f"{ours}self_attn.out_proj", width, width),
+            *_linear(f"{theirs}mlp.dense_h_to_4h", f"{ours}fc1", width, between),
+            *_linear(f"{theirs}mlp.dense_4h_to_h", f"{ours}fc2", between, width),
         ]
-    weights += norm("gpt_neox.final_layer_norm", "decoder.layer_norm", width)
-    if not tied:
-        weights.append(embedding(output, "decoder.output_projection.weight", vocabulary, width, end))
-    return Family(
-        options={
-            **sizes(layers, width, heads, between, positions, tied),
-            "no-token-positional-embeddings": True,
-            "activation-fn": activation(config, "hidden_act"),
-            "dropout": probability(config, "hidden_dropout"),
-            "attention-dropout": probability(config, "attention_dropout"),
-            "parallel-residual": flag(config, "use_parallel_residual"),
-            "rotary-dim": turned.dim,
-            "rotary-base": turned.base,
-        },
-        weights=weights,
-        vocabulary=vocabulary,
-        end_of_text=end,
-        tied=tied,
-        byte_level=True,
-        output_name=output,
-        input_name="gpt_neox.embed_in.weight",
-    )
+    weights += _norm("gpt_neox.final_layer_norm", "decoder.layer_norm", width)
+    options = {
+        "no-token-positional-embeddings": True,
+        "activation-fn": activation(config, "hidden_act"),
+        "dropout": probability(config, "hidden_dropout"),
+        "attention-dropout": probability(config, "attention_dropout"),
+        "parallel-residual": flag(config, "use_parallel_residual"),
+        "rotary-dim": rotated.dim,
+        "rotary-base": rotated.base,
+    }
+    output = "lm_head.weight" if "lm_head.weight" in names else "embed_out.weight"
+    return sizes.family(weights, options, input_name="gpt_neox.embed_in.weight", output_name=output, byte_level=True)
+
+
+def _norm(name: str, ours: str, width: int) -> Iterator[Weight]:
+    return same(name, ours, {".weight": (width,), ".bias": (width,)})
+
+
+def _linear(name: str, ours: str, width_in: int, width_out: int, transposed: bool = False) -> Iterator[Weight]:
+    """A linear layer; GPT-2's ("Conv1D") have inputs in rows and outputs in columns."""
+    if transposed:
+        shape, own = (width_in, width_out), (f"{ours}.weight",)
+        yield single(f"{name}.weight", shape, own, lambda x: (x.t(),), lambda parts: parts[0].t())
+    else:
+        yield plain(f"{name}.weight", f"{ours}.weight", width_out, width_in)
+    yield plain(f"{name}.bias", f"{ours}.bias", width_out)
+
+
+def _fused(name: str, ours: str, width: int, heads: int, interleaved: bool) -> Iterator[Weight]:
+    """Queries, keys and values in one layer.
+
+    GPT-2 has all queries, all keys, all values, side by side in columns; GPT-NeoX, in rows, the query, key and value of
+    the first head, then those of the second, and so on: `interleaved`.
+    """
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        if not interleaved:
+            return tuple(part.t() if x.dim() == 2 else part for part in x.chunk(3, dim=-1))
+        return tuple(part.reshape(width, *x.shape[1:]) for part in x.view(heads, 3, -1, *x.shape[1:]).unbind(1))
+
+    def join(parts: tuple[Tensor, ...]) -> Tensor:
+        if not interleaved:
+            return torch.cat([part.t() if part.dim() == 2 else part for part in parts], dim=-1)
+        return torch.stack([part.reshape(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
+
+    for kind in ("weight", "bias"):
+        own = tuple(f"{ours}.{part}_proj.{kind}" for part in "qkv")
+        shape = (3 * width,) if kind == "bias" else (3 * width, width) if interleaved else (width, 3 * width)
+        yield single(f"{name}.{kind}", shape, own, split, join)

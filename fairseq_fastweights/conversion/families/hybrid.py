@@ -3,47 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fairseq_fastweights.conversion.families.config_values import (
+from fairseq_fastweights.conversion.families.family import (
+    FAMILIES,
+    Family,
+    Weight,
+    plain,
+    reads,
+    same,
+    single,
+    stacked,
+    unstacked,
+)
+from fairseq_fastweights.conversion.families.llama import ONLY, SHARED, Shape, read_shape, rotary_options
+from fairseq_fastweights.conversion.families.settings import (
+    MOST_LAYERS,
     check_heads,
-    count_layers,
     flag,
     layer_kinds,
     mapping,
     number,
     of_class,
 )
-from fairseq_fastweights.conversion.families.family import FAMILIES, Family, reads
-from fairseq_fastweights.conversion.families.llama import ONLY, SHARED, Shape, read_shape, rotary_options
-from fairseq_fastweights.conversion.families.weights import Weight, plain, single, stacked, unstacked
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.registry import write_pattern
 
 _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}
 _SECOND = "post_attention_layernorm"
 _NORM_EPS = 1e-5
-"""OLMo-hybrid's epsilon of the norm of what is read, whatever config.json says of other norms."""
+"""OLMo-hybrid's epsilon of the norm of a layer's output, independent of config.json."""
 _OLMO: dict[str, Any] = {
-    "vocab_size": 100352,
-    "hidden_size": 3840,
-    "intermediate_size": 11008,
-    "num_attention_heads": 30,
+    **{"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_attention_heads": 30},
+    **{"max_position_embeddings": 65536, "head_dim": None, "layer_types": None, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None},
+    **{"linear_value_head_dim": None, "linear_allow_neg_eigval": True},
 }
-_OLMO |= {"max_position_embeddings": 65536, "head_dim": None, "layer_types": None, "linear_conv_kernel_dim": 4}
-_OLMO |= dict.fromkeys(f"linear_{name}" for name in ("num_key_heads", "num_value_heads"))
-_OLMO |= {"linear_key_head_dim": None, "linear_value_head_dim": None, "linear_allow_neg_eigval": True}
 _QWEN: dict[str, Any] = {
-    "vocab_size": 248320,
-    "intermediate_size": 12288,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
+    **{"vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4},
+    **{"max_position_embeddings": 32768, "head_dim": 256, "layer_types": None, "full_attention_interval": 4},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25},
 }
-_QWEN |= {"max_position_embeddings": 32768, "head_dim": 256, "layer_types": None, "full_attention_interval": 4}
-_QWEN |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-_QWEN |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25}
+
+
+class Delta(NamedTuple):
+    """The sizes of a delta network: heads of keys and of values, their dimensions, the convolution's kernel."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The number of outputs of each projection; `a` gives the decay, `b` beta, `g` the output gate."""
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        return {"q": keys, "k": keys, "v": values, "a": self.heads, "b": self.heads, "g": values}
+
+    def options(self, mixer: str) -> dict[str, Any]:
+        """The options of a mixer with these sizes."""
+        sizes = {"key-heads": self.key_heads, "key-dim": self.key_dim, "value-dim": self.value_dim, "conv": self.conv}
+        return {f"{mixer}-{name}": value for name, value in sizes.items()}
+
+    def weights(
+        self, width: int, theirs: str, ours: str, parts: str, convolved: tuple[int, ...] | None = None
+    ) -> Iterator[Weight]:
+        """The projections of these parts, the convolutions, the norm and the projection of the output.
+
+        `convolved` are the channels of the three convolutions that the folder holds; None for those of q, k and v.
+        """
+        rows = self.rows
+        shapes: dict[str, tuple[int, ...]] = {f"{part}_proj.weight": (rows[part], width) for part in parts}
+        yield from same(theirs, ours, shapes)
+        convolutions = tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv")
+        convolved = convolved or (rows["q"], rows["k"], rows["v"])
+        yield stacked(convolutions, f"{ours}conv1d.weight", convolved, 1, self.conv)
+        yield from same(theirs, ours, {"o_norm.weight": (self.value_dim,), "o_proj.weight": (width, rows["v"])})
+
+    def decay_weights(self, theirs: str, ours: str) -> Iterator[Weight]:
+        """Gated DeltaNet's parameters of decays, beside their projection."""
+        return same(theirs, ours, {"A_log": (self.heads,), "dt_bias": (self.heads,)})
 
 
 @reads(
@@ -61,7 +104,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     Norms have either of two names. What transformers 5.20 saves differs further: the first norm of layers with
     attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
-    config["full_attention_interval"] = min(4, count_layers(config, "num_hidden_layers"))
+    config["full_attention_interval"] = min(4, number(config, "num_hidden_layers", MOST_LAYERS))
     for part, size in (
         ("num_key_heads", lambda: config["num_attention_heads"]),
         ("num_value_heads", lambda: config["num_attention_heads"]),
@@ -76,13 +119,17 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     older = any(name.endswith(".attention_layer_norm.weight") for name in names)
     before = ("attention_layer_norm", "feedforward_layer_norm") if older else ("input_layernorm", _SECOND)
     behind = ("feedforward_layer_norm" if saved else _SECOND, "post_feedforward_layernorm")
+    channels = 2 * delta.rows["k"] + delta.rows["v"]
+    third = -(-channels // 3)
+    thirds = (third, third, channels - 2 * third)
     weights: list[Weight] = []
-    for i, kind in enumerate(kinds):
-        theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
+    for kind, (theirs, ours) in zip(kinds, shape.paths(), strict=True):
         weights += shape.feed_forward(theirs, ours)
         if kind == "linear_attention":
             weights += shape.norms(theirs, ours, *before)
-            weights += _olmo_delta(shape.width, delta, f"{theirs}linear_attn.", f"{ours}self_attn.", saved)
+            theirs, ours = f"{theirs}linear_attn.", f"{ours}self_attn."
+            weights += delta.weights(shape.width, theirs, ours, "qkvabg", thirds if saved else None)
+            weights += delta.decay_weights(theirs, ours)
             continue
         weights += shape.norms(theirs, ours, *behind)
         weights += shape.attention(f"{theirs}self_attn.", f"{ours}self_attn.")
@@ -115,8 +162,7 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
     """The dense language models of Qwen3.5: gated attention, norms that multiply by 1 + w."""
     shape, kinds, delta = _read(config, names, end_of_text)
     weights: list[Weight] = []
-    for i, kind in enumerate(kinds):
-        theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
+    for kind, (theirs, ours) in zip(kinds, shape.paths(), strict=True):
         weights += shape.norms(theirs, ours, "input_layernorm", _SECOND)
         weights += shape.feed_forward(theirs, ours)
         if kind == "linear_attention":
@@ -125,7 +171,7 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
         theirs, ours = f"{theirs}self_attn.", f"{ours}self_attn."
         weights.append(_gated_queries(shape, theirs, ours))
         weights += shape.attention(theirs, ours, projections="kv")
-        weights += [plain(f"{theirs}{part}_norm.weight", f"{ours}{part}_norm.weight", shape.head_dim) for part in "qk"]
+        weights += same(theirs, ours, {f"{part}_norm.weight": (shape.head_dim,) for part in "qk"})
     options = {
         "softmax-output-gate": True,
         "zero-centered-norms": True,
@@ -145,10 +191,10 @@ def qwen3_5_text(config: dict[str, Any], names: set[str], end_of_text: int | Non
 )
 def qwen3_5(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """The language model of a Qwen3.5 that also reads images; weights have the names that they have alone."""
-    return FAMILIES["qwen3_5_text"](qwen3_5_alone(config), names, end_of_text)
+    return FAMILIES["qwen3_5_text"](qwen3_5_text_config(config), names, end_of_text)
 
 
-def qwen3_5_alone(config: dict[str, Any]) -> dict[str, Any]:
+def qwen3_5_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the language model in a Qwen3.5 that also reads images, as if it had been saved alone."""
     text = mapping(config, "text_config")
     if not text:
@@ -167,52 +213,28 @@ def qwen3_5_name(name: str) -> str | None:
     return name.replace("model.language_model.", "model.", 1)
 
 
-def _read(
-    config: dict[str, Any], names: set[str], end_of_text: int | None
-) -> tuple[Shape, list[str], tuple[int, int, int, int, int]]:
-    """The shape, the layers' kinds, and of Gated DeltaNet heads and sizes of keys and values, and the convolution."""
+def _read(config: dict[str, Any], names: set[str], end_of_text: int | None) -> tuple[Shape, list[str], Delta]:
+    """The shape, the layers' kinds, and the sizes of Gated DeltaNet."""
     shape = read_shape(config, names, end_of_text)
     interval = number(config, "full_attention_interval")
     default = ["linear_attention" if i % interval else "full_attention" for i in range(1, shape.layers + 1)]
     kinds = layer_kinds(config, shape.layers, default, _MIXERS)
-    key_heads, value_heads, key_dim, value_dim, conv = (
-        number(config, f"linear_{name}")
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    )
-    check_heads("linear_num_value_heads", value_heads, "linear_num_key_heads", key_heads)
-    return shape, kinds, (key_heads, value_heads, key_dim, value_dim, conv)
+    parts = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    delta = Delta(*(number(config, f"linear_{part}") for part in parts))
+    check_heads("linear_num_value_heads", delta.heads, "linear_num_key_heads", delta.key_heads)
+    return shape, kinds, delta
 
 
-def _olmo_delta(width: int, delta: tuple[int, ...], theirs: str, ours: str, saved: bool) -> Iterator[Weight]:
-    key_heads, value_heads, key_dim, value_dim, conv = delta
-    keys, values = key_heads * key_dim, value_heads * value_dim
-    for part, rows in (("q", keys), ("k", keys), ("v", values), ("a", value_heads), ("b", value_heads), ("g", values)):
-        yield plain(f"{theirs}{part}_proj.weight", f"{ours}{part}_proj.weight", rows, width)
-    yield plain(f"{theirs}o_proj.weight", f"{ours}o_proj.weight", width, values)
-    channels = 2 * keys + values
-    third = -(-channels // 3)
-    parts = (third, third, channels - 2 * third) if saved else (keys, keys, values)
-    convolutions = tuple(f"{theirs}{part}_conv1d.weight" for part in "qkv")
-    yield stacked(convolutions, f"{ours}conv1d.weight", parts, 1, conv)
-    yield from _delta_parameters(value_heads, value_dim, theirs, ours, norm="o_norm")
-
-
-def _qwen_delta(width: int, delta: tuple[int, ...], theirs: str, ours: str) -> Iterator[Weight]:
-    key_heads, value_heads, key_dim, value_dim, conv = delta
-    rows = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
-    yield unstacked(f"{theirs}in_proj_qkv.weight", tuple(f"{ours}{x}_proj.weight" for x in "qkv"), rows, width)
-    for part, own, n in (("z", "g", rows[2]), ("b", "b", value_heads), ("a", "a", value_heads)):
-        yield plain(f"{theirs}in_proj_{part}.weight", f"{ours}{own}_proj.weight", n, width)
-    yield plain(f"{theirs}out_proj.weight", f"{ours}o_proj.weight", width, rows[2])
-    yield plain(f"{theirs}conv1d.weight", f"{ours}conv1d.weight", sum(rows), 1, conv)
-    yield from _delta_parameters(value_heads, value_dim, theirs, ours, norm="norm")
-
-
-def _delta_parameters(heads: int, dim: int, theirs: str, ours: str, norm: str) -> Iterator[Weight]:
-    """The parameters of Gated DeltaNet that are neither projections nor convolutions."""
-    yield plain(f"{theirs}A_log", f"{ours}A_log", heads)
-    yield plain(f"{theirs}dt_bias", f"{ours}dt_bias", heads)
-    yield plain(f"{theirs}{norm}.weight", f"{ours}o_norm.weight", dim)
+def _qwen_delta(width: int, delta: Delta, theirs: str, ours: str) -> Iterator[Weight]:
+    rows = delta.rows
+    inputs = (rows["q"], rows["k"], rows["v"])
+    yield unstacked(f"{theirs}in_proj_qkv.weight", tuple(f"{ours}{x}_proj.weight" for x in "qkv"), inputs, width)
+    for part, own in (("z", "g"), ("b", "b"), ("a", "a")):
+        yield plain(f"{theirs}in_proj_{part}.weight", f"{ours}{own}_proj.weight", rows[own], width)
+    yield plain(f"{theirs}out_proj.weight", f"{ours}o_proj.weight", width, rows["v"])
+    yield plain(f"{theirs}conv1d.weight", f"{ours}conv1d.weight", sum(inputs), 1, delta.conv)
+    yield from delta.decay_weights(theirs, ours)
+    yield plain(f"{theirs}norm.weight", f"{ours}o_norm.weight", delta.value_dim)
 
 
 def _gated_queries(shape: Shape, theirs: str, ours: str) -> Weight:
@@ -228,21 +250,11 @@ def _gated_queries(shape: Shape, theirs: str, ours: str) -> Weight:
     return single(f"{theirs}q_proj.weight", (2 * shape.heads * shape.head_dim, shape.width), names, split, join)
 
 
-def _finish(
-    shape: Shape, kinds: list[str], delta: tuple[int, ...], weights: list[Weight], options: dict[str, Any]
-) -> Family:
+def _finish(shape: Shape, kinds: list[str], delta: Delta, weights: list[Weight], options: dict[str, Any]) -> Family:
     """The family, with the options of both."""
-    key_heads, value_heads, key_dim, value_dim, conv = delta
-    of_delta = {"key-heads": key_heads, "key-dim": key_dim, "value-dim": value_dim, "conv": conv}
-    family = shape.family(
-        weights,
-        {
-            "mixers": write_pattern([_MIXERS[kind] for kind in kinds]),
-            "fast-weight-heads": value_heads,
-            "query-key-norm-eps": shape.eps,
-            **{f"gated-delta-{name}": value for name, value in of_delta.items()},
-            **options,
-        },
-    )
-    del family.options["softmax-attention-layers"]
-    return family
+    common = {
+        "mixers": write_pattern([_MIXERS[kind] for kind in kinds]),
+        "fast-weight-heads": delta.heads,
+        "query-key-norm-eps": shape.eps,
+    }
+    return shape.language_model(weights, common | delta.options("gated-delta") | options)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fairseq_fastweights.conversion.families.config_values import (
+from fairseq_fastweights.conversion.families.family import Family, Sizes, Weight, plain, read_sizes, reads, same
+from fairseq_fastweights.conversion.families.settings import (
     check_heads,
-    count_layers,
-    flag,
     layer_kinds,
     number,
     of_class,
     positive,
     probability,
-    read_end_of_text,
     rotary,
-    sizes,
 )
-from fairseq_fastweights.conversion.families.family import Family, reads
-from fairseq_fastweights.conversion.families.weights import Weight, embedding, plain
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
@@ -34,94 +30,41 @@ SHARED: dict[str, Any] = {
     **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_dropout": 0.0, "eos_token_id": None},
     **{"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0, "partial_rotary_factor": None},
 }
-"""What Llama's descendants take for settings that are missing; most have some of their own."""
+"""The values that Llama's descendants take for missing settings; most have some of their own."""
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_LLAMA = SHARED | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "head_dim": None}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8}
 _QWEN = SHARED | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _QWEN |= {"max_position_embeddings": 32768, "layer_types": None}
-_LLAMA = ONLY | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}
 _FULL = {"hidden_act": "silu", "use_sliding_window": False}
-
-
-@reads(
-    "llama",
-    of_class(
-        SHARED | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "head_dim": None},
-        _LLAMA,
-        "pretraining_tp max_sequence_length",
-    ),
-    served=True,
-)
-def llama(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Llama 1 to 3, and models of its shape (SmolLM, TinyLlama)."""
-    return _family(config, names, end_of_text, biases="none")
-
-
-@reads(
-    "mistral",
-    of_class(
-        SHARED
-        | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072, "head_dim": None}
-        | {"num_key_value_heads": 8, "sliding_window": 4096},
-        ONLY | {"sliding_window": None},
-    ),
-    served=True,
-)
-def mistral(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Mistral without a sliding window."""
-    return _family(config, names, end_of_text, biases="none")
-
-
-@reads(
-    "qwen2",
-    of_class(_QWEN | {"head_dim": None}, _FULL | {"use_mrope": False}, "sliding_window max_window_layers"),
-    served=True,
-)
-def qwen2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Qwen2 and Qwen2.5: queries, keys and values have biases."""
-    return _family(config, names, end_of_text, biases="qkv")
-
-
-@reads(
-    "qwen3",
-    of_class(_QWEN | {"head_dim": 128}, ONLY | _FULL, "sliding_window max_window_layers"),
-    served=True,
-)
-def qwen3(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-    """Qwen3: queries and keys have norms."""
-    return _family(config, names, end_of_text, biases="none", normed=True)
+_WINDOWS = "sliding_window max_window_layers"
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Sizes):
     """The settings that Llama's descendants share, and the weights that all of them have.
 
     Attributes:
         config: the contents of config.json.
-        width, between, heads, kv_heads, head_dim, layers, positions, vocabulary: sizes.
+        kv_heads, head_dim: sizes of attention.
         eps: of the norms.
-        tied: whether the output layer shares the weights of the embeddings.
-        end: number of the word type that ends a text.
         prefix: of the weights' names.
         table: the name of the embeddings after it.
     """
 
     config: dict[str, Any]
-    width: int
-    between: int
-    heads: int
     kv_heads: int
     head_dim: int
-    layers: int
-    positions: int
-    vocabulary: int
     eps: float
-    tied: bool
-    end: int
     prefix: str
     table: str
 
+    def paths(self) -> list[tuple[str, str]]:
+        """The prefixes of each layer's weights, in the folder and here."""
+        return [(f"{self.prefix}layers.{i}.", f"decoder.layers.{i}.") for i in range(self.layers)]
+
     def norms(self, theirs: str, ours: str, before: str, between: str) -> Iterator[Weight]:
-        """The two norms of a layer, by their names in the source."""
+        """The two norms of a layer, by their names in the folder."""
         yield plain(f"{theirs}{before}.weight", f"{ours}self_attn_layer_norm.weight", self.width)
         yield plain(f"{theirs}{between}.weight", f"{ours}final_layer_norm.weight", self.width)
 
@@ -131,23 +74,23 @@ class Shape:
         yield plain(f"{theirs}mlp.up_proj.weight", f"{ours}fc1.linear.weight", self.between, self.width)
         yield plain(f"{theirs}mlp.down_proj.weight", f"{ours}fc2.weight", self.width, self.between)
 
-    def attention(self, theirs: str, ours: str, projections: str = "qkv") -> Iterator[Weight]:
-        """Some of the projections of a layer's attention, and that of its output, without biases."""
-        for part in projections:
-            rows = (self.heads if part == "q" else self.kv_heads) * self.head_dim
-            yield plain(f"{theirs}{part}_proj.weight", f"{ours}{part}_proj.weight", rows, self.width)
+    def attention(
+        self, theirs: str, ours: str, projections: str = "qkv", *, biased: bool = False, normed: int = 0
+    ) -> Iterator[Weight]:
+        """Projections of a layer's attention, and that of its output; norms of queries and keys of size `normed`."""
+        rows = {part: (self.heads if part == "q" else self.kv_heads) * self.head_dim for part in projections}
+        yield from same(theirs, ours, {f"{part}_proj.weight": (n, self.width) for part, n in rows.items()})
         yield plain(f"{theirs}o_proj.weight", f"{ours}out_proj.weight", self.width, self.heads * self.head_dim)
+        for part, n in rows.items():
+            if biased:
+                yield plain(f"{theirs}{part}_proj.bias", f"{ours}{part}_proj.bias", n)
+            if normed and part != "v":
+                yield plain(f"{theirs}{part}_norm.weight", f"{ours}{part}_norm.weight", normed)
 
-    def family(self, layers: list[Weight], options: dict[str, Any]) -> Family:
+    def language_model(self, layers: list[Weight], options: dict[str, Any]) -> Family:
         """The family of a model with these weights in its layers, and these options beside those that all have."""
-        table, out = f"{self.prefix}{self.table}.weight", "lm_head.weight"
-        of_words = {"vocabulary": self.vocabulary, "width": self.width, "end": self.end}
-        weights = [embedding(table, "decoder.embed_tokens.weight", **of_words), *layers]
-        weights.append(plain(f"{self.prefix}norm.weight", "decoder.layer_norm.weight", self.width))
-        if not self.tied:
-            weights.append(embedding(out, "decoder.output_projection.weight", **of_words))
-        own: dict[str, Any] = {
-            **sizes(self.layers, self.width, self.heads, self.between, self.positions, self.tied),
+        norm = plain(f"{self.prefix}norm.weight", "decoder.layer_norm.weight", self.width)
+        common: dict[str, Any] = {
             "no-token-positional-embeddings": True,
             "dropout": 0.0,
             "attention-dropout": probability(self.config, "attention_dropout"),
@@ -155,78 +98,61 @@ class Shape:
             "swiglu": True,
             "projection-bias": "none",
         }
-        # What is as fairseq has it is not said: checkpoints and their options stay as short as those of other models.
+        # fairseq's defaults are left out, so that options stay as short as those of other models.
         if self.kv_heads != self.heads:
-            own["kv-heads"] = self.kv_heads
+            common["kv-heads"] = self.kv_heads
         if self.head_dim * self.heads != self.width:
-            own["head-dim"] = self.head_dim
-        return Family(
-            options=own | options,
-            weights=weights,
-            vocabulary=self.vocabulary,
-            end_of_text=self.end,
-            byte_level=False,
-            tied=self.tied,
-            output_name=out,
-            input_name=table,
-        )
+            common["head-dim"] = self.head_dim
+        return self.family([*layers, norm], common | options, input_name=f"{self.prefix}{self.table}.weight")
 
 
 def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None, table: str = "embed_tokens") -> Shape:
-    """Reads what Llama's descendants say in the same words; `table` is the name of the embeddings.
+    """Reads the settings of Llama's descendants; `table` is the name of the embeddings.
 
     Raises:
         ValueError: for a setting that is missing, not allowed or not supported; the message names it.
     """
-    width, between, heads = (
-        number(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    layers = count_layers(config, "num_hidden_layers")
-    positions, vocabulary = number(config, "max_position_embeddings"), number(config, "vocab_size")
-    kv_heads = heads if config["num_key_value_heads"] is None else number(config, "num_key_value_heads")
-    check_heads("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    sizes = read_sizes(config, end_of_text)
+    kv_heads = sizes.heads if config["num_key_value_heads"] is None else number(config, "num_key_value_heads")
+    check_heads("num_attention_heads", sizes.heads, "num_key_value_heads", kv_heads)
     if config["head_dim"] is None:
-        check_heads("hidden_size", width, "num_attention_heads", heads)
+        check_heads("hidden_size", sizes.width, "num_attention_heads", sizes.heads)
     return Shape(
+        **vars(sizes),
         config=config,
-        width=width,
-        between=between,
-        heads=heads,
         kv_heads=kv_heads,
-        head_dim=width // heads if config["head_dim"] is None else number(config, "head_dim"),
-        layers=layers,
-        positions=positions,
-        vocabulary=vocabulary,
+        head_dim=sizes.width // sizes.heads if config["head_dim"] is None else number(config, "head_dim"),
         eps=positive(config, "rms_norm_eps"),
-        tied=flag(config, "tie_word_embeddings"),
-        end=read_end_of_text(config, vocabulary, end_of_text),
-        # As saved by the language model; files that were saved by the model below it have no prefix.
+        # The prefix is that of the language model; the model without its output layer saves names without it.
         prefix="model." if not names or any(name.startswith("model.") for name in names) else "",
         table=table,
     )
 
 
-def _family(
-    config: dict[str, Any], names: set[str], end_of_text: int | None, *, biases: str, normed: bool = False
+def _read(
+    config: dict[str, Any], names: set[str], end_of_text: int | None, *, biased: bool = False, normed: bool = False
 ) -> Family:
+    """Llama 1 to 3 and models of its shape; Qwen2's queries, keys and values have biases, Qwen3's q and k norms."""
     shape = read_shape(config, names, end_of_text)
     if "layer_types" in config:
         layer_kinds(config, shape.layers, ["full_attention"] * shape.layers, ["full_attention"])
-    options = rotary_options(shape) | {"projection-bias": biases}
     weights: list[Weight] = []
-    for i in range(shape.layers):
-        theirs, ours = f"{shape.prefix}layers.{i}.", f"decoder.layers.{i}."
+    for theirs, ours in shape.paths():
         weights += shape.norms(theirs, ours, "input_layernorm", "post_attention_layernorm")
         weights += shape.feed_forward(theirs, ours)
-        weights += shape.attention(f"{theirs}self_attn.", f"{ours}self_attn.")
-        for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
-            if biases == "qkv":
-                name = f"self_attn.{part}_proj.bias"
-                weights.append(plain(f"{theirs}{name}", f"{ours}{name}", heads * shape.head_dim))
-            if normed and part != "v":
-                name = f"self_attn.{part}_norm.weight"
-                weights.append(plain(f"{theirs}{name}", f"{ours}{name}", shape.head_dim))
-    return shape.family(weights, options | ({"query-key-norm-eps": shape.eps} if normed else {}))
+        own = f"{theirs}self_attn.", f"{ours}self_attn."
+        weights += shape.attention(*own, biased=biased, normed=shape.head_dim * normed)
+    options = rotary_options(shape) | {"projection-bias": "qkv" if biased else "none"}
+    return shape.language_model(weights, options | ({"query-key-norm-eps": shape.eps} if normed else {}))
+
+
+_LLAMA_ONLY = ONLY | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}
+_MISTRAL_SETTINGS = of_class(_MISTRAL | {"sliding_window": 4096}, ONLY | {"sliding_window": None})
+_QWEN2_ONLY = _FULL | {"use_mrope": False}
+reads("llama", of_class(_LLAMA, _LLAMA_ONLY, "pretraining_tp max_sequence_length"), served=True)(_read)
+reads("mistral", _MISTRAL_SETTINGS, served=True)(_read)
+reads("qwen2", of_class(_QWEN | {"head_dim": None}, _QWEN2_ONLY, _WINDOWS), served=True)(partial(_read, biased=True))
+reads("qwen3", of_class(_QWEN | {"head_dim": 128}, ONLY | _FULL, _WINDOWS), served=True)(partial(_read, normed=True))
 
 
 def rotary_options(shape: Shape, *, partial: bool = False, unused: Iterable[str] = ()) -> dict[str, Any]:

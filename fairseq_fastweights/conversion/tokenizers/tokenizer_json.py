@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.tokenizers.byte_level_files import (
+from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
     END_OF_TEXT,
     PAIR,
     PIECES,
-    is_number,
+    is_id,
     read_pair,
     write_for_gpt2,
 )
+from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
 FILES = (FILE, SETTINGS)
-"""The files: the tokenizer, and the number of its end-of-text token, {"end_of_text": number}."""
+"""The files: the tokenizer, and the id of its end-of-text token, {"end_of_text": id}."""
 
 _MOST_SPARE = 1024
-"""The largest number of word types that a model may have beyond its tokenizer's, to pad its matrices."""
+"""The largest number of vocabulary entries that a model may have beyond its tokenizer's, to pad its matrices."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class WholeTokenizer:
         text: its tokenizer.json.
         content: the same as the library writes it.
         source: name of the file.
-        size: one more than the largest number.
-        added: numbers of the added tokens, which are words of their own.
-        end_of_text: number of the end-of-text token in its configuration; None if there is none.
+        size: one more than the largest token id.
+        added: ids of the added tokens.
+        end_of_text: id of the end-of-text token in its configuration; None if there is none.
     """
 
     text: str
@@ -48,20 +48,19 @@ class WholeTokenizer:
     end_of_text: int | None
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:
-        """Checks that this can be the tokenizer of a model with a number of word types.
+        """Checks that this can be the tokenizer of a model with a vocabulary of this size.
 
         Raises:
-            ValueError: if it has more, or far fewer; or if the end-of-text token is a piece of ordinary text.
+            ValueError: if its own is larger, or far smaller; or if the end-of-text token is a piece of ordinary text.
         """
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
             raise InvalidInput(
-                f"{self.source}: the tokenizer has {self.size} word types, but the model, in config.json's vocab_size, "
+                f"{self.source}: the tokenizer has {self.size} entries, but the model, in config.json's vocab_size, "
                 f"{vocabulary_size}; it must be as many, or up to {_MOST_SPARE} more, as padding"
             )
         if end_of_text not in self.added.values():
             raise InvalidInput(
-                f"config.json: eos_token_id is {end_of_text}, which in {self.source} is no added token; it must be a "
-                "word of its own"
+                f"config.json: eos_token_id is {end_of_text}, which in {self.source} is no added token; it must be one"
             )
 
     def write(self, folder: Path, vocabulary_size: int, end_of_text: int) -> None:
@@ -91,20 +90,20 @@ def read_whole_tokenizer(folder: Path, byte_level: bool = False) -> WholeTokeniz
     else:
         raise InvalidInput(f"{folder}: there is no tokenizer; it must hold {FILE}, or {' and '.join(PAIR)}")
     tokenizer = open_tokenizer(path, text)
-    numbers = tokenizer.get_vocab(with_added_tokens=True)
-    if not numbers:
-        raise InvalidInput(f"{path}: the tokenizer has no words")
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise InvalidInput(f"{path}: the tokenizer has no tokens")
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     end = config.get("eos_token")
-    word = end.get("content") if isinstance(end, dict) else end  # older files say how it is cut out, too
+    token = end.get("content") if isinstance(end, dict) else end  # older files describe it further
     content = json.loads(tokenizer.to_str())
     return WholeTokenizer(
         text=text,
         content=content,
         source=path.name,
-        size=1 + max(numbers.values()),
+        size=1 + max(ids.values()),
         added={entry["content"]: entry["id"] for entry in content["added_tokens"]},
-        end_of_text=numbers.get(word if isinstance(word, str) else END_OF_TEXT),
+        end_of_text=ids.get(token if isinstance(token, str) else END_OF_TEXT),
     )
 
 
@@ -112,23 +111,25 @@ def tokenizer_options(folder: Path) -> str | None:
     """The options of fairseq's commands that name a converted folder's tokenizer; None if it has none."""
     if (folder / SETTINGS).is_file():
         return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
-    return f"--bpe byte_level --byte-level-folder {folder}" if (folder / PIECES[0]).is_file() else None
+    if (folder / PIECES[0]).is_file():
+        return f"--bpe gpt2 --gpt2-encoder-json {folder / PIECES[0]} --gpt2-vocab-bpe {folder / PIECES[1]}"
+    return None
 
 
 def read_end_of_text(path: Path) -> int:
-    """Reads the number of the end-of-text token in a file that `from-huggingface` wrote.
+    """Reads the id of the end-of-text token in a file that `from-huggingface` wrote.
 
     Raises:
         ValueError: if the file is missing or holds something else; the message names it.
     """
-    number: Any = read_json(path).get("end_of_text")
-    if not is_number(number):
-        raise InvalidInput(f"{path}: end_of_text is {str(number)[:200]}; it must be a whole number")
-    return int(number)
+    value: Any = read_json(path).get("end_of_text")
+    if not is_id(value):
+        raise InvalidInput(f"{path}: end_of_text is {str(value)[:200]}; it must be a whole number")
+    return int(value)
 
 
 def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Reads the added tokens of a tokenizer.json, each with its word and number.
+    """Reads the added tokens of a tokenizer.json, each with its content and id.
 
     Raises:
         ValueError: if they are something else; the message names the file.
@@ -137,8 +138,8 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
     if not isinstance(entries, list):
         raise InvalidInput(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
     for entry in entries:
-        word, number = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(word, str) or not word or not is_number(number):
+        token, value = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(token, str) or not token or not is_id(value):
             raise InvalidInput(f"{path}: added_tokens holds {str(entry)[:200]}; it must have a content and an id")
     return entries
 
@@ -148,7 +149,7 @@ def open_tokenizer(path: Path, text: str | None = None) -> Any:
 
     Args:
         path: its file.
-        text: what stands for the contents of the file; None to read them.
+        text: the contents to use in place of the file's; None to read them.
 
     Raises:
         ValueError: if it is no tokenizer, or the package `tokenizers` is not installed; the message names the file.
@@ -160,12 +161,12 @@ def open_tokenizer(path: Path, text: str | None = None) -> Any:
     text = read_text(path) if text is None else text
     try:
         tokenizer = Tokenizer.from_str(text)
-    except BaseException as error:  # of Rust, which has no type of its own, and whose panics are no Exception
+    except BaseException as error:  # Rust's panics are no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise InvalidInput(f"{path}: this is no tokenizer ({' '.join(str(error).split())[:200]})") from None
-    tokenizer.no_truncation()  # some files still say how they were last used
+    tokenizer.no_truncation()  # files keep the settings of their last use
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
-        tokenizer.model.dropout = None  # which would cut a text otherwise each time
+        tokenizer.model.dropout = None  # it would make the pieces random
     return tokenizer

@@ -11,7 +11,7 @@ GROUPS = ("embeddings", "output", "feed-forward", "output-projection", "attentio
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
-# What a name starts with, without `decoder.` or `decoder.layers.<number>.`, and the group.
+# By the beginning of a name after `decoder.` or `decoder.layers.<number>.`: the group.
 _OF_DECODER = {
     "embed_tokens.": "embeddings",
     "embed_positions.": "embeddings",
@@ -31,7 +31,7 @@ _OF_LAYER = {
     "self_attn.in_proj.": "attention",
     "self_attn.out_proj.": "output-projection",
     "self_attn.o_proj.": "output-projection",
-    # What scales or normalises the attention's output.
+    # Scales and norms of the attention's output.
     "self_attn.output_gate_proj.": "output-projection",
     "attn_ln.": "output-projection",
     "c_attn": "output-projection",

@@ -1,4 +1,4 @@
-"""The options of a transfer: the source, the groups of weights, and what is frozen."""
+"""The options of a transfer: the base model, and the groups of weights that are taken and frozen."""
 
 # No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
 # they stand, and knows `Optional` alone.
@@ -63,7 +63,7 @@ class TransferOptions(FairseqDataclass):
         metadata={"help": "report what would be transferred and frozen, and stop before training (default: off)"},
     )
 
-    # Set elsewhere; what weights can be transferred or frozen depends on them.
+    # Options of fairseq's that decide which weights can be transferred or frozen.
     fp16: bool = II("common.fp16")
     memory_efficient_fp16: bool = II("common.memory_efficient_fp16")
     fp16_no_flatten_grads: bool = II("common.fp16_no_flatten_grads")
@@ -105,9 +105,7 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
         return
     check_number("unfreeze_threshold", threshold, above=0, below=1)
     if not frozen:
-        raise InvalidInput(
-            f"unfreeze_threshold is {threshold:g}, but freeze is none; it must name what is to be unfrozen"
-        )
+        raise InvalidInput(f"unfreeze_threshold is {threshold:g}, but freeze is none; it must name weights to unfreeze")
     if options.unfreeze_patience < 1:
         raise InvalidInput(f"unfreeze_patience is {options.unfreeze_patience}; it must be at least 1")
     if options.unfreeze_interval is None or options.unfreeze_interval < 1:
@@ -120,17 +118,18 @@ def _check_unfreezing(options: Any, frozen: bool) -> None:
         # One vector of all parameters, in which none can be left out of a step.
         ("fp16", flat and options.fp16_no_flatten_grads is not True, "with fp16_no_flatten_grads"),
         # Steps and averages of their own, after the optimizer's; parts in the place of the parameters that are held.
-        ("ddp_backend", _plain(options.ddp_backend) in ("slowmo", "fully_sharded"), "another"),
+        ("ddp_backend", plain_value(options.ddp_backend) in ("slowmo", "fully_sharded"), "another"),
         ("use_bmuf", options.use_bmuf is True, "off"),
-        ("zero_sharding", _plain(options.zero_sharding) == "os", "none"),
+        ("zero_sharding", plain_value(options.zero_sharding) == "os", "none"),
         ("tpu", options.tpu is True, "off"),
     ):
         if refused:
             raise InvalidInput(
-                f"{name} is {_plain(getattr(options, name))}; with unfreeze_threshold it must be {instead}: frozen "
-                "weights would be changed too"
+                f"{name} is {plain_value(getattr(options, name))}; with unfreeze_threshold it must be {instead}: "
+                "frozen weights would be changed too"
             )
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """The value of an option that may be a member of an enumeration."""
     return getattr(value, "value", value)

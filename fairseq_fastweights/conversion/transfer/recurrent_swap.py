@@ -1,8 +1,8 @@
 """Initial values of gated delta networks and of Mamba that replace a trained softmax attention.
 
-They read queries, keys, values and outputs otherwise than attention does: through a short convolution and silu, with
-queries and keys of length 1, a norm and a gate on what is read. What these do is undone as far as it can be. The
-numbers that are called rules of thumb were chosen on seven layers of SmolLM2-135M, by the error of the first output.
+Their queries, keys and values go through a short convolution and silu, queries and keys have length 1, and the output
+has a norm and a gate. The initial values undo these as far as possible. The numbers that are called rules of thumb were
+chosen on seven layers of SmolLM2-135M, by the error of the first output.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.conversion.transfer.swap import Start
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.gated_delta import GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.mamba import Mamba
@@ -24,36 +25,36 @@ NEARLY_LINEAR = 0.3
 """The size of values, at which silu(x) is near x / 2."""
 
 KEPT = 0.95
-"""What a memory keeps from one step to the next (a rule of thumb)."""
+"""The decay of the state per step (a rule of thumb)."""
 
-STRENGTH = 0.2
-"""The part of what a key retrieves that a token corrects (a rule of thumb); without biases it is a half, or all."""
+BETA = 0.2
+"""The initial beta (a rule of thumb); without biases it is a half, or 1."""
 
 RETRIEVED = 0.1
-"""What a gated delta network reads is so much smaller than its values, before its norm (a rule of thumb)."""
+"""The size of a gated delta network's output before its norm, relative to its values (a rule of thumb)."""
 
 READ, AVERAGED = 0.2, 0.4
-"""What attention reads is so much smaller than its values, or than Mamba's averages of them (rules of thumb)."""
+"""The size of attention's output relative to its values, and to Mamba's averages of them (rules of thumb)."""
 
 OPEN = 1.2784645
 """silu(OPEN) = 1."""
 
 GATE = 4.0
-"""The size of what an output gate without a bias gets: large enough for about half of the gates to be open."""
+"""The size of the input to an output gate without a bias: large enough for about half of the gates to be open."""
 
-GATE_READS = 5.3
-"""What to divide by after such a gate: of silu of such numbers, the mean square over the mean."""
+GATED = 5.3
+"""The divisor after such a gate: the mean square over the mean of silu(x), for x of this size."""
 
 
 def is_recurrent(mixer: Mixer) -> bool:
-    """True if `swap_recurrent` knows the mixer."""
+    """True if `swap_recurrent` computes the mixer's start."""
     return isinstance(mixer, (GatedDelta, Mamba))
 
 
 def read_weights(mixer: Mixer, rows: int, shared_rows: int) -> dict[str, torch.Size]:
-    """The weights of an attention that the mixer reads, by name, and their shapes.
+    """The shapes of the attention's weights that the mixer starts from, by name.
 
-    `rows` is the number of the attention's queries, of all heads together, and `shared_rows` that of its values.
+    `rows` is the number of outputs of the query projection, and `shared_rows` that of the value projection.
     """
     width = mixer.embed_dim
     inputs = {"q_proj": rows, "k_proj": shared_rows, "v_proj": shared_rows}
@@ -69,7 +70,7 @@ def bias_option(mixer: Mixer) -> str | None:
 def check_recurrent(mixer: Mixer, heads: int, rows: int, shared_rows: int) -> None:
     """Checks that a mixer has room for an attention of `heads` heads.
 
-    `rows` is the number of the attention's queries, of all heads together, and `shared_rows` that of its values.
+    `rows` is the number of outputs of the query projection, and `shared_rows` that of the value projection.
 
     Raises:
         ValueError: naming the option of the mixer that has to change.
@@ -87,22 +88,22 @@ def check_recurrent(mixer: Mixer, heads: int, rows: int, shared_rows: int) -> No
         if (own := getattr(mixer, option)) != value:
             named = "fast_weight_heads" if option == "num_heads" else option_name(name, option)
             raise InvalidInput(
-                f"{named} is {own}; in place of the source's attention it must be {value} ({name}), or transfer must "
-                "be embeddings,output,feed-forward"
+                f"{named} is {own}; in place of the base model's attention it must be {value} ({name}), or transfer "
+                "must be embeddings,output,feed-forward"
             )
 
 
 def swap_recurrent(
     mixer: Mixer, weights: Mapping[str, Tensor], heads: int, gain: Tensor | None = None
-) -> dict[str, tuple[Tensor, str]]:
+) -> dict[str, Start]:
     """Computes the initial values of a gated delta network or of Mamba in place of an attention with these weights.
 
     Keys and values that heads share are repeated, unless the mixer has as few (`kv_heads`), and the norms of queries
     and keys are folded into their projections. Biases are left out by a mixer that has none, and with it an output gate
     stays a projection, of a larger size.
 
-    - Gated delta networks: the convolution takes the last input, multiplied so that silu is what a feature map is to
-      queries and keys, and nearly linear to values; the gates of decays and write strengths are constant; the output
+    - Gated delta networks: the convolution takes the last input, scaled so that silu serves as the feature map of
+      queries and keys, and is nearly linear for values; decays and beta are constant; the output
       projection has each head's values in the size that attention gives them.
     - Mamba: values go through the first channels, and are averaged with exponential weights; of the other channels one
       is always 1, from which B and C are made. Queries and keys have no place in it.
@@ -116,8 +117,8 @@ def swap_recurrent(
     Returns:
         initial values of parameters by name, and how each was made. Parameters that are missing stay as they are.
     """
-    source = _Attention(weights, heads, gain, getattr(mixer, "kv_heads", 0) or heads)
-    starts = _mamba(mixer, source) if isinstance(mixer, Mamba) else _gated_delta(mixer, source)
+    attention = _Attention(weights, heads, gain, getattr(mixer, "kv_heads", 0) or heads)
+    starts = _mamba(mixer, attention) if isinstance(mixer, Mamba) else _gated_delta(mixer, attention)
     shapes = dict(mixer.named_parameters())
     return {name: (values.reshape(shapes[name].shape), how) for name, (values, how) in starts.items() if name in shapes}
 
@@ -139,7 +140,7 @@ class _Attention:
             bias = weights.get(f"{name}_proj.bias", weight.new_zeros(len(weight)))
             own = heads if name == "q" else kv_heads
             weight, bias = (shared(x.unflatten(0, (-1, self.dim)), own, 0) for x in (weight, bias))
-            if (norm := weights.get(f"{name}_norm.weight")) is not None:  # what is left of it where lengths are 1
+            if (norm := weights.get(f"{name}_norm.weight")) is not None:  # its factors remain where lengths are 1
                 weight, bias = weight * norm[:, None], bias * norm
             squares = (weight if gain is None else weight * gain).square().sum(-1) + bias.square()
             self.size[name] = squares.mean(-1).sqrt().clamp(min=1e-6)
@@ -150,22 +151,22 @@ class _Attention:
         return (size / self.size[name]).repeat_interleave(self.dim)
 
 
-def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, str]]:
+def _gated_delta(mixer: Mixer, attention: _Attention) -> dict[str, Start]:
     assert isinstance(mixer, GatedDelta)
     writes, starts = mixer.writes, {}
     for name in "qkv":
         times = 1 if name == "q" else writes
-        starts[f"{name}_proj.weight"] = source.weight[name].repeat(times, 1), "kept"
-        starts[f"{name}_proj.bias"] = source.bias[name].repeat(times), "kept"
-    taps = [source.rescaled("q", 1), *[source.rescaled("k", 1)] * writes]
-    taps += [source.rescaled("v", NEARLY_LINEAR)] * writes
+        starts[f"{name}_proj.weight"] = attention.weight[name].repeat(times, 1), "kept"
+        starts[f"{name}_proj.bias"] = attention.bias[name].repeat(times), "kept"
+    taps = [attention.rescaled("q", 1), *[attention.rescaled("k", 1)] * writes]
+    taps += [attention.rescaled("v", NEARLY_LINEAR)] * writes
     conv = torch.zeros_like(mixer.conv1d.weight)
     conv[:, 0, -1] = torch.cat(taps)
     starts["conv1d.weight"] = conv, "new"
-    # As many corrections under one key, one after the other, are together one of this strength.
-    strength = (1 - (1 - STRENGTH) ** (1 / writes)) / (1 + mixer.negative_eigenvalues)
+    # The `writes` updates under one key of a step have together this beta: 1 - (1 - beta)^writes = BETA.
+    beta = (1 - (1 - BETA) ** (1 / writes)) / (1 + mixer.negative_eigenvalues)
     starts["b_proj.weight"] = torch.zeros_like(mixer.b_proj.weight), "new"
-    starts["b_proj.bias"] = source.out.new_full((writes * mixer.num_heads,), math.log(strength / (1 - strength))), "new"
+    starts["b_proj.bias"] = attention.out.new_full((writes * mixer.num_heads,), math.log(beta / (1 - beta))), "new"
     decays, start = ("forget_gate.", "f_b_proj") if isinstance(mixer, KimiDelta) else ("", "a_proj")
     A_log, dt_bias, projection = (mixer.get_parameter(f"{decays}{x}") for x in ("A_log", "dt_bias", f"{start}.weight"))
     starts[f"{decays}{start}.weight"] = torch.zeros_like(projection), "new"
@@ -173,51 +174,51 @@ def _gated_delta(mixer: Mixer, source: _Attention) -> dict[str, tuple[Tensor, st
     starts[f"{decays}dt_bias"] = torch.full_like(dt_bias, math.log(math.expm1(-math.log(KEPT)))), "new"
     if isinstance(mixer, KimiDelta):
         gate, opened = 0.5, {"weight": torch.zeros_like(mixer.g_b_proj.weight)}
-        opened["bias"] = source.out.new_zeros(mixer.num_heads * mixer.value_dim)
+        opened["bias"] = attention.out.new_zeros(mixer.num_heads * mixer.value_dim)
     elif mixer.gate_rank:
         gate, opened = _silu_gate(mixer.g_b_proj.weight, mixer.bias, mixer.g_a_proj.weight)
     else:
         gate, opened = _silu_gate(mixer.g_proj.weight, mixer.bias)
     last = "g_b_proj" if mixer.gate_rank else "g_proj"
     starts |= {f"{last}.{kind}": (values, "new") for kind, values in opened.items()}
-    size = source.size["v"].mean()
-    read = RETRIEVED * NEARLY_LINEAR / 2 * mixer.key_dim**-0.5  # before the norm, of which its epsilon leaves a part
-    norm = math.sqrt(1 + mixer.eps / read**2)
+    size = attention.size["v"].mean()
+    size_before_norm = RETRIEVED * NEARLY_LINEAR / 2 * mixer.key_dim**-0.5
+    norm = math.sqrt(1 + mixer.eps / size_before_norm**2)  # the norm's epsilon makes its output smaller
     starts["o_norm.weight"] = (READ * norm / gate * size).expand(mixer.value_dim), "new"
-    scale = source.rescaled("v", size.item()).unflatten(0, (-1, source.dim))
-    starts["o_proj.weight"] = source.out / shared(scale, source.heads, 0).flatten(), "rescaled"
-    starts["o_proj.bias"] = source.out_bias, "kept"
+    scale = attention.rescaled("v", size.item()).unflatten(0, (-1, attention.dim))
+    starts["o_proj.weight"] = attention.out / shared(scale, attention.heads, 0).flatten(), "rescaled"
+    starts["o_proj.bias"] = attention.out_bias, "kept"
     return starts
 
 
 def _silu_gate(weight: Tensor, bias: bool, before: Tensor | None = None) -> tuple[float, dict[str, Tensor]]:
     """The divisor after a gate by silu, and its initial values.
 
-    `weight` is how it was drawn, and `before`, too, the matrix that it is multiplied by.
+    `weight` is as it was drawn, and so is `before`, the matrix that it is multiplied by.
     """
     if bias:
         return 1.0, {"weight": torch.zeros_like(weight), "bias": weight.new_full((len(weight),), OPEN)}
     drawn = weight.detach()
     whole = drawn if before is None else drawn @ before.detach()
-    return GATE_READS, {"weight": drawn * (GATE / whole.square().sum(-1).mean().sqrt())}
+    return GATED, {"weight": drawn * (GATE / whole.square().sum(-1).mean().sqrt())}
 
 
-def _mamba(mixer: Mamba, source: _Attention) -> dict[str, tuple[Tensor, str]]:
-    inner, channels = source.heads * source.dim, mixer.channels
+def _mamba(mixer: Mamba, attention: _Attention) -> dict[str, Start]:
+    inner, channels = attention.heads * attention.dim, mixer.channels
     one = inner  # the channel that is always 1
     starts = {}
     x, z = mixer.in_proj.weight.detach().clone().chunk(2)
-    x[:inner], x[one] = source.weight["v"], 0
+    x[:inner], x[one] = attention.weight["v"], 0
     gate, opened = _silu_gate(z, mixer.bias)
     starts["in_proj.weight"] = torch.cat([x, opened["weight"]]), "kept"
-    biases = torch.cat([source.bias["v"], x.new_zeros(channels - inner), opened.get("bias", x.new_zeros(channels))])
+    biases = torch.cat([attention.bias["v"], x.new_zeros(channels - inner), opened.get("bias", x.new_zeros(channels))])
     starts["in_proj.bias"] = biases, "kept"
     assert mixer.conv1d.bias is not None
     conv, bias = (parameter.detach().clone() for parameter in (mixer.conv1d.weight, mixer.conv1d.bias))
     conv[: one + 1], bias[: one + 1] = 0, 0
-    conv[:inner, 0, -1], bias[one] = source.rescaled("v", NEARLY_LINEAR), OPEN
+    conv[:inner, 0, -1], bias[one] = attention.rescaled("v", NEARLY_LINEAR), OPEN
     starts["conv1d.weight"], starts["conv1d.bias"] = (conv, "new"), (bias, "new")
-    # With B_n = C_n = c, a text of one value is read as c^2 sum_n step / (1 - exp(-step * rate_n)) times that value.
+    # With B_n = C_n = c, the output for a text of one value is c^2 sum_n step / (1 - exp(-step * rate_n)) times it.
     step = -math.log(KEPT)
     rates = mixer.A_log.detach().exp()[:inner]
     total = (step / -torch.expm1(-step * rates)).sum(-1).mean()
@@ -229,6 +230,6 @@ def _mamba(mixer: Mamba, source: _Attention) -> dict[str, tuple[Tensor, str]]:
     D[:inner] = 0
     starts["D"] = D, "new"
     out = torch.zeros_like(mixer.out_proj.weight)
-    out[:, :inner] = source.out * (2 / gate * AVERAGED / source.rescaled("v", NEARLY_LINEAR))
-    starts["out_proj.weight"], starts["out_proj.bias"] = (out, "rescaled"), (source.out_bias, "kept")
+    out[:, :inner] = attention.out * (2 / gate * AVERAGED / attention.rescaled("v", NEARLY_LINEAR))
+    starts["out_proj.weight"], starts["out_proj.bias"] = (out, "rescaled"), (attention.out_bias, "kept")
     return starts

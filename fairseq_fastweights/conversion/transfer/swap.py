@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +18,27 @@ from fairseq_fastweights.mixers.update_rules import DELTA_RULES
 ADDITIVE_SCALE = 1 / 512
 """The factor of values for the additive rule without normalisation (footnote 4)."""
 
-WRITE_STRENGTH = 0.007
-"""The delta rule's initial write strength (footnote 3)."""
+BETA = 0.007
+"""The delta rule's initial beta (footnote 3)."""
 
 
-class Start(NamedTuple):
-    """The initial values of a parameter, and how they were made: "kept", "rescaled", "folded" or "new"."""
-
-    values: Tensor
-    how: str
+Start = tuple[Tensor, str]
+"""The initial values of a parameter, and how they were made: "kept", "rescaled", "folded" or "new"."""
 
 
 def check_swap(attention: Mixer) -> None:
     """Checks that a mixer can start at the weights of a softmax attention of its width.
 
     Raises:
-        ValueError: if its keys have more dimensions than a map folded into the projections can give, or its write
-            strengths lack a bias.
+        ValueError: if its keys have more dimensions than a map folded into the projections can give, or the projection
+            of beta lacks a bias.
     """
     if not isinstance(attention, FastWeightAttention):
         return
     if attention.feature_map.key_dim > attention.head_dim:
         raise InvalidInput(
             f"feature_dim is {attention.feature_map.key_dim}; with the feature map {attention.feature_map_name} it "
-            f"must be at most the {attention.head_dim} numbers that the source's keys and queries have per head "
+            f"must be at most the {attention.head_dim} numbers of the base model's keys and queries per head "
             "(relu, favor and dpfp make more of them)"
         )
     if attention.feature_map.key_dim < attention.head_dim and not isinstance(attention.q_norm, nn.Identity):
@@ -51,15 +48,15 @@ def check_swap(attention: Mixer) -> None:
         )
     if attention.update_rule in DELTA_RULES and _gate(attention, "beta").bias is None:
         raise InvalidInput(
-            f"no_attention_bias is set; the delta rule in place of a trained attention starts at a write strength of "
-            f"{WRITE_STRENGTH}, which is kept in a bias: it must not be set"
+            f"no_attention_bias is set; the delta rule in place of a trained attention starts at beta {BETA}, which is "
+            "kept in a bias: it must not be set"
         )
 
 
-def reads_without_scale(attention: Mixer) -> bool:
-    """True if a mixer reads without the factor 1 / sqrt(head dim) of the source's attention, and nothing replaces it.
+def lacks_scale(attention: Mixer) -> bool:
+    """True if a mixer lacks the factor 1 / sqrt(head dim) of softmax attention, and nothing replaces it.
 
-    Normalised keys and queries or read-outs need no scale, and the sum rule's values are scaled (`_value_scale`).
+    Normalised keys and queries or outputs need no scale, and the sum rule's values are scaled (`_value_scale`).
     """
     return (
         isinstance(attention, FastWeightAttention)
@@ -72,11 +69,11 @@ def reads_without_scale(attention: Mixer) -> bool:
 def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
     """Computes the initial values of a mixer that replaces an attention with these weights.
 
-    Softmax over fewer keys takes the weights as they are. A memory takes those of queries and keys as they are if its
-    feature map takes head_dim numbers; if it takes m < head_dim, both are multiplied by `fold_map`. The decay rule's
-    values are multiplied by 1 - sigmoid(b_z), where b_z are the biases of their gates, or the mean of that over the
-    heads that share them; those of the sum rule without normalisation by 1 / 512. The delta rule's write strength
-    starts at 0.007 for an input of zeros.
+    Softmax over fewer keys takes the weights as they are. Linear attention takes those of queries and keys as they are
+    if its feature map takes head_dim numbers; if it takes m < head_dim, both are multiplied by `fold_map`. The decay
+    rule's values are multiplied by 1 - sigmoid(b_z), where b_z are the biases of their gates, or the mean of that over
+    the heads that share them; those of the sum rule without normalisation by 1 / 512. The delta rule's beta starts at
+    0.007 for an input of zeros.
 
     Args:
         attention: a mixer that `check_swap` accepts; it is not changed.
@@ -86,7 +83,7 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
     Returns:
         initial values of parameters of `attention`, by name. Parameters that are missing stay as they are.
     """
-    starts = {name: Start(tensor, "kept") for name, tensor in weights.items()}
+    starts = {name: (tensor, "kept") for name, tensor in weights.items()}
     if not isinstance(attention, FastWeightAttention):
         return starts
     m = attention.feature_map.key_dim
@@ -94,18 +91,18 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
         fold = fold_map(weights["q_proj.weight"], weights["k_proj.weight"], attention.num_heads, m)
         for name, tensor in weights.items():
             if not name.startswith("v_proj."):
-                starts[name] = Start(_fold(fold, tensor), "folded")
+                starts[name] = (_fold(fold, tensor), "folded")
     scale = _value_scale(attention)
     if scale is not None:
         for name in ("v_proj.weight", "v_proj.bias"):
             if name in weights:
                 tensor = weights[name].to(scale.dtype)
-                starts[name] = Start(tensor * scale.view(-1, *[1] * (tensor.dim() - 1)), "rescaled")
+                starts[name] = (tensor * scale.view(-1, *[1] * (tensor.dim() - 1)), "rescaled")
     if attention.update_rule in DELTA_RULES:
         projection = _gate(attention, "beta")
-        bias = torch.full_like(projection.bias.detach(), math.log(WRITE_STRENGTH / (1 - WRITE_STRENGTH)))
-        starts["beta_proj.weight"] = Start(torch.zeros_like(projection.weight.detach()), "new")
-        starts["beta_proj.bias"] = Start(bias, "new")
+        bias = torch.full_like(projection.bias.detach(), math.log(BETA / (1 - BETA)))
+        starts["beta_proj.weight"] = (torch.zeros_like(projection.weight.detach()), "new")
+        starts["beta_proj.bias"] = (bias, "new")
     return starts
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fairseq_fastweights.invalid_input import InvalidInput
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
 
+_MOST_ROWS = 40
+Shapes = Mapping[str, tuple[int, ...]]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,18 +82,29 @@ class WeightFiles:
         return weight
 
 
+def check_regular(path: Path, name: Path | None = None) -> None:
+    """Raises a `ValueError` for a file that cannot be read, or a folder, pipe or device; `name` is for messages."""
+    try:
+        kind = integrity.why_not_regular(path)
+        if not kind:
+            path.open("rb").close()
+    except OSError as error:
+        raise InvalidInput(f"{name or path} cannot be read ({error.strerror})") from None
+    if kind:
+        raise InvalidInput(f"{name or path} {kind}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file.
 
     Raises:
         ValueError: if it is missing, broken, or no object.
     """
+    if not path.exists():
+        raise InvalidInput(f"{path}: there is no such file")
+    check_regular(path)
     try:
-        if kind := integrity.why_not_regular(path):
-            raise InvalidInput(f"{path} {kind}")
         content = json.loads(read_text(path))
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: there is no such file") from None
     except FileError:
         raise
     except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
@@ -98,6 +112,48 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: this must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def check_weights(heading: str, found: Shapes, expected: Shapes) -> None:
+    """Compares names and shapes.
+
+    Raises:
+        ValueError: if weights are missing, left over, or of another shape; the message lists them.
+    """
+    rows = [
+        (name, str(found.get(name, "missing")), str(expected.get(name, "nothing of this name")))
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if not rows:
+        return
+    lines = text_table([("weight", "found", "expected"), *rows[:_MOST_ROWS]]).splitlines()
+    lines += [f"and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+    raise InvalidInput("\n  ".join([f"{heading} ({len(rows)} of {len(found.keys() | expected.keys())}):", *lines]))
+
+
+def text_table(rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+    """Formats rows in columns; with `numbers`, all columns but the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
+    lines = ("  ".join(side(word, n) for side, word, n in zip(sides, row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Writes model.safetensors, with a digest of it.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, folder / WEIGHTS[0], metadata={"format": "pt"})
+        safetensors_digests.note_digest(folder / WEIGHTS[0])
+    except SafetensorError as error:
+        raise OSError(f"{WEIGHTS[0]}: {error}") from error
 
 
 def load_safely(path: Path) -> Any:
@@ -109,13 +165,8 @@ def load_safely(path: Path) -> Any:
     Raises:
         ValueError: if it is damaged or holds anything else; the message names the file.
     """
-    try:
-        if kind := integrity.why_not_regular(path):
-            raise InvalidInput(f"{path} {kind}")
-        file = path.open("rb")
-    except OSError as error:
-        raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
-    with file:
+    check_regular(path)
+    with path.open("rb") as file:
         return integrity.load_checked(file, path, mapped=True)
 
 
@@ -141,17 +192,13 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
         raise InvalidInput(f"{path}: reading it needs the package safetensors: pip install safetensors") from None
     try:
         opened = safe_open(path, framework="pt")
-        names = list(opened.keys())
-        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise InvalidInput(f"{path}: the file is broken or cut short ({_first_line(error)})") from None
+        raise InvalidInput(f"{path}: the file is broken or cut short ({first_line(error)})") from None
     if damage := safetensors_digests.why_damaged(path):
         raise InvalidInput(f"{path} {damage}")
 
-    def reader(name: str) -> Callable[[], Tensor]:
-        return lambda: opened.get_tensor(name)
-
-    return {name: (shapes[name], reader(name)) for name in names}
+    return {name: (shape, partial(opened.get_tensor, name)) for name, shape in shapes.items()}
 
 
 def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
@@ -159,17 +206,15 @@ def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Te
     if not isinstance(content, dict):
         raise InvalidInput(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
 
-    def reader(weight: Tensor) -> Callable[[], Tensor]:
-        return weight.detach
-
     opened = {}
     for name, weight in content.items():
         if not isinstance(name, str) or not isinstance(weight, Tensor):
             raise InvalidInput(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
-        opened[name] = (tuple(weight.shape), reader(weight))
+        opened[name] = (tuple(weight.shape), weight.detach)
     return opened
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -7,28 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.data import Dictionary
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
+from fairseq_fastweights.conversion.checkpoints import configuration
+from fairseq_fastweights.conversion.families import Family, read_family
+from fairseq_fastweights.conversion.families.family import Weight, plain
 from fairseq_fastweights.conversion.families.llama import SCALINGS
-from fairseq_fastweights.conversion.families.table import Family, read_family
-from fairseq_fastweights.conversion.families.weights import Weight, plain
-from fairseq_fastweights.conversion.files.checkpoints import configuration
-from fairseq_fastweights.conversion.files.folders import (
-    ORIGINALS,
-    RECORD,
-    check_target,
-    copy_files,
-    new_folder,
-    path_of,
-)
-from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.from_huggingface.published import original_files
-from fairseq_fastweights.conversion.to_huggingface.original_class import restore_original
-from fairseq_fastweights.conversion.to_huggingface.own_classes import find_run_of, has_source_mixers, read_model
-from fairseq_fastweights.conversion.to_huggingface.tokenizers import make_tokenizer
-from fairseq_fastweights.files.safetensors_digests import note_digest
+from fairseq_fastweights.conversion.folders import ORIGINALS, RECORD, copy_files, new_folder, original_files
+from fairseq_fastweights.conversion.weight_files import read_json, save_weights
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
@@ -36,83 +21,55 @@ from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models.description import config_of, new_name
 
 _DELTA = "gated-delta"
-_TRAINING = {"dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"}
-_TRAINING |= {"initializer_range", "use_cache"}
-_WITHOUT_EFFECT = {"hidden_act", "adaptive_input_factor", "adaptive_softmax_factor"}  # with SwiGLU, without bands
-_SAID_BESIDE = {"model_type", "keys_to_ignore_at_inference", "mixer_settings", "format_version"}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOT_COMPARED = {"dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"}
+_NOT_COMPARED |= {"initializer_range", "use_cache", *_TOKENS}
+_NOT_COMPARED |= {"hidden_act", "adaptive_input_factor", "adaptive_softmax_factor"}  # no effect: SwiGLU, no clusters
+_NOT_COMPARED |= {"model_type", "keys_to_ignore_at_inference", "mixer_settings", "format_version"}
+"""Settings without effect on the outputs, and those that are compared in another way."""
 
 
-def to_served(
-    kind: str,
-    source: Path,
-    target: Path,
-    *,
-    checkpoint: Path | None = None,
-    data: Path | None = None,
-    tokenizer: str | Path | None = None,
+def write_as(
+    kind: str, target: Path, model: FastWeightForCausalLM, dictionary: Dictionary, tokenizer: Any, pieces: Path | None
 ) -> None:
-    """Makes a folder with a model of one of transformers' classes.
+    """Writes a folder with a model of one of transformers' classes.
 
-    A model of a dictionary keeps its numbers. One whose vocabulary came from a Hugging Face folder, without fairseq's
-    special words, gets that folder's numbers and tokenizer back.
+    A model of a dictionary keeps its token ids. One whose vocabulary came from a Hugging Face folder, without fairseq's
+    special tokens, gets that folder's ids and tokenizer back.
 
     Args:
         kind: the class's model_type, one of `families.SERVED`.
-        source, target, checkpoint, data, tokenizer: as for `own_classes.to_huggingface`.
+        target: the new folder.
+        model, dictionary, tokenizer: as `load_run` returns them.
+        pieces: the folder of the tokenizer, which may be one that `from_huggingface` made.
 
     Raises:
-        ValueError: if a file is missing or cannot be used, or the class cannot be this model; the message lists the
-            settings in which they differ. Nothing is written then.
+        ValueError: if the class cannot be this model; the message lists the settings in which they differ. Nothing is
+            written then.
         OSError: if the target cannot be written; nothing is left of it.
     """
-    source, target = path_of("source", source), path_of("target", target)
-    check_target(target)
-    if (
-        has_source_mixers(source, checkpoint)
-        and read_json(source / ORIGINALS / "config.json").get("model_type") == kind
-    ):
-        restore_original(source, target, checkpoint)
-        return
-    run = find_run_of(source, checkpoint, data, tokenizer)
-    model, dictionary = read_model(run)
-    made = make_tokenizer(dictionary, run.pieces, model.config, run.kept)
-    try:
-        _write(kind, target, model, dictionary, made, run.pieces)
-    except ValueError as error:
-        raise InvalidInput(f"{run.checkpoint}: {error}") from None
-
-
-def _write(
-    kind: str, target: Path, model: FastWeightForCausalLM, dictionary: Dictionary, tokenizer: Any, pieces: Path | None
-) -> None:
-    """Writes the folder; `pieces` is the folder of the tokenizer, which may be one that `from_huggingface` made."""
     source = pieces if model.config.masked_tokens and pieces is not None and (pieces / RECORD).is_file() else None
     settings = _settings(kind, model.config)
     originals: dict[str, Path] = {}
     if source is None:
         family = read_family(settings, set())
-        own = [*map(_with_our_numbers, family.weights)]
+        family.weights[:] = map(_with_our_ids, family.weights)
     else:
         end = read_json(source / RECORD).get("end_of_text")
         settings |= {"vocab_size": len(dictionary) - 3, "eos_token_id": end}
         family = read_family(settings, set())
-        own = family.weights
         originals = original_files(source, ORIGINALS)
-        said = read_json(originals.pop("config.json"))
-        settings |= {name: said[name] for name in _TOKENS if name in said}
+        given = read_json(originals.pop("config.json"))
+        settings |= {name: given[name] for name in _TOKENS if name in given}
     _check_fits(kind, family, model.config, dictionary, masks=source is not None)
-    weights = _weights(own, model)
+    own = model.state_dict()
+    weights = family.join({name: own[new_name(name)] for weight in family.weights for name in weight.ours})
     classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    made: Any = import_module("transformers").AutoConfig.for_model(settings.pop("model_type"), **settings)
-    made.architectures, made.dtype = [classes[kind]], model.config.dtype
+    config: Any = import_module("transformers").AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.architectures, config.dtype = [classes[kind]], model.config.dtype
     with new_folder(target) as folder:
-        try:
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-            note_digest(folder / "model.safetensors")
-        except SafetensorError as error:
-            raise OSError(f"model.safetensors: {error}") from error
-        made.save_pretrained(folder)
+        save_weights(folder, weights)
+        config.save_pretrained(folder)
         if source is None:
             model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -120,10 +77,18 @@ def _write(
         copy_files(originals, folder)
 
 
+def _with_our_ids(weight: Weight) -> Weight:
+    """The weight with the rows of the model's own dictionary."""
+    if weight.ours[0] not in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        return weight
+    ((name, shape),) = weight.shapes.items()
+    return plain(name, weight.ours[0], *shape)
+
+
 def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:
     """Raises a `ValueError` if transformers reads tokenizers of this class otherwise than their files say."""
     read = import_module("transformers").AutoTokenizer.from_pretrained(folder)
-    if not isinstance(tokenizer, type(read)):  # words are decoded in parts by this package alone
+    if not isinstance(tokenizer, type(read)):  # only this package decodes words between spaces in parts
         raise InvalidInput(
             f"--as is {kind}, of which transformers reads all tokenizers as {type(read).__name__}; this one is none"
         )
@@ -133,16 +98,13 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
     """The config.json of the class that is most like this model."""
     own, heads = _canonical(config), config.num_attention_heads
     assert isinstance(config.mixers, list)
+    same = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+    same += " tie_word_embeddings attention_dropout bos_token_id eos_token_id pad_token_id"
     settings: dict[str, Any] = {
         "model_type": kind,
-        **{name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", *_TOKENS)},
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": heads,
+        **{name: getattr(config, name) for name in same.split()},
         "num_key_value_heads": own.get("kv_heads", heads),
-        "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps or 1e-6,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_dropout": config.attention_dropout,
         "hidden_act": "silu",
     }
     if kind != "olmo_hybrid":
@@ -165,9 +127,8 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
         linear |= {"conv_kernel_dim": "conv"}
         settings |= {f"linear_{name}": own.get(f"gated_delta_{option}", 1) for name, option in linear.items()}
         settings["linear_num_value_heads"] = own.get("fast_weight_heads", 1)
-        settings["layer_types"] = [
-            "linear_attention" if mixer == _DELTA else "full_attention" for mixer in config.mixers
-        ]
+        kinds = ["linear_attention" if mixer == _DELTA else "full_attention" for mixer in config.mixers]
+        settings["layer_types"] = kinds
     if kind == "olmo_hybrid":
         settings["linear_allow_neg_eigval"] = own.get("gated_delta_negative_eigenvalues", True)
     return settings
@@ -176,8 +137,8 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
 def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary: Dictionary, *, masks: bool) -> None:
     """Raises a `ValueError` that lists the settings in which a class differs from a model, if there are any."""
     theirs = config_of(configuration(family.options | {"mask-special-symbols": masks}).model, dictionary)
-    names = set(FastWeightConfig.__annotations__) - _TRAINING - _WITHOUT_EFFECT - _SAID_BESIDE - set(_TOKENS)
-    pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in sorted(names)}
+    names = sorted(set(FastWeightConfig.__annotations__) - _NOT_COMPARED)
+    pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in names}
     if config.mixers == theirs.mixers:
         ours, other = _canonical(config), _canonical(theirs)
         pairs |= {name: (ours.get(name), other.get(name)) for name in sorted({*ours, *other} - {"backend"})}
@@ -191,7 +152,7 @@ def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary:
 
 
 def _canonical(config: FastWeightConfig) -> dict[str, Any]:
-    """The settings of mixers, with what a default stands for in its place."""
+    """The settings of mixers, in which a 0 that stands for a default is replaced by its value."""
     settings = dict(config.mixer_settings or {})
     heads = config.num_attention_heads
     settings["fast_weight_heads"] = settings.get("fast_weight_heads") or heads
@@ -204,21 +165,3 @@ def _canonical(config: FastWeightConfig) -> dict[str, Any]:
     if settings.get("rotary_dim") == 0:
         settings |= {"rotary_base": None, "rotary_scaling": ""}
     return settings
-
-
-def _with_our_numbers(weight: Weight) -> Weight:
-    """The weight with the rows of the model's own dictionary."""
-    if weight.ours[0] not in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
-        return weight
-    ((name, shape),) = weight.shapes.items()
-    return plain(name, weight.ours[0], *shape)
-
-
-def _weights(table: list[Weight], model: FastWeightForCausalLM) -> dict[str, Tensor]:
-    """The weights of the class."""
-    own = model.state_dict()
-    weights: dict[str, Tensor] = {}
-    for weight in table:
-        parts = weight.join(tuple(own[new_name(name)] for name in weight.ours))
-        weights |= {name: part.contiguous().clone() for name, part in zip(weight.shapes, parts, strict=True)}
-    return weights

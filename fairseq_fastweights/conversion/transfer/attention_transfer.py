@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.transfer.source import Source
+from fairseq_fastweights.conversion.transfer.base_model import BaseModel
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer, State
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 
 class AttentionTransfer:
-    """Compares mixers with the attention of the source model.
+    """Compares mixers with the attention of the teacher.
 
-    Each layer passes on the output of the attention, so that all layers read what the source's layers read: one pass of
-    the source gives the errors of all mixers. It ends at the last of them; what follows that is not computed.
+    One forward pass of the teacher, up to the last converted layer, serves all layers: each passes on the output of the
+    attention, so that all layers have the inputs of the teacher's layers.
 
     Args:
-        source: the source model, whose attention weights are kept here.
-        decoder: a decoder with as many layers, whose weights outside its mixers are those of the source.
+        teacher: the model whose attention weights are kept here.
+        decoder: a decoder with as many layers, whose weights outside its mixers are those of the teacher.
 
     Raises:
         ValueError: if all mixers are softmax attention.
     """
 
-    def __init__(self, source: Source, decoder: Any) -> None:
+    def __init__(self, teacher: BaseModel, decoder: Any) -> None:
         self._pairs = [
-            (mixer, build_attention(source, number))
+            (mixer, build_attention(teacher, number))
             for number, mixer in enumerate(decoder.mixers)
             if not isinstance(mixer, SoftmaxAttention)
         ]
@@ -72,7 +72,7 @@ class AttentionTransfer:
 
 
 class _NoMore(Exception):
-    """Ends the pass of a model of which nothing more is asked."""
+    """Ends a forward pass after the last layer that is compared."""
 
 
 class _Taught:
@@ -99,11 +99,11 @@ class _Taught:
         return target, state
 
 
-def build_attention(source: Source, layer: int) -> SoftmaxAttention:
-    """The attention of a source's layer, counted from 0, without dropout."""
+def build_attention(teacher: BaseModel, layer: int) -> SoftmaxAttention:
+    """The attention of a teacher's layer, counted from 0, without dropout."""
     start = f"decoder.layers.{layer}.self_attn."
-    weights = {name.removeprefix(start): x for name, x in source.weights.items() if name.startswith(start)}
-    options, heads = source.options, source.options["decoder_attention_heads"]
+    weights = {name.removeprefix(start): x for name, x in teacher.weights.items() if name.startswith(start)}
+    options, heads = teacher.options, teacher.options["decoder_attention_heads"]
     inner, width = weights["q_proj.weight"].shape
     head_dim = inner // heads
     biases = "none" if "q_proj.bias" not in weights else "all" if "out_proj.bias" in weights else "qkv"

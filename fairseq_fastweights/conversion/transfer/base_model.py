@@ -1,8 +1,10 @@
-"""Reads the source of a transfer: a Transformer language model that fairseq trained, since 2019."""
+"""Reads the base model of a transfer: a Transformer language model that fairseq trained, since 2019."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,20 +13,24 @@ from typing import Any
 
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 
-# What is in a checkpoint beside parameters.
+logger = logging.getLogger(__name__)
+
+# Names in a checkpoint that are no parameters'.
 _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|settings_version)|decoder\.embed_positions\.weights")
 _OLD_NORM = re.compile(r"(decoder\.layers\.\d+\.)layer_norms\.([02])\.(weight|bias)")
 _NORMS = {"0": "self_attn_layer_norm", "2": "final_layer_norm"}
 
 
 @dataclass
-class Source:
+class BaseModel:
     """A trained model.
 
     Attributes:
@@ -63,7 +69,7 @@ def check_dictionary(file: Path, dictionary: Dictionary) -> None:
     """Checks that the dictionary in `file` is `dictionary`, symbol by symbol.
 
     Raises:
-        ValueError: if they differ; the message has the first difference, and says what to do.
+        ValueError: if they differ; the message has the first difference and a remedy.
     """
     theirs, ours = Dictionary.load(str(file)).symbols, dictionary.symbols
     if theirs == ours:
@@ -80,17 +86,16 @@ def check_dictionary(file: Path, dictionary: Dictionary) -> None:
     )
 
 
-def read_source(file: Path) -> Source:
+def read_base_model(file: Path) -> BaseModel:
     """Reads the model in a checkpoint.
 
     Raises:
-        ValueError: if the file is damaged or no checkpoint, or its model already has fast weights.
+        ValueError: if the file is damaged or no checkpoint, or its model is no Transformer.
     """
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise InvalidInput(f"{file} is not a checkpoint that fairseq wrote: {type(error).__name__} {error}") from error
-    options = _options(state)
     weights = state["model"]
     if not isinstance(weights, dict) or not any(str(name).startswith("decoder.layers.") for name in weights):
         raise InvalidInput(f"{file} holds no Transformer language model: no weight is named decoder.layers...")
@@ -100,10 +105,48 @@ def read_source(file: Path) -> Source:
             f"{file} holds a model with other mixers than softmax ({settings.get('mixers')}); transfer_from takes "
             "Transformers. To train it further, use --finetune-from-model"
         )
-    return Source(file, upgrade(weights), options)
+    return BaseModel(file, _upgrade(weights), _options(state))
 
 
-def upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def follow_heads(options: Any, base: BaseModel, groups: frozenset[str]) -> None:
+    """Sets a model's number of heads to that in the settings of the base model, unless the command line has one.
+
+    Weights of the same shapes can have any number of heads, so that a checkpoint may fit an architecture with another
+    number, and the model would compute something else.
+
+    Args:
+        options: those of the model; they are changed.
+        base: the base model.
+        groups: the groups of weights to take; without attention, nothing is done.
+
+    Raises:
+        ValueError: if the number in the base model's settings does not divide the model's width.
+    """
+    option = "decoder_attention_heads"
+    theirs, ours = base.options.get(option), getattr(options, option, None)
+    if "attention" not in groups or ours is None:
+        return
+    if theirs is None:
+        logger.warning("transfer_from: the settings of %s do not say %s; it is taken for %s", base.file, option, ours)
+        return
+    width = options.decoder_embed_dim
+    if type(theirs) is not int or theirs < 1 or (getattr(options, "head_dim", 0) == 0 and width % theirs):
+        raise InvalidInput(
+            f"{base.file} has {option} {theirs!r} in its settings; it must be a divisor of decoder_embed_dim, {width}"
+        )
+    architecture = Namespace()
+    ARCH_CONFIG_REGISTRY[getattr(options, "_name", None) or options.arch](architecture)
+    default = getattr(architecture, option, TransformerLanguageModelConfig.decoder_attention_heads)
+    words = {word.partition("=")[0] for word in sys.argv[1:]}
+    asked_for = ours != default or not words.isdisjoint(("--decoder-attention-heads", f"model.{option}"))
+    change = ""
+    if theirs != ours and not asked_for:
+        options.decoder_attention_heads = theirs
+        change = f", and so has the model, not {ours} as its architecture"
+    logger.info("transfer_from: the settings of %s say %s %s%s", base.file, option, theirs, change)
+
+
+def _upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames parameters to today's names, and leaves out buffers."""
     upgraded = {}
     for name, tensor in weights.items():
@@ -128,6 +171,4 @@ def _options(state: Mapping[str, Any]) -> dict[str, Any]:
         options = (state.get("cfg") or {}).get("model")
     if OmegaConf.is_config(options):
         options = OmegaConf.to_container(options, resolve=False)
-    if isinstance(options, Namespace):
-        options = vars(options)
-    return dict(options or {})
+    return dict(vars(options) if isinstance(options, Namespace) else options or {})

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.files.weight_files import WEIGHTS
-from fairseq_fastweights.conversion.tokenizers import file_names
+from fairseq_fastweights.conversion.folders import TOKENIZER_FILES, is_template
+from fairseq_fastweights.conversion.weight_files import WEIGHTS, first_line
 from fairseq_fastweights.invalid_input import InvalidInput
 
 # An owner and a name, or a name alone, as the hub allows them.
 _NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MUST = "SOURCE must be a folder, a GGUF file, or a model's name on the hub"
-_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *file_names.FILES)
+_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ def list_files(name: str, revision: str | None) -> Files:
     except Exception as error:
         raise _explained(name, revision, error) from None
     sizes = {file.rfilename: file.size for file in info.siblings or []}
-    beside = [*_BESIDE_WEIGHTS, *sorted(filter(file_names.is_template, sizes))]
+    beside = [*_BESIDE_WEIGHTS, *sorted(filter(is_template, sizes))]
     chosen = [file for file in beside if file in sizes] + _weights(sizes)
-    cached = {file for file in chosen if _cached(name, file, info.sha)}
-    return Files(name, info.sha, {file: sizes[file] for file in chosen}, frozenset(cached))
+    paths = {file: hub.try_to_load_from_cache(name, file, revision=info.sha) for file in chosen}
+    cached = frozenset(file for file, path in paths.items() if isinstance(path, str))
+    return Files(name, info.sha, {file: sizes[file] for file in chosen}, cached)
 
 
 def fetch(name: str, revision: str | None) -> Path:
@@ -103,23 +104,17 @@ def _hub() -> Any:
 def _weights(sizes: dict[str, int | None]) -> list[str]:
     """Chooses the files of weights: of several forms, the one that `WeightFiles` would read."""
     found = next((name for name in WEIGHTS if name in sizes), None)
-    if found is None:
-        return []
-    if not found.endswith(".index.json"):
-        return [found]
+    if found is None or not found.endswith(".index.json"):
+        return [found] if found else []
     start, _, end = found.removesuffix(".index.json").rpartition(".")
     # Some have the ending twice, as model.safetensors-00001-of-00002.safetensors.
     shard = re.compile(rf"{re.escape(start)}(\.{re.escape(end)})?-\d+-of-\d+\.{re.escape(end)}")
     return [found, *sorted(name for name in sizes if shard.fullmatch(name))]
 
 
-def _cached(name: str, file: str, revision: str) -> bool:
-    return isinstance(_hub().try_to_load_from_cache(name, file, revision=revision), str)
-
-
 def _explained(name: str, revision: str | None, error: Exception) -> InvalidInput:
     """Explains an error in one line."""
-    errors = _hub().errors
+    errors, line = _hub().errors, first_line(error).rstrip(".")
     if isinstance(error, errors.GatedRepoError):
         page = f"https://huggingface.co/{name}"
         return InvalidInput(f"{name}: its conditions must be accepted first, at {page}; then log in: hf auth login")
@@ -131,16 +126,11 @@ def _explained(name: str, revision: str | None, error: Exception) -> InvalidInpu
             "(hf auth login)"
         )
     if isinstance(error, errors.HFValidationError):
-        return InvalidInput(f"{name}: {_MUST}; {_first_line(error)}")
+        return InvalidInput(f"{name}: {_MUST}; {line}")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return InvalidInput(f"{name}: the hub answered {status} ({_first_line(error)})")
-    return NoNetwork(f"{name}: {_MUST}; there is no such folder, and the hub cannot be reached ({_first_line(error)})")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+        return InvalidInput(f"{name}: the hub answered {status} ({line})")
+    return NoNetwork(f"{name}: {_MUST}; there is no such folder, and the hub cannot be reached ({line})")
 
 
 def _readable(size: int | None) -> str:

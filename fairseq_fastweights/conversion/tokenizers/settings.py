@@ -1,4 +1,4 @@
-"""Settings of a Hugging Face folder's tokenizer and of generation, beside the pieces: chat templates and numbers.
+"""Settings of a Hugging Face folder's tokenizer and of generation, beside the pieces: chat templates and token ids.
 
 `from-huggingface` keeps the files in the subfolder `ORIGINALS` of what it makes, and `to-huggingface` reads them there.
 """
@@ -13,14 +13,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, file_in
-from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.tokenizers.file_names import TEMPLATE, template_names
+from fairseq_fastweights.conversion.folders import ORIGINALS, RECORD, TEMPLATE, file_in, template_names
+from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
-"""The files that are read, besides those of `file_names.template_names`."""
+"""The files that are read, besides those of `folders.template_names`."""
 
 _PLAIN: dict[str, Callable[[Any], bool]] = {
     "model_max_length": lambda value: type(value) in (int, float) and 0 < value < math.inf,
@@ -29,7 +28,7 @@ _PLAIN: dict[str, Callable[[Any], bool]] = {
     "clean_up_tokenization_spaces": lambda value: isinstance(value, bool),
     "split_special_tokens": lambda value: isinstance(value, bool),
 }
-"""Settings of tokenizers that say nothing of words, and which values are theirs."""
+"""Settings of tokenizers that name no tokens, and checks of their values."""
 
 _NAMED = ("cls_token", "sep_token", "mask_token")
 _OTHERS = ("additional_special_tokens", "extra_special_tokens")
@@ -45,8 +44,8 @@ _GENERATION = {
 }
 """The settings of generation, by the one without which they have no effect, and with which transformers saves them."""
 
-NUMBERS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
-"""Settings of generation that hold numbers of word types."""
+TOKEN_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+"""Settings of generation that hold token ids."""
 
 
 def find_kept(places: Iterable[Path]) -> Path | None:
@@ -73,11 +72,11 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str]) -> dict[str, Any]:
-    """The arguments of a tokenizer of transformers that a folder's files say.
+    """The arguments of a tokenizer of transformers that a folder's files give.
 
     Args:
         folder: the folder.
-        known: the words of the tokenizer; special tokens that are not among them are left out.
+        known: the tokens of the tokenizer; special tokens that are not among them are left out.
         own: the tokenizer's `bos_token` and `eos_token`; chat templates read the folder's, where it has others.
 
     Raises:
@@ -131,14 +130,14 @@ def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def generation_config(
-    folder: Path | None, config: FastWeightConfig, number_of: Callable[[int], int | None]
+    folder: Path | None, config: FastWeightConfig, id_of: Callable[[int], int | None]
 ) -> GenerationConfig:
     """The settings of generation of a model, with those of the folder that it came from.
 
     Args:
         folder: the folder; None if there is none.
         config: of the model.
-        number_of: gives a number of a word type of the folder's its number in the model; None if it has none.
+        id_of: from a token id of the folder to the id in the model; None if it has none.
 
     Raises:
         ValueError: if a file cannot be read, or a setting cannot be used; the message names the file.
@@ -147,13 +146,13 @@ def generation_config(
     ends: list[Any] = []
     path = Path() if folder is None else folder / "generation_config.json"
     if folder is not None:
-        said = _read(folder, path.name)
+        given = _read(folder, path.name)
         for needed, names in _GENERATION.items():
-            set_to = said.get(needed)
+            set_to = given.get(needed)
             if not needed or set_to is True or (isinstance(set_to, int) and set_to > 1):
-                values |= {name: said[name] for name in names if said.get(name) is not None}
-        values |= {name: _renumbered(said[name], number_of) for name in NUMBERS if said.get(name) is not None}
-        ends = _list(_renumbered(said.get("eos_token_id", _read(folder, FILES[0]).get("eos_token_id")), number_of))
+                values |= {name: given[name] for name in names if given.get(name) is not None}
+        values |= {name: _with_ids(given[name], id_of) for name in TOKEN_IDS if given.get(name) is not None}
+        ends = _list(_with_ids(given.get("eos_token_id", _read(folder, FILES[0]).get("eos_token_id")), id_of))
     for name, value in values.items():
         for number in _list(value):
             if isinstance(number, float):
@@ -182,20 +181,20 @@ def _list(value: Any) -> list[Any]:
 
 
 def _word(token: Any) -> str | None:
-    """The text of a special token, which some files describe further."""
+    """The text of a special token, which some files describe with further settings."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else None
 
 
 def _with_words(template: str, other: dict[str, str]) -> str:
-    """A template in which the special tokens are these, whatever the tokenizer's are."""
-    said = {name: json.dumps(word, ensure_ascii=False) for name, word in other.items() if name in template}
-    return "".join(f"{{% set {name} = {word} %}}\n" for name, word in said.items()) + template
+    """A template in which the special tokens are these, independent of the tokenizer's."""
+    tokens = {name: json.dumps(word, ensure_ascii=False) for name, word in other.items() if name in template}
+    return "".join(f"{{% set {name} = {word} %}}\n" for name, word in tokens.items()) + template
 
 
-def _renumbered(value: Any, number_of: Callable[[int], int | None]) -> Any:
-    """A number, or numbers in lists, in the model; those that it does not have are left out."""
+def _with_ids(value: Any, id_of: Callable[[int], int | None]) -> Any:
+    """An id, or ids in lists, in the model; those that it does not have are left out."""
     if isinstance(value, list):
-        numbers = [_renumbered(one, number_of) for one in value]
-        return [number for number in numbers if number is not None]
-    return number_of(value) if isinstance(value, int) and not isinstance(value, bool) else None
+        ids = [_with_ids(one, id_of) for one in value]
+        return [one for one in ids if one is not None]
+    return id_of(value) if isinstance(value, int) and not isinstance(value, bool) else None

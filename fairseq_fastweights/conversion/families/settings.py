@@ -1,14 +1,14 @@
-"""Which settings a config.json may have, and readers of single ones, whose errors name the setting."""
+"""The settings that a config.json may have, and readers of single ones, whose errors name the setting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
-_MOST, _MOST_LAYERS = 10**8, 10_000
+_MOST, MOST_LAYERS = 10**8, 10_000  # memory is used for each layer before weights are read
 
 _OF_GENERATION = frozenset(
     """max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
@@ -33,12 +33,12 @@ _OF_FILES = frozenset(
     _experts_implementation experts_implementation""".split()
 )
 UNUSED = _OF_GENERATION | _OF_FILES
-"""Settings of all kinds of models that change nothing in what is computed: those of generation, of files, of tasks."""
+"""Settings of all kinds of models that leave the outputs as they are: those of generation, of files, of tasks."""
 _ONLY: dict[str, Any] = {
     **{"quantization_config": None, "per_layer_config": None, "pruned_heads": {}, "is_encoder_decoder": False},
     **{"add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
 }
-"""Settings of all kinds of models that would change it, with the one value that is supported."""
+"""Settings of all kinds of models that would change them, with the one value that is supported."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Settings:
     """The settings that a config.json of a kind, or an object in one, may have: any other is refused.
 
     Args:
-        defaults: those that are read, with what their class takes for them where they are missing.
-        only: the one supported value of others that would change the model. Where they are missing their class takes
-            it too, unless `defaults` says something else.
+        defaults: those that are read, with the values that their class takes for missing ones.
+        only: the one supported value of others that would change the model. Their class takes it for missing ones too,
+            unless `defaults` has another.
         unused: those that change nothing.
         renamed: second names of settings.
     """
@@ -91,41 +91,14 @@ def of_class(defaults: Mapping[str, Any], only: Mapping[str, Any] = {}, unused: 
     return Settings(defaults, {**_ONLY, **only}, UNUSED | set(unused.split()), renamed)
 
 
-def sizes(layers: int, width: int, heads: int, between: int, positions: int, tied: bool) -> dict[str, Any]:
-    """The options of models of all families."""
-    return {
-        "decoder-layers": layers,
-        "decoder-embed-dim": width,
-        "decoder-input-dim": width,
-        "decoder-output-dim": width,
-        "decoder-ffn-embed-dim": between,
-        "decoder-attention-heads": heads,
-        "decoder-normalize-before": True,
-        "no-scale-embedding": True,
-        "share-decoder-input-output-embed": tied,
-        "max-target-positions": positions,
-        "tokens-per-sample": positions,
-        "mask-special-symbols": True,
-        "softmax-attention-layers": "all",
-    }
-
-
-def number(config: Mapping[str, Any], name: str) -> int:
+def number(config: Mapping[str, Any], name: str, most: int = _MOST) -> int:
     """Reads a positive whole number."""
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInput(f"config.json: {name} is {value!r}; it must be a positive whole number")
-    if value > _MOST:
-        raise InvalidInput(f"config.json: {name} is {value}; it must be at most {_MOST}")
+    if value > most:
+        raise InvalidInput(f"config.json: {name} is {value}; it must be at most {most}")
     return value
-
-
-def count_layers(config: Mapping[str, Any], name: str) -> int:
-    """Reads a number of layers, which has a largest value, as memory is used for each before weights are read."""
-    layers = number(config, name)
-    if layers > _MOST_LAYERS:
-        raise InvalidInput(f"config.json: {name} is {layers}; it must be at most {_MOST_LAYERS}")
-    return layers
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -184,21 +157,17 @@ def layer_kinds(config: Mapping[str, Any], layers: int, default: list[str], allo
     return kinds
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary embeddings.
-
-    Attributes:
-        dim: how many dimensions of a head are rotated.
-        base: of the frequencies.
-        kind: of their scaling; "default" for none.
-        numbers: of the scaling.
-    """
+class Rotary(NamedTuple):
+    """Rotary embeddings."""
 
     dim: int
+    """How many dimensions of a head are rotated."""
     base: float
+    """Of the frequencies."""
     kind: str
+    """Of their scaling; "default" for none."""
     numbers: tuple[float, ...]
+    """Of the scaling."""
 
 
 def rotary(
@@ -233,13 +202,13 @@ def rotary(
         defaults["partial_rotary_factor"] = 1.0
     defaults |= {number: config["max_position_embeddings"] if "max" in number else None for number in numbers}
     values = Settings(defaults, unused=unused).complete(given, f"rope_type {kind}", f"config.json: in {name}")
-    said = fraction if "partial_rotary_factor" not in given else "partial_rotary_factor"
+    place = fraction if "partial_rotary_factor" not in given else "partial_rotary_factor"
     part = values["partial_rotary_factor"]
-    check_number(f"config.json: {said}", part, above=0, most=1)
+    check_number(f"config.json: {place}", part, above=0, most=1)
     dim = int(head_dim * part)
     if dim % 2:
         raise InvalidInput(
-            f"config.json: {said} is {part} and head_dim {head_dim}; their product must be even: rotary embeddings "
+            f"config.json: {place} is {part} and head_dim {head_dim}; their product must be even: rotary embeddings "
             "rotate pairs"
         )
     theta = base if "rope_theta" not in given else "rope_theta"
@@ -252,7 +221,7 @@ def rotary(
 
 
 def read_end_of_text(config: Mapping[str, Any], vocabulary: int, otherwise: int | None) -> int:
-    """Reads the number of the word type that ends a text."""
+    """Reads the id of the token that ends a text."""
     value = config["eos_token_id"]
     if isinstance(value, list) and value:  # models for dialogue have several: the first ends a text
         value = value[0]

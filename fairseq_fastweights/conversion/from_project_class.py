@@ -1,4 +1,4 @@
-"""Converts folders that `to-huggingface` wrote, also after more training in transformers, back for fairseq."""
+"""Converts folders with the project's class, also after more training in transformers, back for fairseq."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
-from fairseq_fastweights.conversion.files.folders import (
+from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
     check_target,
@@ -20,10 +20,10 @@ from fairseq_fastweights.conversion.files.folders import (
     new_folder,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles, read_json
-from fairseq_fastweights.conversion.from_huggingface.published import check_layers, check_weights
-from fairseq_fastweights.conversion.tokenizers import kept_settings, tokenizer_json
-from fairseq_fastweights.conversion.tokenizers.byte_level_files import PIECES
+from fairseq_fastweights.conversion.from_huggingface import check_layers
+from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
+from fairseq_fastweights.conversion.tokenizers.gpt2_files import PIECES
+from fairseq_fastweights.conversion.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
@@ -31,7 +31,7 @@ from fairseq_fastweights.models.description import new_name, options_of
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
-def from_exported(source: Path, target: Path) -> None:
+def from_project_class(source: Path, target: Path) -> None:
     """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a tokenizer, if there is one.
 
     The settings of the tokenizer and of generation, with chat templates, go to its folder `huggingface`.
@@ -48,8 +48,8 @@ def from_exported(source: Path, target: Path) -> None:
     check_target(target)
     names = ("dict.txt", *PIECES, *tokenizer_json.FILES)
     copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}
-    copied |= {f"{ORIGINALS}/{name}": path for name, path in kept_settings.files_of(source).items()}
-    config = read_config(source / "config.json")
+    copied |= {f"{ORIGINALS}/{name}": path for name, path in settings.files_of(source).items()}
+    config = _read_config(source / "config.json")
     dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
     files = WeightFiles(source)
     check_layers(source, {"num_hidden_layers": config.num_hidden_layers}, len(files.shapes))
@@ -60,11 +60,11 @@ def from_exported(source: Path, target: Path) -> None:
     weights = _read_weights(source, files, model)
     for name, buffer in model.state_dict().items():
         if name not in weights:
-            weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`, of no meaning
+            weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`
     decoder = model.decoder
     weights["decoder.version"] = torch.tensor([3.0])
-    settings = checkpoint_settings.settings_of(cfg.model, decoder.mixer_names, dictionary)
-    weights[f"decoder.{checkpoint_settings.NAME}"] = settings
+    recorded = checkpoint_settings.settings_of(cfg.model, decoder.mixer_names, dictionary)
+    weights[f"decoder.{checkpoint_settings.NAME}"] = recorded
     if decoder.adaptive_softmax is not None:
         weights["decoder.adaptive_softmax.version"] = torch.tensor([1])
 
@@ -73,12 +73,7 @@ def from_exported(source: Path, target: Path) -> None:
         copy_files(copied, folder)
 
 
-def read_config(path: Path) -> FastWeightConfig:
-    """Reads a config.json.
-
-    Raises:
-        ValueError: if a setting is unknown or not allowed; the message names the file and the setting.
-    """
+def _read_config(path: Path) -> FastWeightConfig:
     content = read_json(path)
     try:
         return FastWeightConfig(**content)
@@ -95,7 +90,7 @@ def _read_dictionary(path: Path, config: FastWeightConfig) -> Dictionary:
         raise InvalidInput(f"{path}: this is not a dictionary of fairseq's ({' '.join(str(error).split())})") from error
     if len(dictionary) != config.vocab_size:
         raise InvalidInput(
-            f"{path}: it has {len(dictionary)} word types, the four special ones included; vocab_size in config.json "
+            f"{path}: it has {len(dictionary)} entries, the four special ones included; vocab_size in config.json "
             f"is {config.vocab_size}"
         )
     return dictionary
@@ -105,25 +100,24 @@ def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageMod
     """Reads the weights, by fairseq's names; of tied weights the files hold one, or several that are equal."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
-    names: dict[int, list[str]] = {}
+    tied: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    found = dict(files.shapes)
-    expected = {}
-    for same in names.values():
-        there = [new_name(name) for name in same if new_name(name) in found]
-        for name in there or [new_name(same[0])]:
-            expected[name] = tuple(parameters[same[0]].shape)
-    check_weights(f"{source}: the weights do not fit config.json", found, expected)
+        tied.setdefault(id(parameter), []).append(name)
+    held = [[new_name(name) for name in names if new_name(name) in files.shapes] for names in tied.values()]
+    expected = {
+        name: tuple(parameters[names[0]].shape)
+        for names, there in zip(tied.values(), held, strict=True)
+        for name in there or [new_name(names[0])]
+    }
+    check_weights(f"{source}: the weights do not fit config.json", files.shapes, expected)
     weights: dict[str, Tensor] = {}
-    for same in names.values():
-        there = [new_name(name) for name in same if new_name(name) in found]
+    for names, there in zip(tied.values(), held, strict=True):
         try:
-            weight, *others = (files.read(name) for name in there)
+            weight, *others = map(files.read, there)
         except ValueError as error:
             raise InvalidInput(f"{source}: {error}") from None
         for other, copy in zip(there[1:], others, strict=True):
             if not torch.equal(copy, weight):
                 raise InvalidInput(f"{source}: config.json ties {other} to {there[0]}, which is not equal to it")
-        weights |= dict.fromkeys(same, weight)
+        weights |= dict.fromkeys(names, weight)
     return weights

@@ -15,7 +15,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from fairseq_fastweights.conversion.files.weight_files import load_safely
+from fairseq_fastweights.conversion.weight_files import load_safely
 from fairseq_fastweights.files.digests import with_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairseq_fastweights.conversion.families.table import FAMILIES
-from fairseq_fastweights.conversion.from_huggingface.published import check_layers
-from fairseq_fastweights.files.integrity import why_not_regular
+from fairseq_fastweights.conversion.families import FAMILIES
+from fairseq_fastweights.conversion.from_huggingface import check_layers
+from fairseq_fastweights.conversion.weight_files import check_regular, first_line
 from fairseq_fastweights.invalid_input import InvalidInput
 
 SUFFIX = ".gguf"
@@ -30,7 +30,7 @@ def unpacked(path: Path) -> Iterator[Path]:
     transformers reads the file; weights that are stored in fewer bits become the numbers that these stand for.
 
     Raises:
-        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.table.FAMILIES`;
+        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.FAMILIES`;
             the message names it.
     """
     try:
@@ -43,11 +43,7 @@ def unpacked(path: Path) -> Iterator[Path]:
         raise InvalidInput(
             f"{path}: reading it needs transformers and gguf: pip install transformers gguf ({error})"
         ) from None
-    try:
-        if kind := why_not_regular(path):
-            raise InvalidInput(f"{path} {kind}")
-    except OSError as error:
-        raise InvalidInput(f"{path}: the file cannot be read ({error.strerror})") from None
+    check_regular(path)
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "trust_remote_code": False}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,9 +60,8 @@ def unpacked(path: Path) -> Iterator[Path]:
                 model = transformers.AutoModelForCausalLM.from_config(config)  # for the names of its weights
             weights = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InvalidInput(f"{path} cannot be read as a GGUF file ({lines[0]})") from None
+        except Exception as error:  # its type depends on the place of the damage
+            raise InvalidInput(f"{path} cannot be read as a GGUF file ({first_line(error)})") from None
         # The file has settings in float32: 1e-5 is 9.999999747378752e-06 in it.
         config.architectures = [type(model).__name__]  # by which llama.cpp knows models
         settings = json.loads(config.to_json_string(), parse_float=lambda text: float(str(np.float32(text))))

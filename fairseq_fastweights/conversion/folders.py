@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from fairseq_fastweights.files.integrity import why_not_regular
+from fairseq_fastweights.conversion.weight_files import check_regular, read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 
 RECORD, ORIGINALS = "conversion.json", "huggingface"
-"""Beside a converted model: what the conversion back needs to know, and the folder of the source's own files."""
+"""Beside a converted model: a record for the conversion back, and the folder with the original files."""
 FOR_FAIRSEQ = "fairseq"
 """In a Hugging Face folder: the subfolder with the files for the conversion back."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""The possible files of a tokenizer, besides those of `template_names`."""
+
+TEMPLATE = TOKENIZER_FILES[-1]
+_TEMPLATES = "additional_chat_templates"
 
 
 def path_of(name: str, given: object) -> Path:
@@ -63,8 +79,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 def file_in(folder: Path, name: str) -> Path | None:
     """Finds a file that is to be copied as it is, in a folder that may come from elsewhere; None if it is not there.
 
-    A link there could bring any file of this machine into what is then published. One within the folder is followed,
-    and one of the hub's cache, whose folders of a model hold links to its blobs.
+    A link there could bring any file of this machine into the folder that is then published. Links within the folder
+    are followed, and those of the hub's cache, whose folders of a model hold links to its blobs.
 
     Args:
         folder: the folder.
@@ -82,12 +98,7 @@ def file_in(folder: Path, name: str) -> Path | None:
         raise InvalidInput(
             f"{path} is a link to {real}; it must be a file in {folder}, so copy it there if it is yours"
         )
-    try:
-        kind = why_not_regular(real)
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read ({error.strerror})") from None
-    if kind:
-        raise InvalidInput(f"{path} {kind}")
+    check_regular(real, path)
     return real
 
 
@@ -101,3 +112,32 @@ def copy_files(files: dict[str, Path], target: Path) -> None:
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
+
+
+def is_template(name: str) -> bool:
+    """True if this is the name, in its folder, of a chat template beside the first."""
+    return re.fullmatch(rf"{_TEMPLATES}/\w[\w.-]*\.jinja", name, re.ASCII) is not None
+
+
+def template_names(folder: Path) -> list[str]:
+    """The names of the chat templates beside the first that are in a folder."""
+    return sorted(filter(is_template, (f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*"))))
+
+
+def original_files(source: Path, within: str = ".") -> dict[str, Path]:
+    """The files of a model that are kept for the conversion back, which copies no others.
+
+    Args:
+        source: a folder that may come from elsewhere.
+        within: the subfolder with the files.
+
+    Raises:
+        ValueError: if one of them is a link out of `source`, or no regular file.
+    """
+    names = ("config.json", "generation_config.json", *TOKENIZER_FILES, *template_names(source / within))
+    return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
+
+
+def original_mixers(folder: Path) -> Any:
+    """The mixers that a model had when `from_huggingface` made the folder, as `checkpoint_settings` writes them."""
+    return read_json(folder / RECORD).get("mixers", "softmax")

@@ -1,1 +1,0 @@
-"""Files and folders, as conversions read and write them."""

@@ -1,1 +1,0 @@
-"""Models that fairseq trained, as Hugging Face folders: `to-huggingface`."""
