@@ -18,6 +18,7 @@ import fairseq_patches
 import pytest
 import torch
 
+torch.serialization.add_safe_globals([Namespace])  # in checkpoints of the translation model, which tests load
 ROOT = Path(__file__).resolve().parents[1]
 TASK = ["--user-dir", str(ROOT / "fairseq_fastweights"), "--task", "fast_weight_language_modeling"]
 SMALL_MODEL = """--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32

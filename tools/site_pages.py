@@ -140,7 +140,7 @@ def row(field: Any) -> tuple[str, str, str]:
 
 def architectures() -> str:
     """Makes the table of named architectures."""
-    for module in ("fast_weight_lm", "huggingface_architectures", "fast_weight_transformer"):
+    for module in ("fast_weight_lm", "fast_weight_transformer"):
         importlib.import_module(f"fairseq_fastweights.models.{module}")
     from fairseq.models import ARCH_CONFIG_REGISTRY
 

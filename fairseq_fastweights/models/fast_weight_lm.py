@@ -5,6 +5,7 @@
 # ruff: noqa: UP045
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -334,46 +335,126 @@ def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:
 check_model_itself("fast_weight_lm")
 
 
-@register_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
-def fast_weight_lm_wiki103_small(args: Any) -> None:
-    """Schlag et al. 2021, Sec. 6.3 and App. F, "small": D = 128, to be trained on segments of 256."""
-    # Embeddings of one size for all bands: a factor of 1. Post-norm, which fairseq's base would overrule.
-    defaults = {
-        "decoder_embed_dim": 128,
-        "decoder_ffn_embed_dim": 2048,
-        "decoder_layers": 16,
-        "decoder_attention_heads": 8,
-        "dropout": 0.1,
-        "activation_dropout": 0.1,
-        "attention_dropout": 0.0,
-        "adaptive_input": True,
-        "adaptive_input_factor": 1,
-        "adaptive_softmax_factor": 1,
-        "adaptive_input_cutoff": "20000,40000,200000",
-        "adaptive_softmax_cutoff": "20000,40000,200000",
-        "tie_adaptive_weights": True,
-        "tie_adaptive_proj": True,
-        "no_attention_bias": True,
-        "scale_read_out": True,
-        "init_std": 0.02,
-    }
-    for name, value in defaults.items():
-        setattr(args, name, safe_getattr(args, name, value))
-    set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
-    normalize_before = safe_getattr(args, "decoder_normalize_before", False)
-    base_lm_architecture(args)
-    args.decoder_normalize_before = normalize_before
+def _register(
+    name: str,
+    document: str,
+    sizes: tuple[int, int, int],
+    base: Callable[[Any], None] = base_lm_architecture,
+    **settings: Any,
+) -> None:
+    """Registers an architecture of these layers, width and heads: one of fairseq's with values for other options."""
+    layers, width, heads = sizes
+    defaults = {"decoder_layers": layers, "decoder_embed_dim": width, "decoder_attention_heads": heads, **settings}
+
+    def architecture(args: Any) -> None:
+        for option, value in defaults.items():
+            if safe_getattr(args, option, None) is None:  # max_target_positions is there, of the task, as None
+                setattr(args, option, value)
+        set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
+        pre_norm = safe_getattr(args, "decoder_normalize_before", None)
+        base(args)
+        if "decoder_normalize_before" in settings:  # which fairseq's base always sets
+            args.decoder_normalize_before = pre_norm
+
+    architecture.__doc__ = document
+    register_architecture("fast_weight_lm", f"fast_weight_lm_{name}")(architecture)
 
 
-@register_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
-def fast_weight_lm_wiki103_medium(args: Any) -> None:
-    """Schlag et al. 2021, Sec. 6.3 and App. F, "medium": D = 256, to be trained on segments of 384."""
-    args.decoder_embed_dim = safe_getattr(args, "decoder_embed_dim", 256)
-    fast_weight_lm_wiki103_small(args)
+for _size, _width, _segment in (("small", 128, 256), ("medium", 256, 384)):
+    # Embeddings of one size for all bands: a factor of 1.
+    _register(
+        f"wiki103_{_size}",
+        f'Schlag et al. 2021, Sec. 6.3 and App. F, "{_size}": D = {_width}, to be trained on segments of {_segment}.',
+        (16, _width, 8),
+        decoder_ffn_embed_dim=2048,
+        dropout=0.1,
+        activation_dropout=0.1,
+        attention_dropout=0.0,
+        adaptive_input=True,
+        adaptive_input_factor=1,
+        adaptive_softmax_factor=1,
+        adaptive_input_cutoff="20000,40000,200000",
+        adaptive_softmax_cutoff="20000,40000,200000",
+        tie_adaptive_weights=True,
+        tie_adaptive_proj=True,
+        no_attention_bias=True,
+        scale_read_out=True,
+        init_std=0.02,
+        decoder_normalize_before=False,
+    )
+
+_register(
+    "baevski_wiki103",
+    "Baevski & Auli 2019, as in fairseq: 16 layers, 1024 wide, 8 heads, adaptive input and softmax.",
+    (16, 1024, 8),
+    transformer_lm_baevski_wiki103,
+)
+
+# With --softmax-attention-layers all these are GPT-2 and Pythia; otherwise their attention is replaced.
+for _size, _sizes in {
+    "small": (12, 768, 12),
+    "medium": (24, 1024, 16),
+    "large": (36, 1280, 20),
+    "xl": (48, 1600, 25),
+}.items():
+    _register(
+        f"gpt2_{_size}",
+        f"Radford et al. 2019, GPT-2 {_size}.",
+        _sizes,
+        decoder_ffn_embed_dim=4 * _sizes[1],
+        decoder_learned_pos=True,
+        no_scale_embedding=True,
+        share_decoder_input_output_embed=True,
+        mask_special_symbols=True,
+        activation_fn="gelu_accurate",
+        max_target_positions=1024,
+        dropout=0.1,
+        attention_dropout=0.1,
+        init_std=0.02,
+    )
+
+_PYTHIA = {"70m": (6, 512, 8), "160m": (12, 768, 12), "410m": (24, 1024, 16), "1b": (16, 2048, 8)}
 
 
-@register_architecture("fast_weight_lm", "fast_weight_lm_baevski_wiki103")
-def fast_weight_lm_baevski_wiki103(args: Any) -> None:
-    """Baevski & Auli 2019, as in fairseq: 16 layers, 1024 wide, 8 heads, adaptive input and softmax."""
-    set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
-    transformer_lm_baevski_wiki103(args)
+def _register_pythia(name: str, document: str, size: str, **settings: Any) -> None:
+    _, width, heads = _PYTHIA[size]
+    _register(
+        name,
+        document,
+        _PYTHIA[size],
+        decoder_ffn_embed_dim=4 * width,
+        no_token_positional_embeddings=True,
+        no_scale_embedding=True,
+        rotary_dim=width // heads // 4,
+        parallel_residual=True,
+        mask_special_symbols=True,
+        activation_fn="gelu",
+        max_target_positions=2048,
+        dropout=0.0,
+        attention_dropout=0.0,
+        init_std=0.02,
+        **settings,
+    )
+
+
+for _size in _PYTHIA:
+    _register_pythia(
+        f"pythia_{_size}",
+        f"Biderman et al. 2023, Pythia {_size}: rotary embedding of a quarter of each head, parallel residual.",
+        _size,
+    )
+# The RetNet and the StripedMamba of Choi 2024 are Pythia with retention, in heads of 256, and with Mamba.
+for _size, _pythia, _heads in (("430m", "410m", 4), ("1b", "1b", 8)):
+    _register_pythia(
+        f"retnet_{_size}",
+        f"Choi 2024, Table 1, RetNet {_size}: Pythia {_pythia} with retention in {_heads} heads of 256.",
+        _pythia,
+        update_rule="retention",
+        fast_weight_heads=_heads,
+    )
+_register_pythia(
+    "stripedmamba_430m",
+    "Choi 2024, Table 1, StripedMamba 430m: Pythia 410m with Mamba in the place of attention.",
+    "410m",
+    mixers="mamba",
+)

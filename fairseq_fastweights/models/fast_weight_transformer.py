@@ -1,18 +1,22 @@
-"""The translation model `fast_weight_transformer`, and its named architectures."""
+"""The translation model `fast_weight_transformer`: its options, encoder and decoder, and named architectures."""
 
 # No `from __future__ import annotations`: fairseq reads the types of a configuration's fields as they stand.
 
 from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from fairseq.data import Dictionary
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.transformer import (
     TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
     TransformerModel,
     base_architecture,
     transformer_iwslt_de_en,
@@ -20,11 +24,13 @@ from fairseq.models.transformer import (
 )
 from fairseq.models.transformer.transformer_legacy import tiny_architecture
 from fairseq.utils import safe_getattr
-from torch import nn
+from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.cuda_graphs import log_compiled_alone
 from fairseq_fastweights.models.description import MEMORIES, check_heads, layer_mixers, mixer_settings
 from fairseq_fastweights.models.fast_weight_options import (
     WHAT_MEMORIES_DO,
@@ -33,9 +39,15 @@ from fairseq_fastweights.models.fast_weight_options import (
     defaults_in_help,
     set_defaults,
 )
-from fairseq_fastweights.models.fast_weight_transformer_decoder import FastWeightTransformerDecoder
-from fairseq_fastweights.models.fast_weight_transformer_encoder import FastWeightTransformerEncoder
-from fairseq_fastweights.models.mixer_layers import MixerBuilder, compile_layers
+from fairseq_fastweights.models.host_copies import on_host
+from fairseq_fastweights.models.mixer_layers import (
+    MixerBuilder,
+    MixerDecoderLayer,
+    MixerEncoderLayer,
+    compile_layers,
+    project,
+    wrap_layer,
+)
 from fairseq_fastweights.models.option_checks import (
     check_inference,
     check_ranges,
@@ -75,6 +87,163 @@ class FastWeightTransformerOptions(FastWeightOptions):
             "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention"
         },
     )
+
+
+class FastWeightTransformerEncoder(TransformerEncoderBase):
+    """A translation model's encoder.
+
+    Args:
+        cfg, dictionary, embed_tokens: those of fairseq's encoder.
+        name, build_mixer: the name of the mixer that reads the source, and a function that makes it from a layer's
+            width; None for fairseq's softmax attention.
+
+    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
+    """
+
+    settings_version: Tensor
+
+    def __init__(
+        self,
+        cfg: TransformerConfig,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
+        name: str,
+        build_mixer: MixerBuilder | None,
+    ) -> None:
+        self._build_mixer = build_mixer
+        super().__init__(cfg, dictionary, embed_tokens)
+        settings = checkpoint_settings.describe_dictionary(dictionary, "source ")
+        settings |= checkpoint_settings.describe_mixers([(name, self.layers[0].self_attn)], "encoder ")
+        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
+
+    def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
+        if self._build_mixer is None:
+            return super().build_encoder_layer(cfg)
+        return wrap_layer(MixerEncoderLayer(cfg, self._build_mixer), cfg)
+
+    def forward(self, src_tokens: Tensor, *arguments: Any, **options: Any) -> dict[str, list[Tensor]]:
+        """Encodes sources, as fairseq's encoder does.
+
+        Args:
+            src_tokens: (batch, source time).
+            arguments, options: those of fairseq's encoder.
+
+        Raises:
+            ValueError: if a source is longer than the model's positions.
+        """
+        most = self.max_positions()
+        if src_tokens.shape[1] > most:  # padded, at least
+            longest = int(on_host(src_tokens).ne(self.padding_idx).sum(dim=1).max())
+            if longest > most:
+                raise InvalidInput(
+                    f"a source has {longest} tokens; the model takes at most {most} (--max-source-positions)"
+                )
+        return super().forward(src_tokens, *arguments, **options)
+
+    def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
+        """Selects the rows `new_order`, for beam search.
+
+        Hypotheses mostly change places with others for the same source. On a CPU nothing is copied then, because
+        copying a long source takes as long as a token; on a GPU the check would take longer.
+        """
+        before = encoder_out.get("rows")  # of each row, which row it was when it left the encoder
+        rows = new_order if before is None else before[0].index_select(0, new_order)
+        if before is not None and rows.device.type == "cpu" and torch.equal(rows, before[0]):
+            return encoder_out
+        return {**super().reorder_encoder_out(encoder_out, new_order), "rows": [rows]}
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
+        checkpoint_settings.check(state_dict, name, self.settings_version)
+        return super().upgrade_state_dict_named(state_dict, name)
+
+
+class FastWeightTransformerDecoder(TransformerDecoderBase):
+    """A translation model's decoder.
+
+    Args:
+        cfg, dictionary, embed_tokens: those of fairseq's decoder.
+        mixers: for each layer the name of the mixer that reads the target, and a function that makes it from the
+            layer's width; None for fairseq's softmax attention.
+        cross: the same for the mixer that reads the source, in all layers.
+
+    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
+
+    Attributes:
+        tells_of_graphs: whether the next batch of training logs that compiled layers are not replayed as CUDA graphs.
+    """
+
+    settings_version: Tensor
+    tells_of_graphs = False
+
+    def __init__(
+        self,
+        cfg: TransformerConfig,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
+        mixers: Sequence[tuple[str, MixerBuilder | None]],
+        cross: tuple[str, MixerBuilder | None],
+    ) -> None:
+        self._builders = [build for _, build in mixers]
+        self._layers_built = 0
+        cross_name, self._build_cross = cross
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+        layers: list[Any] = list(nn.ModuleList.__iter__(self.layers))  # all of them: those of LayerDrop are drawn
+        settings = checkpoint_settings.describe_dictionary(dictionary, "target ")
+        own = [(name, layer.self_attn) for (name, _), layer in zip(mixers, layers, strict=True)]
+        settings |= checkpoint_settings.describe_mixers(own, "decoder ")
+        settings |= checkpoint_settings.describe_mixers([(cross_name, self.layers[0].encoder_attn)], "cross ")
+        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
+
+    def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
+        # fairseq asks for one layer after the other, and does not say which.
+        build = self._builders[self._layers_built]
+        self._layers_built += 1
+        if build is None and self._build_cross is None:
+            return super().build_decoder_layer(cfg, no_encoder_attn)
+        return wrap_layer(MixerDecoderLayer(cfg, build, self._build_cross, no_encoder_attn=no_encoder_attn), cfg)
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Any,
+        incremental_state: Any = None,
+        full_context_alignment: bool = False,
+        *arguments: Any,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """`forward` without the output layer, as in fairseq's decoder.
+
+        Raises:
+            ValueError: for `full_context_alignment`, if a memory reads the target, as it is causal.
+        """
+        if full_context_alignment and any(self._builders):
+            raise InvalidInput(
+                "full_context_alignment must be False: a mixer holds what was read before, not what follows"
+            )
+        if self.training and self.tells_of_graphs:
+            log_compiled_alone("batches of translations have many shapes")
+            self.tells_of_graphs = False
+        features, extra = super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, full_context_alignment, *arguments, **options
+        )
+        if self._build_cross is not None:
+            # Not [None]: fairseq's scorer adds it to the weights of an ensemble's other models.
+            extra["attn"] = None
+        return features, extra
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Runs fairseq's output layer."""
+        return project(super().output_layer, features)
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
+        """fairseq's mask, (time, time), if there is a self-attention that needs it."""
+        return super().buffered_future_mask(tensor) if None in self._builders else None
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
+        checkpoint_settings.check(state_dict, name, self.settings_version)
+        return super().upgrade_state_dict_named(state_dict, name)
 
 
 @register_model("fast_weight_transformer")
@@ -246,51 +415,41 @@ def parse_places(text: str) -> frozenset[str]:
     return frozenset(words)
 
 
-@register_architecture("fast_weight_transformer", "fast_weight_transformer")
-def fast_weight_transformer(args: Any) -> None:
-    """fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads."""
-    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
-    base_architecture(args)
+def _register(name: str, document: str, base: Callable[[Any], None], **settings: Any) -> None:
+    """Registers an architecture: one of fairseq's, with these values of options that were not given."""
+
+    def architecture(args: Any) -> None:
+        for option, value in settings.items():
+            setattr(args, option, safe_getattr(args, option, value))
+        set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
+        base(args)
+
+    architecture.__doc__ = document
+    register_architecture("fast_weight_transformer", f"fast_weight_transformer{name}")(architecture)
 
 
-@register_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_base")
-def fast_weight_transformer_wmt_en_de_base(args: Any) -> None:
-    """Vaswani et al. 2017, base."""
-    fast_weight_transformer(args)
-
-
-@register_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
-def fast_weight_transformer_wmt_en_de_big(args: Any) -> None:
-    """Schlag et al. 2021, App. E: Vaswani et al.'s big model, 6 + 6 layers, 1024 wide, 16 heads."""
-    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
-    transformer_vaswani_wmt_en_de_big(args)
-
-
-@register_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
-def fast_weight_transformer_iwslt_de_en(args: Any) -> None:
-    """fairseq's `transformer_iwslt_de_en`: 6 + 6 layers, 512 wide, 4 heads, for some hundred thousand sentences."""
-    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
-    transformer_iwslt_de_en(args)
-
-
-@register_architecture("fast_weight_transformer", "fast_weight_transformer_multi30k_en_de")
-def fast_weight_transformer_multi30k_en_de(args: Any) -> None:
-    """4 + 4 layers, 128 wide, 4 heads, for Multi30k's 29,000 sentences (Wu et al. 2021, "tiny")."""
-    for name, value in {
-        "encoder_embed_dim": 128,
-        "encoder_ffn_embed_dim": 256,
-        "encoder_layers": 4,
-        "encoder_attention_heads": 4,
-        "decoder_layers": 4,
-        "decoder_attention_heads": 4,
-        "dropout": 0.3,
-    }.items():
-        setattr(args, name, safe_getattr(args, name, value))
-    fast_weight_transformer(args)
-
-
-@register_architecture("fast_weight_transformer", "fast_weight_transformer_tiny")
-def fast_weight_transformer_tiny(args: Any) -> None:
-    """fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads."""
-    set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
-    tiny_architecture(args)
+_register("", "fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads.", base_architecture)
+_register("_wmt_en_de_base", "Vaswani et al. 2017, base.", base_architecture)
+_register(
+    "_wmt_en_de_big",
+    "Schlag et al. 2021, App. E: Vaswani et al.'s big model, 6 + 6 layers, 1024 wide, 16 heads.",
+    transformer_vaswani_wmt_en_de_big,
+)
+_register(
+    "_iwslt_de_en",
+    "fairseq's `transformer_iwslt_de_en`: 6 + 6 layers, 512 wide, 4 heads, for some hundred thousand sentences.",
+    transformer_iwslt_de_en,
+)
+_register(
+    "_multi30k_en_de",
+    '4 + 4 layers, 128 wide, 4 heads, for Multi30k\'s 29,000 sentences (Wu et al. 2021, "tiny").',
+    base_architecture,
+    encoder_embed_dim=128,
+    encoder_ffn_embed_dim=256,
+    encoder_layers=4,
+    encoder_attention_heads=4,
+    decoder_layers=4,
+    decoder_attention_heads=4,
+    dropout=0.3,
+)
+_register("_tiny", "fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads.", tiny_architecture)

@@ -11,7 +11,6 @@ import torch
 import transformers
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
-import fairseq_fastweights.models.huggingface_architectures  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
 from fairseq_fastweights.mixers.registry import MIXERS

@@ -11,7 +11,6 @@ from fairseq import options, tasks
 
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.models.fast_weight_transformer
-import fairseq_fastweights.models.huggingface_architectures
 import fairseq_fastweights.tasks.fast_weight_language_modeling  # noqa: F401
 
 WORDS = tuple(f"w{i}" for i in range(40))

@@ -8,12 +8,12 @@ import pytest
 from fairseq_fastweights.models import (
     fast_weight_decoder,
     fast_weight_lm,
-    fast_weight_transformer_decoder,
+    fast_weight_transformer,
     mixer_layers,
 )
 from fairseq_fastweights.tasks import attention_transfer_criterion, fast_weight_language_modeling
 
-MODULES = [fast_weight_decoder, fast_weight_lm, fast_weight_transformer_decoder, mixer_layers]
+MODULES = [fast_weight_decoder, fast_weight_lm, fast_weight_transformer, mixer_layers]
 MODULES += [attention_transfer_criterion, fast_weight_language_modeling]
 
 
