@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import ReluMap
-from fairseq_fastweights.mixers.linear_attention import LinearAttention, warn_once
+from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.projections import are_plain, project
+from fairseq_fastweights.mixers.projections import are_plain, project, reset_linear
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
     check_normalization,
@@ -23,6 +24,8 @@ from fairseq_fastweights.mixers.update_rules import (
     lookup,
 )
 from fairseq_fastweights.ops import Gate, elementwise, kernels
+
+logger = logging.getLogger(__name__)
 
 
 class FastWeightAttention(LinearAttention):
@@ -43,10 +46,8 @@ class FastWeightAttention(LinearAttention):
         update_rule: a key of `UPDATE_RULES`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for that of the rule's paper.
         normalization: a set of some of "sum", "attention" and "removal"; None for that of the rule's paper.
-        backend: one of `ops.BACKENDS`.
-        bias: whether the projections have biases. Those of gates that decay the memory always have.
-        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out`, `dropout`, `kv_heads`, `head_dim`,
-            `projection_bias` and `query_key_norm_eps`, which `LinearAttention` describes.
+        bias: whether the projections have biases. Those of gates that decay the state always have.
+        **options: the other arguments of `LinearAttention`, but for `source_dim`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -72,11 +73,9 @@ class FastWeightAttention(LinearAttention):
         update_rule: str = "delta",
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
-        backend: str = "auto",
         bias: bool = True,
         **options: Any,
     ) -> None:
-        check_backend(backend)
         rule = lookup("update_rule", update_rule, UPDATE_RULES)
         normalization = rule.normalization if normalization is None else frozenset(normalization)
         check_normalization(normalization, update_rule)
@@ -84,12 +83,10 @@ class FastWeightAttention(LinearAttention):
         super().__init__(
             embed_dim, num_heads, feature_map=feature_map, normalization=normalization, bias=bias, **options
         )
-        warn_once(
-            known_to_diverge(update_rule, feature_map, normalization), f"update rule {update_rule} with {feature_map}"
-        )
+        if reason := known_to_diverge(update_rule, feature_map, normalization):
+            _warn_once(f"update rule {update_rule} with {feature_map}: {reason}")
         self.update_rule = update_rule
         self.rule = rule
-        self.backend = backend
         self.takes_starts = rule.takes_starts
         for gate in rule.gates:
             width = num_heads * self._gate_size(gate)
@@ -100,10 +97,7 @@ class FastWeightAttention(LinearAttention):
         """Draws the projections as fairseq's attention does, and the biases of gates (`reset_special_parameters`)."""
         super().reset_parameters()
         for gate in self.rule.gates:
-            module = self._gate_projection(gate)
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            reset_linear(self._gate_projection(gate))
         self.reset_special_parameters()
 
     def reset_special_parameters(self) -> None:
@@ -232,10 +226,10 @@ class FastWeightAttention(LinearAttention):
         return f"update_rule={self.update_rule}, {super().extra_repr()}"
 
 
-def check_backend(backend: str) -> None:
-    """Raises a `ValueError` unless `backend` is one of `ops.BACKENDS`."""
-    if backend not in ops.BACKENDS:
-        raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+@cache
+def _warn_once(text: str) -> None:
+    """Logs a warning, once in a process: a model has many layers."""
+    logger.warning(text)
 
 
 def uniform_gate_bias_(bias: Tensor, units: int) -> None:

@@ -27,8 +27,7 @@ class FastWeightSourceAttention(LinearAttention):
         embed_dim: width of the queries and of the output.
         num_heads: number of heads, a divisor of `embed_dim`.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "elu", that of Katharopoulos et al.
-        **options: `source_dim`, `feature_dim`, `dpfp_nu`, `favor_features`, `bias`, `scale_read_out`, `dropout` and the
-            shape of the projections, which `LinearAttention` describes. The normalisation is "attention".
+        **options: the other arguments of `LinearAttention`. The normalisation is "attention".
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.

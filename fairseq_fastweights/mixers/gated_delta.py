@@ -88,13 +88,13 @@ class GatedDelta(Mixer):
 
     options = {
         "key_heads": Option(int, 0, "number of heads of queries and keys, a divisor of those of values; 0 is as many"),
-        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads", KEY_SIZES),
+        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads", KEY_SIZES, 0),
         "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
-        "conv": Option(int, 4, "width of the short convolution"),
+        "conv": Option(int, 4, "width of the short convolution", least=1),
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
-        "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
+        "eps": Option(float, 1e-5, "epsilon of the norm of what is read", least=0),
         "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
         "kv_heads": Option(int, 0, "number of heads of keys and values that those of queries share; 0 for none shared"),
         "gate_rank": Option(int, 0, "rank of the projection of the gate on what is read; 0 for any"),
@@ -125,18 +125,12 @@ class GatedDelta(Mixer):
         writes: int = 1,
     ) -> None:
         # With sizes of their own, heads need not divide the width.
-        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
+        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0, backend=backend)
         self.writes = writes
         if self._writes_once and writes != 1:
             raise InvalidInput(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
-        for name, value, least in (
-            ("key_dim", key_dim, 0),
-            ("value_dim", value_dim, 0),
-            ("conv", conv, 1),
-            ("gate_rank", gate_rank, 0),
-        ):
-            check_number(name, value, least, whole=True)
-        check_number("eps", eps, 0)
+        self.check_options(key_dim=key_dim, value_dim=value_dim, conv=conv, eps=eps)
+        check_number("gate_rank", gate_rank, 0, whole=True)
         if key_heads < 0 or (key_heads and num_heads % key_heads):
             raise InvalidInput(
                 f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all"
@@ -145,12 +139,10 @@ class GatedDelta(Mixer):
             raise InvalidInput(f"kv_heads is {kv_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
         if kv_heads and key_heads not in (0, num_heads):
             raise InvalidInput(f"key_heads is {key_heads}; with kv_heads it must be num_heads, {num_heads}, or 0")
-        if backend not in ops.BACKENDS:
-            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
         self.kv_heads, self.gate_rank = kv_heads, gate_rank
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
-        self.conv, self.negative_eigenvalues, self.eps, self.backend = conv, negative_eigenvalues, eps, backend
+        self.conv, self.negative_eigenvalues, self.eps = conv, negative_eigenvalues, eps
         self.bias = bias
         values = num_heads * self.value_dim
         self._channels = [
@@ -360,11 +352,11 @@ class DeltaProduct(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {"writes": Option(int, 2, "number of corrections per token"), **GatedDelta.options}
+    options = {"writes": Option(int, 2, "number of corrections per token", least=1), **GatedDelta.options}
     _writes_once = False
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
-        check_number("writes", writes, 1, whole=True)
+        self.check_options(writes=writes)
         super().__init__(embed_dim, num_heads, writes=writes, **others)
 
     def _remember(

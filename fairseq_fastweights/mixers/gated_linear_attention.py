@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, in_rows
 from fairseq_fastweights.mixers.projections import gated_norm, project
 from fairseq_fastweights.ops.elementwise import gate
@@ -47,13 +46,13 @@ class GatedLinearAttention(Mixer):
 
     options = {
         "key_dim": Option(
-            int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads", KEY_SIZES
+            int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads", KEY_SIZES, 0
         ),
         "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
-        "rank": Option(int, 16, "rank of the projection to decays"),
-        "eps": Option(float, 1e-5, "epsilon of the norm of what is read"),
+        "rank": Option(int, 16, "rank of the projection to decays", least=1),
+        "eps": Option(float, 1e-5, "epsilon of the norm of what is read", least=0),
     }
 
     takes_starts = True
@@ -70,14 +69,10 @@ class GatedLinearAttention(Mixer):
         backend: str = "auto",
     ) -> None:
         # With sizes of their own, heads need not divide the width.
-        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0)
-        for name, value, least in (("key_dim", key_dim, 0), ("value_dim", value_dim, 0), ("rank", rank, 1)):
-            check_number(name, value, least, whole=True)
-        check_number("eps", eps, 0)
-        if backend not in ops.BACKENDS:
-            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0, backend=backend)
+        self.check_options(key_dim=key_dim, value_dim=value_dim, rank=rank, eps=eps)
         self.key_dim, self.value_dim = key_dim or max(1, self.head_dim // 2), value_dim or self.head_dim
-        self.rank, self.eps, self.backend = rank, eps, backend
+        self.rank, self.eps = rank, eps
         keys, values = num_heads * self.key_dim, num_heads * self.value_dim
         self.q_proj = nn.Linear(embed_dim, keys, bias=False)
         self.k_proj = nn.Linear(embed_dim, keys, bias=False)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import Scales, build_feature_map, is_favor
-from fairseq_fastweights.mixers.mixer import Mixer, in_rows
-from fairseq_fastweights.mixers.projections import Projections, project, shared
-
-logger = logging.getLogger(__name__)
+from fairseq_fastweights.mixers.mixer import in_rows
+from fairseq_fastweights.mixers.projections import Attention, project, shared
 
 SMALLEST_DIVISOR = 1e-30
 """Attention normalisation treats smaller sums as 0; above it, gradients stay within float32's range."""
 
-_warned_of: set[str] = set()
 
-
-class LinearAttention(Mixer):
+class LinearAttention(Attention):
     """Base class of attention over a fast weight memory: its projections, feature map and normalisation.
 
     Args:
@@ -38,8 +32,8 @@ class LinearAttention(Mixer):
         bias: whether the projections have biases. Those of gates that decay the memory always have.
         scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
         dropout: probability of dropout of the read-out, before the output projection; there are no attention weights.
-        **shape: `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections` describes. Each
-            head of queries has a memory of its own, also if heads share keys and values.
+        **shape: `backend`, and `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections`
+            describes. Each head of queries has a state of its own, also if heads share keys and values.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
@@ -51,12 +45,9 @@ class LinearAttention(Mixer):
         DpfpMap(key_dim=8, output_dim=32)
     """
 
-    backend: str = "auto"
-    """What computes feature maps and, of subclasses, the rule: one of `ops.BACKENDS`."""
+    # The feature map and the normalisations of a subclass's paper.
     papers_map = "identity"
-    """The feature map of a subclass's paper."""
     papers_normalization: frozenset[str] = frozenset()
-    """The normalisations of a subclass's paper."""
 
     def __init__(
         self,
@@ -74,8 +65,7 @@ class LinearAttention(Mixer):
         dropout: float = 0.0,
         **shape: Any,
     ) -> None:
-        projections = Projections(**shape)
-        super().__init__(embed_dim, num_heads, projections.head_dim)
+        super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
         self.source_dim = embed_dim if source_dim is None else source_dim
         self.normalization = normalization
         self.feature_map_name = feature_map
@@ -103,32 +93,11 @@ class LinearAttention(Mixer):
         elif "attention" in normalization:
             self._scales = "queries"
         self.scale = self.head_dim**-0.5 if scale_read_out else 1.0
-        check_number("dropout", dropout, 0, 1)
-        self.dropout_module = nn.Dropout(dropout)
-
-        key_dim, kv_heads = self.feature_map.key_dim, projections.count_kv_heads(num_heads)
-        inputs_biased, output_biased = (
-            bias and projections.projection_bias != "none",
-            bias and projections.projection_bias == "all",
-        )
-        self.q_proj = nn.Linear(embed_dim, num_heads * key_dim, bias=inputs_biased)
-        self.k_proj = nn.Linear(self.source_dim, kv_heads * key_dim, bias=inputs_biased)
-        self.v_proj = nn.Linear(self.source_dim, kv_heads * self.head_dim, bias=inputs_biased)
-        self.out_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias=output_biased)
-        self.q_norm, self.k_norm = projections.norm(key_dim), projections.norm(key_dim)
+        self._make_projections(bias, self.feature_map.key_dim, self.source_dim)
         # Whether queries and keys can be mapped in one tensor: as many heads, without norms between.
+        grouped = self.k_proj.out_features < self.q_proj.out_features
         alike = self.feature_map.are_alike(self._scales)
-        self._in_one = alike and kv_heads == num_heads and isinstance(self.q_norm, nn.Identity)
-
-    def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does."""
-        # Smaller where one input is projected to all three, as if they were one matrix.
-        gain = 1 / math.sqrt(2) if self.source_dim == self.embed_dim else 1.0
-        for module in (self.q_proj, self.k_proj, self.v_proj):
-            nn.init.xavier_uniform_(module.weight, gain=gain)
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+        self._in_one = alike and not grouped and isinstance(self.q_norm, nn.Identity)
 
     def _inputs(self, x: Tensor, *gates: nn.Module) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Projects x, (time, batch, embed_dim), to features of queries and keys, values, and what the gates give."""
@@ -196,10 +165,3 @@ class LinearAttention(Mixer):
 
     def extra_repr(self) -> str:
         return f"normalization={self._normalization_text()}, heads={self.num_heads}"
-
-
-def warn_once(reason: str | None, of: str) -> None:
-    """Logs a warning, once in a process; does nothing if `reason` is None."""
-    if reason is not None and reason not in _warned_of:
-        _warned_of.add(reason)
-        logger.warning("%s: %s", of, reason)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
-    in_rows,
     within_documents,
 )
 from fairseq_fastweights.mixers.projections import project
@@ -27,34 +25,31 @@ class LocalAttention(SoftmaxMixer):
 
         out = W_out softmax(q k^T / sqrt(head_dim)) v, over the last `window` keys and values
 
-    Time and memory grow linearly with the text, and the state (the last window - 1 keys and values) does not grow. The
-    parameters have fairseq's names, and for texts of at most `window` positions the results are those of a
-    Transformer's attention. Mao 2022 compares with this mixer (Table 2, window 32).
+    Time and memory grow linearly with the text, and the state does not grow. The parameters have fairseq's names, and
+    for texts of at most `window` positions the results are those of a Transformer's attention. Mao 2022 compares with
+    this mixer (Table 2, window 32). Padding takes no place in the window.
 
-    Padding takes no place in the window.
+    The state holds "keys" and "values", (batch, heads, window - 1, head_dim), the last at the end, and "read",
+    (batch,), the number of positions of the document so far.
 
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim`.
+        window: the number of positions that each position sees, itself included.
         dropout: of the attention weights.
         bias: whether the projections have biases.
-        window: the number of positions that each position sees, itself included.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
-        >>> layer = LocalAttention(16, 2, window=4)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
-        >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
-        True
+        >>> out, state = LocalAttention(16, 2, window=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'keys': (3, 2, 3, 8), 'values': (3, 2, 3, 8), 'read': (3,)}
     """
 
-    options: ClassVar[dict[str, Option]] = {
-        "window": Option(int, 32, "number of positions that local attention sees, the current one included")
+    options = {
+        "window": Option(int, 32, "number of positions that local attention sees, the current one included", least=1)
     }
     needs_positions = True
     takes_attention = True
@@ -62,22 +57,18 @@ class LocalAttention(SoftmaxMixer):
     padding_last = True
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True, window: int = 32
+        self, embed_dim: int, num_heads: int, *, window: int = 32, dropout: float = 0.0, bias: bool = True
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        check_number("window", window, 1, whole=True)
+        self.check_options(window=window)
         self.window = window
         self.reset_parameters()
 
     def mix(
         self, x: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Attends from every step to the last few; shapes and results are those of `Mixer.forward`.
-
-        The state holds "keys" and "values", (batch, heads, window - 1, head_dim), the last at the end, and "read",
-        (batch,), the number of positions of the document so far. `overwrite` has no effect.
-        """
         time, batch, _ = x.shape
+        # (batch, heads, time, head_dim)
         q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
         before = state
         if before is None:
@@ -85,27 +76,16 @@ class LocalAttention(SoftmaxMixer):
             before = {"keys": nothing, "values": nothing, "read": torch.zeros(batch, dtype=torch.long, device=x.device)}
         positions = torch.arange(time, device=x.device)[None]
         seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
+        dropout = self._dropout()
         if state is None and starts is None and time <= self.window:
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout(), is_causal=True)
-        else:
-            out = self._attend(q, k, v, before, seen.clamp(max=self.window - 1))
-        out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
-        return out, {
-            "keys": last(before["keys"], k, lengths),
-            "values": last(before["values"], v, lengths),
-            "read": read,
-        }
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: State, seen: Tensor) -> Tensor:
-        """The values that queries (batch, heads, time, head_dim) read: each block from its keys and those just before.
-
-        `seen`, (batch, time), is the number of positions that each sees before itself.
-        """
-        blocks = in_blocks(q, k, v, before["keys"], before["values"], seen)
-        mask = blocks.visible[:, None]
-        return blocks.join(
-            F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=mask, dropout_p=self._dropout())
-        )
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:  # each block of queries attends to its keys and to those of the blocks just before
+            blocks = in_blocks(q, k, v, before["keys"], before["values"], seen.clamp(max=self.window - 1))
+            mask = blocks.visible[:, None]
+            out = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=mask, dropout_p=dropout)
+            out = blocks.join(out)
+        keys, values = last(before["keys"], k, lengths), last(before["values"], v, lengths)
+        return self.out_proj(self._join_heads(out)), {"keys": keys, "values": values, "read": read}
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, window={self.window}"

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mixer import Mixer, Option, State, beyond, in_rows
 from fairseq_fastweights.mixers.projections import are_plain
 from fairseq_fastweights.mixers.short_convolution import convolve
@@ -56,20 +55,16 @@ class Mamba(Mixer):
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
-        >>> layer = Mamba(16)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
-        >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
-        True
+        >>> out, state = Mamba(16)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'conv': (3, 3, 32), 'scan': (3, 32, 16)}
     """
 
     options = {
-        "state": Option(int, 16, "dimension of the state of each channel of Mamba"),
-        "conv": Option(int, 4, "width of the convolution of Mamba"),
-        "expansion": Option(int, 2, "number of channels of Mamba per dimension of the input"),
-        "dt_rank": Option(int, 0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width"),
+        "state": Option(int, 16, "dimension of the state of each channel of Mamba", least=1),
+        "conv": Option(int, 4, "width of the convolution of Mamba", least=1),
+        "expansion": Option(int, 2, "number of channels of Mamba per dimension of the input", least=1),
+        "dt_rank": Option(int, 0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width", least=0),
         "bias": Option(
             bool, False, "biases of Mamba's projections, with which it starts nearer to a trained attention"
         ),
@@ -90,19 +85,11 @@ class Mamba(Mixer):
         bias: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__(embed_dim)
-        for name, value, least in (
-            ("state", state, 1),
-            ("conv", conv, 1),
-            ("expansion", expansion, 1),
-            ("dt_rank", dt_rank, 0),
-        ):
-            check_number(name, value, least, whole=True)
-        if backend not in ops.BACKENDS:
-            raise InvalidInput(f"backend is {backend!r}; it must be one of {', '.join(ops.BACKENDS)}")
+        super().__init__(embed_dim, backend=backend)
+        self.check_options(state=state, conv=conv, expansion=expansion, dt_rank=dt_rank)
         self.state, self.conv, self.expansion = state, conv, expansion
         self.dt_rank = dt_rank or math.ceil(embed_dim / 16)
-        self.bias, self.backend = bias, backend
+        self.bias = bias
         self.channels = channels = expansion * embed_dim
         self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ class Option:
         default: its default.
         help: its line in `--help`.
         like: settings of several kinds of mixers that this one replaces, besides the one of its own name.
-        least: the smallest number allowed; None for settings that `Mixer.set_options` does not check.
+        least: the smallest number allowed; None for no limit.
     """
 
     type: type
@@ -103,12 +104,11 @@ class Mixer(nn.Module):
         self.head_dim = head_dim or embed_dim // num_heads
         self.backend = backend
 
-    def set_options(self, **values: Any) -> None:
-        """Makes attributes of settings in `options`, after a check of each by its declaration."""
+    def check_options(self, **values: Any) -> None:
+        """Checks numbers of `options` by their declarations."""
         for name, value in values.items():
-            if (least := self.options[name].least) is not None:
-                check_number(name, value, least, whole=self.options[name].type is int)
-            setattr(self, name, value)
+            option = self.options[name]
+            check_number(name, value, -math.inf if option.least is None else option.least, whole=option.type is int)
 
     def forward(
         self,

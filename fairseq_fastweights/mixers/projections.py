@@ -5,6 +5,7 @@ A mixer calls its child modules, unless a fused operation may read their paramet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.ops.elementwise import gate
 
 PROJECTION_BIASES = ("all", "qkv", "none")
@@ -90,6 +92,60 @@ class Projections:
 
 SETTINGS = tuple(setting.name for setting in fields(Projections))
 """The names of its arguments, which are arguments of mixers too."""
+
+
+class Attention(Mixer):
+    """Base class of attention: a Transformer's projections, with fairseq's names and initial values.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
+        dropout: a probability; subclasses say where.
+        backend: one of `ops.BACKENDS`.
+        **shape: the arguments of `Projections`.
+    """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    _drawing_order = "qkv"
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, backend: str = "auto", **shape: Any
+    ) -> None:
+        self._shape = Projections(**shape)
+        super().__init__(embed_dim, num_heads, self._shape.head_dim, backend=backend)
+        check_number("dropout", dropout, 0, 1)
+        self.dropout_module = nn.Dropout(dropout)
+
+    def _make_projections(self, bias: bool, key_dim: int, source_dim: int) -> None:
+        """Makes the projections of inputs (..., embed_dim), for keys and values (..., source_dim)."""
+        heads, kv_heads = self.num_heads, self._shape.count_kv_heads(self.num_heads)
+        sizes = {
+            "q": (self.embed_dim, heads * key_dim),
+            "k": (source_dim, kv_heads * key_dim),
+            "v": (source_dim, kv_heads * self.head_dim),
+        }
+        biases = self._shape.projection_bias if bias else "none"
+        for name in self._drawing_order:
+            self.add_module(f"{name}_proj", nn.Linear(*sizes[name], bias=biases != "none"))
+        self.out_proj = nn.Linear(heads * self.head_dim, self.embed_dim, bias=biases == "all")
+        self.q_norm, self.k_norm = self._shape.norm(key_dim), self._shape.norm(key_dim)
+
+    def reset_parameters(self) -> None:
+        """Draws the projections as fairseq's attention does."""
+        # Smaller where one input is projected to all three, as if they were one matrix.
+        gain = 1 / math.sqrt(2) if self.k_proj.in_features == self.embed_dim else 1.0
+        for name in self._drawing_order:
+            nn.init.xavier_uniform_(getattr(self, f"{name}_proj").weight, gain=gain)
+        reset_linear(self.out_proj)
+
+
+def reset_linear(module: nn.Linear) -> None:
+    """Draws a projection's weight from Xavier's uniform distribution, and sets its bias, if any, to 0."""
+    nn.init.xavier_uniform_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:

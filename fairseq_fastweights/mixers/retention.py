@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.fast_weight_attention import check_backend
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, within_documents
-from fairseq_fastweights.mixers.projections import gated_norm
+from fairseq_fastweights.mixers.projections import gated_norm, reset_linear
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.elementwise import gate
 
@@ -43,30 +42,25 @@ class Retention(LinearAttention):
         eps: added under the root of the norm.
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "identity".
         normalization: None or empty; the only normalisation is the one in the equation.
-        backend: one of `ops.BACKENDS`.
         bias: whether the projections have biases.
-        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, which `LinearAttention`
-            describes.
+        **options: `backend`, `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, as in
+            `LinearAttention`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
-        >>> layer = Retention(16, 2)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
-        >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
-        True
+        >>> out, state = Retention(16, 2)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'state': (3, 2, 8, 8), 'position': (3,)}
     """
 
     options = {
         "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES
+            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
         "rms_norm": Option(bool, False, "norm what is read by an RMS norm with weights, as flash-linear-attention"),
-        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the norm of what is read"),
+        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the norm of what is read", least=0),
     }
 
     takes_starts = True
@@ -81,18 +75,15 @@ class Retention(LinearAttention):
         eps: float = GROUP_NORM_EPS,
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
-        backend: str = "auto",
         bias: bool = True,
         **options: Any,
     ) -> None:
-        check_backend(backend)
         if normalization:
             raise InvalidInput(
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
                 "is normalised in each head"
             )
-        check_number("value_dim", value_dim, 0, whole=True)
-        check_number("eps", eps, 0)
+        self.check_options(value_dim=value_dim, eps=eps)
         feature_map = feature_map or self.papers_map
         super().__init__(embed_dim, num_heads, feature_map=feature_map, bias=bias, head_dim=value_dim, **options)
         if self.feature_map.output_dim % 2:
@@ -102,7 +93,6 @@ class Retention(LinearAttention):
             )
         # A memory that fades over thousands of steps, read before it is normalised, holds sums of as many products.
         self.needs_float32_range = True
-        self.backend = backend
         self.value_dim, self.rms_norm, self.eps = self.head_dim, rms_norm, eps
         self.g_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
         if rms_norm:
@@ -112,9 +102,7 @@ class Retention(LinearAttention):
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does."""
         super().reset_parameters()
-        nn.init.xavier_uniform_(self.g_proj.weight)
-        if self.g_proj.bias is not None:
-            nn.init.zeros_(self.g_proj.bias)
+        reset_linear(self.g_proj)
 
     def mix(
         self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool

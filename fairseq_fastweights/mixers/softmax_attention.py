@@ -2,65 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State, in_rows, within_documents
-from fairseq_fastweights.mixers.projections import Projections, project, shared
+from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.mixer import Option, State, in_rows, within_documents
+from fairseq_fastweights.mixers.projections import Attention, project, shared
 from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
 
 
-class SoftmaxMixer(Mixer):
-    """A Transformer's projections to queries, keys, values and output, with fairseq's names and initial values.
+class SoftmaxMixer(Attention):
+    """Base class of mixers with a softmax. Projections are drawn in the order in which fairseq's attention draws them.
 
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
-        dropout: of the attention weights.
         bias: whether the projections have biases.
-        shape: the arguments of `Projections`.
+        **others: `dropout` of the attention weights, and the arguments of `Projections`.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        dropout: float = 0.0,
-        bias: bool = True,
-        **shape: Any,
-    ) -> None:
-        projections = Projections(**shape)
-        super().__init__(embed_dim, num_heads, projections.head_dim)
-        check_number("dropout", dropout, 0, 1)
-        self.dropout_module = nn.Dropout(dropout)
-        inner, kv_inner = (heads * self.head_dim for heads in (num_heads, projections.count_kv_heads(num_heads)))
-        inputs_biased, output_biased = (
-            bias and projections.projection_bias != "none",
-            bias and projections.projection_bias == "all",
-        )
-        self.k_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
-        self.v_proj = nn.Linear(embed_dim, kv_inner, bias=inputs_biased)
-        self.q_proj = nn.Linear(embed_dim, inner, bias=inputs_biased)
-        self.out_proj = nn.Linear(inner, embed_dim, bias=output_biased)
-        self.q_norm, self.k_norm = projections.norm(self.head_dim), projections.norm(self.head_dim)
+    _drawing_order = "kvq"
 
-    def reset_parameters(self) -> None:
-        """Draws the projections as fairseq's attention does, in its order."""
-        for module in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(module.weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
+    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool = True, **others: Any) -> None:
+        super().__init__(embed_dim, num_heads, **others)
+        self._make_projections(bias, self.head_dim, embed_dim)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(time, batch, heads * dim) -> (batch, heads, time, dim), without a copy."""
         return x.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
+
+    def _join_heads(self, x: Tensor) -> Tensor:
+        """(batch, heads, time, dim) -> (time, batch, heads * dim), rows of one matrix."""
+        return in_rows(x.permute(2, 0, 1, 3).flatten(2))
 
     def _dropout(self) -> float:
         """The probability of dropout of attention weights: 0 in evaluation."""
@@ -94,13 +70,9 @@ class SoftmaxAttention(SoftmaxMixer):
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
-        >>> layer = SoftmaxAttention(16, 2, rotary_dim=4)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
-        >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
-        True
+        >>> out, state = SoftmaxAttention(16, 2, rotary_dim=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'keys': (3, 2, 7, 8), 'values': (3, 2, 7, 8)}
     """
 
     options = {
@@ -130,10 +102,9 @@ class SoftmaxAttention(SoftmaxMixer):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
         if joint_norm:
-            projections = Projections(**shape)
-            if projections.query_key_norm_eps is None:
+            if self._shape.query_key_norm_eps is None:
                 raise InvalidInput("joint_norm is set; it needs query_key_norm_eps, which is not")
-            self.q_norm, self.k_norm = (projections.norm(p.out_features) for p in (self.q_proj, self.k_proj))
+            self.q_norm, self.k_norm = (self._shape.norm(p.out_features) for p in (self.q_proj, self.k_proj))
         self.joint_norm = joint_norm
         self.output_gate = output_gate
         if output_gate:
@@ -190,8 +161,7 @@ class SoftmaxAttention(SoftmaxMixer):
             dropout_p=self._dropout(),
             is_causal=causal,
         )
-        out = out.reshape(batch, self.num_heads, time, self.head_dim).permute(2, 0, 1, 3)
-        out = in_rows(out.reshape(time, batch, self.num_heads * self.head_dim))
+        out = self._join_heads(out.reshape(batch, self.num_heads, time, self.head_dim))
         out = self.out_proj(out * self.output_gate_proj(x).sigmoid() if self.output_gate else out)
         if documents is not None:  # nobody will read what stands before the last
             past = documents != documents[:, -1:]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
-    in_rows,
     within_documents,
 )
 from fairseq_fastweights.mixers.rotary_embedding import turns
@@ -50,7 +48,9 @@ class TransformerXL(SoftmaxMixer):
     No parameter depends on the options, so that evaluation may use others than training. Schlag et al. 2021 (Table 4,
     App. F) count all keys and values of a segment as a layer's state, (memory + segment) x 2 embed_dim numbers (their
     text has a product in place of the sum, from which their numbers do not follow). Kept between segments are
-    memory x embed_dim numbers, from which keys and values are computed again.
+    memory x embed_dim numbers, from which keys and values are computed again: the state is "memory", (batch, memory,
+    embed_dim), the layer's last inputs with the last at the end, and "filled", (batch,), how many of them belong to the
+    document.
 
     Args:
         embed_dim: width of the input and of the output.
@@ -74,9 +74,11 @@ class TransformerXL(SoftmaxMixer):
         {'memory': (3, 4, 16), 'filled': (3,)}
     """
 
-    options: ClassVar[dict[str, Option]] = {
-        "memory": Option(int, 64, "number of positions before a segment that Transformer-XL sees"),
-        "clamp_len": Option(int, 0, "largest distance that Transformer-XL tells from longer ones; 0 is no limit"),
+    options = {
+        "memory": Option(int, 64, "number of positions before a segment that Transformer-XL sees", least=0),
+        "clamp_len": Option(
+            int, 0, "largest distance that Transformer-XL tells from longer ones; 0 is no limit", least=0
+        ),
         "same_length": Option(bool, False, "let all positions of Transformer-XL see equally many before them"),
     }
 
@@ -95,11 +97,8 @@ class TransformerXL(SoftmaxMixer):
         same_length: bool = False,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        check_number("memory", memory, 0, whole=True)
-        check_number("clamp_len", clamp_len, 0, whole=True)
-        self.memory = memory
-        self.clamp_len = clamp_len
-        self.same_length = same_length
+        self.check_options(memory=memory, clamp_len=clamp_len)
+        self.memory, self.clamp_len, self.same_length = memory, clamp_len, same_length
         self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
@@ -119,19 +118,16 @@ class TransformerXL(SoftmaxMixer):
     def mix(
         self, x: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        """Reads a segment; shapes and results are those of `Mixer.forward`, with the exception that the class explains.
-
-        The state holds "memory", (batch, memory, embed_dim), the layer's last inputs with the last at the end, and
-        "filled", (batch,), how many of them belong to the document. `overwrite` has no effect.
-        """
         time, batch, _ = x.shape
-        real = torch.full((batch,), time, device=x.device) if lengths is None else lengths
+        read = torch.full((batch,), time, device=x.device) if lengths is None else lengths
         positions = torch.arange(time, device=x.device)[None]
-        seen, filled = within_documents(starts, positions, real, 0 if state is None else state["filled"])
+        seen, filled = within_documents(starts, positions, read, 0 if state is None else state["filled"])
+        # h = [SG(memory), x]
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])
 
         q = self.q_proj(x).view(time, batch, self.num_heads, self.head_dim)
         k, v = (self._heads(projection(inputs)) for projection in (self.k_proj, self.v_proj))
+        # softmax((q_i + u) k_j + (q_i + v) W_R R_{i-j}), of which the second term is given as a mask
         scores = self._position_scores(q + self.position_bias, len(inputs))
         out = F.scaled_dot_product_attention(
             (q + self.content_bias).permute(1, 2, 0, 3),
@@ -140,13 +136,12 @@ class TransformerXL(SoftmaxMixer):
             attn_mask=scores.masked_fill(~self._visible(seen, len(inputs)), -math.inf),
             dropout_p=self._dropout(),
         )
-        out = self.out_proj(in_rows(out.permute(2, 0, 1, 3).reshape(time, batch, self.embed_dim)))
-        places = real[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
-        # A copy: a state must not keep alive what it was taken from. Places before the first are not filled.
+        places = read[:, None] + torch.arange(len(inputs) - time - self.memory, len(inputs) - time, device=x.device)
+        # A copy: a state must not keep alive the inputs of a whole text. Places before the first are not filled.
         last = places.clamp(min=0)[:, :, None].expand(batch, self.memory, self.embed_dim)
         past = inputs.detach() if len(inputs) else x.new_zeros(1, batch, self.embed_dim)
-        kept = past.transpose(0, 1).gather(1, last)
-        return out, {"memory": kept, "filled": filled.clamp(max=self.memory)}
+        memory = past.transpose(0, 1).gather(1, last)
+        return self.out_proj(self._join_heads(out)), {"memory": memory, "filled": filled.clamp(max=self.memory)}
 
     def _position_scores(self, q: Tensor, keys: int) -> Tensor:
         """The part of the scores that depends on distances.

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.fast_weight_attention import check_backend
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
@@ -44,27 +43,23 @@ class WindowSum(LinearAttention):
         feature_map: a key of `feature_maps.FEATURE_MAPS` without negative outputs; None for relu, which is learned.
         normalization: {"attention"} or, to divide the features of each query and key by their sum too, {"sum",
             "attention"}; None for the latter.
-        backend: one of `ops.BACKENDS`.
         bias: whether the projections have biases.
         rotary_dim, rotary_base, rotary_scaling: as in `SoftmaxAttention`.
-        **options: `feature_dim`, `dpfp_nu`, `favor_features`, `dropout`, `kv_heads`, `head_dim`, `projection_bias` and
-            `query_key_norm_eps`, which `LinearAttention` describes.
+        **options: the other arguments of `LinearAttention`, but for `source_dim` and `scale_read_out`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
 
     Examples:
-        >>> layer = WindowSum(16, 2, window=4)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
-        >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
-        True
+        >>> out, state = WindowSum(16, 2, window=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
+        >>> {name: tuple(x.shape) for name, x in state.items()}
+        {'keys': (3, 2, 4, 8), 'values': (3, 2, 4, 8), 'read': (3,), 'state': (3, 2, 8, 9)}
     """
 
     options = {
-        "window": Option(int, 64, "number of positions that window-sum compares by softmax, the current one included")
+        "window": Option(
+            int, 64, "number of positions that window-sum compares by softmax, the current one included", least=1
+        )
     }
     takes_attention = True
     takes_starts = True
@@ -80,14 +75,12 @@ class WindowSum(LinearAttention):
         window: int = 64,
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
-        backend: str = "auto",
         rotary_dim: int = 0,
         rotary_base: float = 10000.0,
         rotary_scaling: str = "",
         **options: Any,
     ) -> None:
-        check_number("window", window, 1, whole=True)
-        check_backend(backend)
+        self.check_options(window=window)
         normalization = self.papers_normalization if normalization is None else frozenset(normalization)
         if normalization not in ({"attention"}, {"sum", "attention"}):
             text = ",".join(sorted(normalization)) or "none"
@@ -111,7 +104,7 @@ class WindowSum(LinearAttention):
             self._scales = "fixed"
         check_rotary(rotary_dim, rotary_base, self.head_dim)
         self.needs_positions = rotary_dim == 0
-        self.window, self.backend = window, backend
+        self.window = window
         self.rotary_dim, self.rotary_base, self.rotary_scaling = rotary_dim, float(rotary_base), rotary_scaling
         self._scaling = parse_scaling(rotary_scaling)
         self.log_factor = nn.Parameter(torch.zeros(num_heads))

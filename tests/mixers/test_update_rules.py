@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers import linear_attention
+from fairseq_fastweights.mixers import fast_weight_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
@@ -66,9 +66,9 @@ def test_normalisations_are_read_and_other_words_refused_by_name():
         ("gated", "elu", "attention", None),
     ],
 )
-def test_what_diverged_in_a_paper_is_told_once(rule, feature_map, normalization, source, monkeypatch, caplog):
-    monkeypatch.setattr(linear_attention, "_warned_of", set())
-    caplog.set_level(logging.WARNING, linear_attention.logger.name)
+def test_what_diverged_in_a_paper_is_told_once(rule, feature_map, normalization, source, caplog):
+    fast_weight_attention._warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, fast_weight_attention.logger.name)
     options = {"update_rule": rule, "feature_map": feature_map, "normalization": frozenset(normalization.split())}
     for _ in range(3):  # a model has many layers
         FastWeightAttention(8, 2, **options)
