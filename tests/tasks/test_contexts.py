@@ -1,7 +1,6 @@
 """Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
 
 import math
-import shutil
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from fairseq.sequence_scorer import SequenceScorer
 
 from tests.conftest import QUIET, SMALL_MODEL, TASK, command, count_tokens, evaluate, train
-from tests.tasks.conftest import loss_alone, losses, slow, train_in_two, weights
+from tests.tasks.conftest import loss_alone, losses, slow, train_in_two
 
 CARRY = ["--carry-over-state"]
 NO_POSITIONS = ["--no-token-positional-embeddings"]
@@ -87,19 +86,20 @@ def test_several_checkpoints_are_one_model_with_their_mean_probabilities(our_fai
     "flags",
     [
         "--update-freq 3 --checkpoint-activations --tokens-per-sample 9 --batch-size-valid 2 --validate-interval 1",
-        "--validate-interval-updates 9",
-        "--validate-interval-updates 7 in two processes",
+        "--validate-interval-updates 9 --update-freq 2 --separate-documents",
+        "--validate-interval-updates 7 --separate-documents in two processes",
         "--validate-interval-updates 7 --reset-state-probability 0.5",
     ],
 )
 def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, flags):
     flags, _, in_two = flags.partition(" in two")
     checkpoint, streams = model(*NO_POSITIONS), 8 if in_two else 4
+    reads = [*CARRY, *["--separate-documents"] * ("--separate-documents" in flags)]
     # --batch-size streams, each from its start to its end: what fairseq-eval-lm computes for as many streams.
     wanted = {}
     for split, number in (("train", streams), ("valid", 2 if "--batch-size-valid" in flags else streams)):
         reading = ["--tokens-per-sample", "23", "--batch-size", str(number), "--gen-subset", split]
-        wanted[split], _ = evaluate(corpus, checkpoint, *CARRY, *reading)
+        wanted[split], _ = evaluate(corpus, checkpoint, *reads, *reading)
     # Two epochs of training that change nothing, so that the losses of training are those of one fixed model.
     start = ["--finetune-from-model", str(checkpoint), "--lr", "0", "--max-epoch", "2", "--max-update", "0"]
     start += [*NO_POSITIONS, *CARRY, "--no-save", *flags.split()]
@@ -117,30 +117,6 @@ def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, fla
     assert valid == pytest.approx([wanted["valid"]] * len(valid), abs=6e-4)
     fresh, _ = evaluate(corpus, checkpoint, *"--tokens-per-sample 16 --batch-size 4 --gen-subset train".split())
     assert abs(wanted["train"] - fresh) > 6e-3
-
-
-@pytest.mark.slow
-def test_a_run_taken_up_at_an_epochs_end_goes_on_as_if_never_stopped(corpus, tmp_path):
-    flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64", "--max-epoch"]
-    whole = train(corpus, tmp_path / "whole", *flags, "2")
-    parts = [losses(train(corpus, tmp_path / "parts", *flags, epochs), "train_loss") for epochs in "12"]
-    assert parts == [[loss] for loss in losses(whole, "train_loss")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("apart", [[], ["--separate-documents"]], ids=["", "documents"])
-def test_a_run_that_is_taken_up_in_mid_epoch_has_the_states_there(corpus, tmp_path, apart):
-    flags = [*NO_POSITIONS, *CARRY, *apart, "--lr", "0.001", "--update-freq", "2", "--num-workers", "1"]
-    train(corpus, tmp_path / "whole", *flags, "--max-update", "8")
-    train(corpus, tmp_path / "parts", *flags, "--max-update", "5")
-    other = shutil.copytree(tmp_path / "parts", tmp_path / "other")
-    log = train(corpus, tmp_path / "parts", *flags, "--max-update", "8")
-    assert "start empty" not in log
-    whole, parts = (weights(tmp_path / name / "checkpoint_last.pt") for name in ("whole", "parts"))
-    assert all(torch.equal(x, parts[name]) for name, x in whole.items())
-    log = train(corpus, other, *flags, "--max-update", "8", "--batch-size", "3")
-    assert "the text of 4 streams is divided among 3: 0 continues 0, 1 continues 1, 2 continues 2, with" in log
-    assert "start empty" not in log
 
 
 @pytest.mark.parametrize(

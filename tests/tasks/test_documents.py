@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import count_tokens, evaluate, train
-from tests.tasks.conftest import loss_alone, losses, slow, train_in_two
+from tests.tasks.conftest import loss_alone, losses, slow
 from tests.tasks.test_bad_input import task_with
 
 APART = "--separate-documents"
@@ -36,18 +36,13 @@ def test_a_packed_corpus_is_scored_as_its_documents_alone(corpus, model, made_wi
     assert abs(2**packed / 2**loss - 1) > 2e-4, "the corpus must be one where it matters"
 
 
-@pytest.mark.parametrize(
-    ("contexts", "flags"),
-    [([CARRY], ["--update-freq", "2"]), slow([], ["--num-workers", "2"]), slow([CARRY], ["in two processes"])],
-)
-def test_training_reads_what_evaluation_does(corpus, model, tmp_path, contexts, flags):
-    checkpoint, in_two = model(NO_POSITIONS), flags == ["in two processes"]
-    reading = [*contexts, "--tokens-per-sample", "16", "--batch-size", "8" if in_two else "4", "--gen-subset", "train"]
+# With streams: tests/tasks/test_contexts.py.
+def test_training_reads_what_evaluation_does(corpus, model, tmp_path):
+    checkpoint, reading = model(NO_POSITIONS), "--tokens-per-sample 16 --batch-size 4 --gen-subset train".split()
     wanted, _ = evaluate(corpus, checkpoint, APART, *reading)
     # An epoch of training that changes nothing, so that its loss is that of the checkpoint.
-    start = ["--finetune-from-model", str(checkpoint), "--lr", "0", "--max-epoch", "1", "--max-update", "0"]
-    start += [NO_POSITIONS, APART, "--no-save", *contexts]
-    log = train_in_two(corpus, tmp_path, *start) if in_two else train(corpus, tmp_path, *start, *flags)
+    start = f"--finetune-from-model {checkpoint} --lr 0 --max-epoch 1 --max-update 0 --num-workers 2 --no-save"
+    log = train(corpus, tmp_path, *start.split(), NO_POSITIONS, APART)
     # The log has three decimals; what would be lost if documents were not told apart is more.
     assert losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
     assert abs(evaluate(corpus, checkpoint, *reading)[0] - wanted) > 2e-3

@@ -51,9 +51,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "flags"),
     [
-        (signal.SIGINT, []),
-        (signal.SIGTERM, []),
-        (signal.SIGHUP, []),  # of a terminal that is closed
+        (signal.SIGTERM, []),  # the others are sent below
         # It is the last update of an epoch, which is saved and validated in any case.
         slow(signal.SIGTERM, ["--batch-size", "48"]),
     ],
@@ -109,17 +107,14 @@ def test_all_processes_end_when_one_is_interrupted(corpus, tmp_path):
     assert codes == [143, 143] and last_update(tmp_path) == 3
 
 
-UNREAD = [("nobody", signal.SIGINT), ("full", signal.SIGTERM), ("hung up", signal.SIGHUP)]
-
-
-@pytest.mark.parametrize(("log", "number"), UNREAD)
-def test_a_log_that_takes_no_more_costs_no_checkpoint(corpus, tmp_path, log, number):
+# Other logs that take no more: test_log_outlets.py.
+def test_a_log_that_takes_no_more_costs_no_checkpoint(corpus, tmp_path):
     def run() -> None:
-        spoil = log_to(log)
+        spoil = log_to("hung up")
         stream = open(1, "w", closefd=False)  # noqa: SIM115
         logging.getLogger().addHandler(logging.StreamHandler(stream))  # pytest takes fairseq's away
         progress_bar.SimpleProgressBar.log = stop_writing  # as that of tensorboard does
-        when_update_is_running(3, lambda: (spoil(), os.kill(os.getpid(), number)))
+        when_update_is_running(3, lambda: (spoil(), os.kill(os.getpid(), signal.SIGHUP)))
         flags = [*FLAGS, "--log-format", "simple"]
         train(corpus, tmp_path, *flags)
 
@@ -127,7 +122,7 @@ def test_a_log_that_takes_no_more_costs_no_checkpoint(corpus, tmp_path, log, num
         if named["step"] == 3:
             raise OSError(28, "No space left on device")
 
-    assert forked(run) == 128 + number
+    assert forked(run) == 128 + signal.SIGHUP
     assert last_update(tmp_path) == 3
 
 

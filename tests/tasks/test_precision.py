@@ -10,18 +10,9 @@ from fairseq import utils
 from fairseq.optim.amp_optimizer import AMPOptimizer
 from torch import nn
 
-from tests.conftest import DEVICE, evaluate, train
-from tests.tasks.conftest import losses
+from tests.conftest import DEVICE, evaluate
 
 pytestmark = pytest.mark.skipif(DEVICE != ["--cpu"], reason="of a CPU")
-
-
-def test_mixed_precision_is_bfloat16(our_fairseq, corpus, tmp_path) -> None:
-    flags = ["--max-update", "2", "--no-save"]
-    log = train(corpus, tmp_path, *flags, "--amp")
-    plain = losses(train(corpus, tmp_path, *flags))
-    assert "--amp on a CPU computes in bfloat16" in log
-    assert losses(log) == pytest.approx(plain, rel=2e-2) and losses(log) != plain
 
 
 def test_a_gradient_that_is_no_number_is_left_to_the_trainer(our_fairseq) -> None:

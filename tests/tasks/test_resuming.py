@@ -28,6 +28,7 @@ WAYS = {
     "dropout, shuffled": "--dropout 0.1 --decoder-layerdrop 0.3 without",
     "streams, from empty states": "--text-streams 8 --update-freq 2 without",
     "workers": "--num-workers 2 without",
+    "documents, batches read ahead": "--separate-documents --update-freq 2 --num-workers 1",
     "moving average": "--store-ema --ema-decay 0.9",
     "rarer moving average": "--store-ema --ema-decay 0.9 --ema-update-freq 3 --ema-fp32",
     "fp16": f"{HALF} 4",
