@@ -1,13 +1,13 @@
-"""Checks that a checkpoint is, byte by byte, what was written: damage is noticed before any number of it is used.
+"""Checks that a checkpoint is as it was written, byte by byte, before any of its numbers is used.
 
-`torch.save` notes a CRC-32 of each record of the zip archive that it writes, which `torch.load` never looks at. So a
-program can load a damaged checkpoint and save it again with CRCs that are right. What this project writes therefore
-has a digest of its weights, too (`digests`), which such a program keeps; so does one that changes weights on purpose:
-where the digest is another and the CRCs are right, that is a warning and no error. The format of before torch 1.6 has
-no CRCs: there the digest shows damage of weights, and other damage shows only where it cannot be read.
+`torch.save` notes a CRC-32 of each record of the zip archive that it writes, and `torch.load` never compares them. So a
+program can load a damaged checkpoint and save it again with CRCs that are right. Checkpoints of this project therefore
+also have a digest of their weights (`digests`), which such a program keeps. A program that changes weights on purpose
+keeps it, too: another digest with right CRCs is a warning, not an error. The format from before torch 1.6 has no CRCs:
+there the digest shows damage of weights, and other damage shows only where it cannot be read.
 
-This notices accidents, not intent: whoever can change a file can write what fits it. It knows torch and NumPy alone, so
-that `tools/build_fairseq.py` can put it into fairseq, too.
+This notices accidents, not intent: whoever can change a file can also make its CRCs and digest fit. The module imports
+torch and NumPy alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +34,7 @@ from .zip_records import CheckpointError, Record, is_archive, records_in
 
 logger = logging.getLogger(__name__)
 
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_PICKLE = b"\x80"
 _OTHER_DIGEST = "is damaged: what it holds under model has not the digest that is noted"
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -46,12 +45,8 @@ _KINDS = {
 }
 
 
-def why_damaged(path: str | os.PathLike[str], look: Callable[[BinaryIO], str | None] | None = None) -> str | None:
-    """The damage of a checkpoint, or any file of `torch.save`: words that follow its name; None for a whole one.
-
-    Args:
-        path: the file.
-        look: finds the damage of an open file; None for `damage_of`.
+def why_damaged(path: str | os.PathLike[str]) -> str | None:
+    """The damage of a checkpoint, or any file of `torch.save`: words that follow its name; None for an undamaged one.
 
     Examples:
         >>> why_damaged("no/such/checkpoint.pt"), why_damaged("/dev/null")
@@ -61,7 +56,7 @@ def why_damaged(path: str | os.PathLike[str], look: Callable[[BinaryIO], str | N
         if kind := why_not_regular(path):
             return kind
         with open(path, "rb") as file:
-            return (look or damage_of)(file)
+            return damage_of(file)
     except FileNotFoundError:
         return "does not exist"
     except OSError as error:
@@ -69,7 +64,7 @@ def why_damaged(path: str | os.PathLike[str], look: Callable[[BinaryIO], str | N
 
 
 def why_not_regular(path: str | os.PathLike[str]) -> str | None:
-    """Why a path is not to be opened: a pipe lets whoever opens it wait, a device has no end.
+    """The reason not to open a path: opening a pipe waits for a writer, and a device has no end.
 
     Raises:
         OSError: if there is nothing.
@@ -82,11 +77,12 @@ def why_not_regular(path: str | os.PathLike[str]) -> str | None:
 
 
 def damage_of(file: BinaryIO, loaded: Mapping[tuple[int, int], int] | None = None) -> str | None:
-    """As `why_damaged`, of an open file, which is then where it was.
+    """As `why_damaged`, of an open file, whose position stays.
 
     Args:
         file: the open file.
-        loaded: the CRCs of what was just loaded of it, from `storage_crcs`; these records are not read again.
+        loaded: the CRCs of storages that were just loaded, by address and size, from `storage_crcs`; the records of
+            these storages are not read again.
 
     Raises:
         OSError: if it cannot be read.
@@ -94,62 +90,50 @@ def damage_of(file: BinaryIO, loaded: Mapping[tuple[int, int], int] | None = Non
     at = file.tell()
     try:
         file.seek(0)
-        start = file.read(len(_ZIP))
-        file.seek(0)
+        start = file.read(4)
         if not start:
             return "is empty (0 bytes)"
-        if start == _ZIP:
+        if is_archive(file):
             return _damage_of_archive(file, loaded or {})
         if start.startswith(_PICKLE):
-            return _damage_of_pickle(file)
+            return _OTHER_DIGEST if is_changed(load(file)) else None
         return f"is damaged or no checkpoint: it begins with {start!r}"
+    except CheckpointError as error:
+        return str(error)
     finally:
         file.seek(at)
 
 
 def _damage_of_archive(file: BinaryIO, loaded: Mapping[tuple[int, int], int]) -> str | None:
-    try:
-        records = list(records_in(file).values())
-    except CheckpointError as error:
-        return str(error)
+    records = list(records_in(file).values())
     if not any(record.crc for record in records):
         return None  # as torch.serialization.set_crc32_options(False) lets torch write it
+    # A record was loaded undamaged if as many storages have its size and CRC as records do.
+    storages = Counter((size, crc) for (_, size), crc in loaded.items())
+    noted = Counter((record.size, record.crc) for record in records)
+    unread = [record for record in records if storages[record.size, record.crc] < noted[record.size, record.crc]]
     with (
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         memoryview(content) as view,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        complaints = list(pool.map(partial(_damage_of_record, view), records, _are_loaded(records, loaded)))
-    found = (f"its record {x.name} {said}" for x, said in zip(records, complaints, strict=True) if said)
-    return next((f"is damaged: {first}" for first in found), None)
 
+        def crc_of(record: Record) -> int:
+            with view[record.begin : record.begin + record.size] as part:
+                return crc32(part)
 
-def _are_loaded(records: list[Record], loaded: Mapping[tuple[int, int], int]) -> list[bool]:
-    """True for each record that matches what was loaded: as many storages with its CRC as records."""
-    found = Counter((size, crc) for (_, size), crc in loaded.items())
-    noted = Counter((record.size, record.crc) for record in records)
-    return [found[key] >= noted[key] for key in ((record.size, record.crc) for record in records)]
-
-
-def _damage_of_record(view: memoryview, record: Record, is_loaded: bool) -> str | None:
-    found = record.crc if is_loaded else crc32(view[record.begin : record.begin + record.size])
-    if found != record.crc:
-        return f"is not what was written (CRC-32 {found:08x}, and noted is {record.crc:08x})"
+        for record, found in zip(unread, list(pool.map(crc_of, unread)), strict=True):
+            if found != record.crc:
+                crcs = f"CRC-32 {found:08x}, and noted is {record.crc:08x}"
+                return f"is damaged: its record {record.name} is not what was written ({crcs})"
     return None
 
 
-def _damage_of_pickle(file: BinaryIO) -> str | None:
-    try:
-        return _OTHER_DIGEST if is_changed(load(file)) else None
-    except CheckpointError as error:
-        return str(error)
-
-
 def whole_checkpoints(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """The checkpoints in a folder, `*.pt`, that are whole: that of the most updates first.
+    """The undamaged checkpoints in a folder, `*.pt`: the one with the most updates first.
 
-    Those of as many, and those that do not tell, are in the order of their dates, the newest first. Each is read, once
-    it is asked for, from beginning to end.
+    Checkpoints with equal updates, and those that do not tell, are in the order of their dates, the newest first. Each
+    is read from beginning to end once the iterator comes to it.
     """
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if entry.name.endswith(".pt") and entry.is_file()]
@@ -174,15 +158,15 @@ def num_updates(path: str | os.PathLike[str]) -> int:
             state = outline(file)
         number = state["optimizer_history"][-1]["num_updates"]
         return number if type(number) is int and "train_iterator" in state["extra_state"] else -1
-    except Exception:  # what a damaged file raises depends on where it is damaged
+    except Exception:  # its type depends on the place of the damage
         return -1
 
 
 def complain(path: str | os.PathLike[str], reason: str) -> str:
-    """One line about a checkpoint with which something is wrong, `why_damaged`: what to go on from in its place."""
-    folder = Path(path).parent
-    others = [other for other in folder.glob("*.pt") if other.is_file() and not _same(other, path)]
-    whole = next((other for other in whole_checkpoints(folder) if not _same(other, path)), None) if others else None
+    """One line about a damaged checkpoint, with the reason from `why_damaged`; names an undamaged one beside it."""
+    folder, real = Path(path).parent, os.path.realpath(path)
+    others = [x for x in folder.glob("*.pt") if x.is_file() and os.path.realpath(x) != real]
+    whole = next((x for x in whole_checkpoints(folder) if os.path.realpath(x) != real), None) if others else None
     if whole is not None:
         reason += f"; the newest whole one beside it is {whole.name}: --restore-file {whole}"
     elif others:
@@ -190,20 +174,16 @@ def complain(path: str | os.PathLike[str], reason: str) -> str:
     return f"{path} {reason}"
 
 
-def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def load_checked(file: BinaryIO, path: str | os.PathLike[str], mapped: bool = False) -> Any:
-    """The content of an open checkpoint, compared with its CRCs and its digest, without the latter.
+    """Loads an open checkpoint, compares it with its CRCs and its digest, and returns it without the digest.
 
     Args:
         file: the open file.
-        path: by which the user knows it.
-        mapped: as `load` has it.
+        path: the file's name, for messages.
+        mapped: as for `load`.
 
     Raises:
-        FileError: one line, naming the file, what is wrong with it and what to go on from, if it is not to be loaded.
+        FileError: if the file is damaged or refused; one line that names it and the whole checkpoint beside it.
     """
     try:
         state = load(file, mapped)
@@ -215,15 +195,15 @@ def load_checked(file: BinaryIO, path: str | os.PathLike[str], mapped: bool = Fa
 
 
 def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> None:
-    """Compares the CRCs and the digest of a checkpoint with what was just loaded, and takes the digest out of it.
+    """Compares a checkpoint that was just loaded with its CRCs and its digest, and takes the digest out of it.
 
     Args:
         file: the open file.
-        path: by which the user knows it.
-        state: what it holds.
+        path: the file's name, for messages.
+        state: the loaded content.
 
     Raises:
-        FileError: one line, naming the file, what is wrong with it and what to go on from, if it is damaged.
+        FileError: if it is damaged; one line that names it and the whole checkpoint beside it.
     """
     crcs, archive = storage_crcs(state), is_archive(file)
     if archive and (damage := damage_of(file, crcs)):
@@ -242,7 +222,7 @@ def check_loaded(file: BinaryIO, path: str | os.PathLike[str], state: Any) -> No
 
 
 def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
-    """Says which of a model's weights holds NaN; None if none does."""
+    """Names one of a model's weights that holds NaN; None if none does."""
     for name, weight in weights.items():
         # fairseq's `_float_tensor` tells a device and a type; nothing is ever written to it, so it may hold anything.
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or name.endswith("_float_tensor"):
@@ -254,28 +234,18 @@ def why_no_numbers(weights: Mapping[str, Any]) -> str | None:
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[bool, str]:
-    """True if a checkpoint is whole, and a line about it, with the digest of its weights."""
-    found = []
-
-    def look(file: BinaryIO) -> str | None:
-        if damage := damage_of(file):
-            return damage
-        try:
-            found.append(_content(load(file, mapped=True)))
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    if damage := why_damaged(path, look):
+    """True if a checkpoint is undamaged, and a line about it, with the digest of its weights."""
+    if damage := why_damaged(path):
         return False, complain(path, damage)
-    return True, f"{path} is whole; {found[0]}"
-
-
-def _content(state: Any) -> str:
+    try:
+        with open(path, "rb") as file:
+            state = load(file, mapped=True)
+    except CheckpointError as error:
+        return False, complain(path, str(error))
     if not isinstance(state, dict) or "model" not in state:
-        return f"it holds {type(state).__name__}, no model"
+        return True, f"{path} is whole; it holds {type(state).__name__}, no model"
     noted = {None: "none is noted", False: "as noted", True: "another one is noted"}[is_changed(state)]
-    return f"digest of its model ({noted}): {model_digest(state['model'])}"
+    return True, f"{path} is whole; digest of its model ({noted}): {model_digest(state['model'])}"
 
 
 def main(arguments: list[str] | None = None) -> int:

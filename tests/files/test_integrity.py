@@ -5,16 +5,19 @@ import random
 import re
 import shutil
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fairseq_fastweights.files import digests, integrity
 from fairseq_fastweights.files.digests import DIGESTS, crc32, model_digest, with_digests
+from fairseq_fastweights.files.integrity import num_updates
 
 STATE = {
     "model": {f"layer{i}": torch.arange(20.0).view(4, 5) / (i + 3) for i in range(3)}
@@ -241,3 +244,40 @@ def test_the_command_says_what_is_whole_and_shows_the_digests(whole, capsys):
     os.truncate(whole, 99)
     assert integrity.main([str(whole), "nowhere"]) == 1
     assert re.fullmatch(".* is cut short .*\nnowhere does not exist\n", capsys.readouterr().out)
+
+
+def run_state(number: object = 7, **others: Any) -> dict[str, Any]:
+    extra = {"train_iterator": {"epoch": 1}, "metrics": {"bleu": np.float64(3), "counts": np.arange(3)}}
+    return {
+        "args": Namespace(lr=[0.1]),
+        "cfg": {"model": Namespace(device=torch.device("cpu")), "names": {1, 2}},
+        "model": OrderedDict(w=torch.ones(5)),
+        "optimizer_history": [{"num_updates": 3}, {"num_updates": number}],
+        "extra_state": extra,
+        **others,
+    }
+
+
+# Files that are refused have no number of updates: tests/files/test_bounded_loading.py.
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        (run_state(), 7),
+        (run_state(0), 0),
+        (run_state(10**30), 10**30),
+        *[(run_state(wrong), -1) for wrong in (True, "7", None, torch.tensor(7))],
+        (run_state(extra_state={}), -1),  # of a crash: without a place in the data
+        (run_state(optimizer_history=[]), -1),
+        ([1], -1),
+    ],
+)
+def test_the_number_of_updates_is_read_from_both_formats(tmp_path, content, number, zipped):
+    torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)
+    assert num_updates(tmp_path / "file.pt") == number
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.write_text("text"), lambda path: None])
+def test_a_file_without_a_checkpoint_has_no_updates(tmp_path, make):
+    make(tmp_path / "file.pt")
+    assert num_updates(tmp_path / "file.pt") == -1
