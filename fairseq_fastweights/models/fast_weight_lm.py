@@ -6,7 +6,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -29,7 +29,7 @@ from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings, cuda_graphs
 from fairseq_fastweights.models.description import check_heads, layer_mixers, parse_layers
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
-from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, add_group, defaults_in_help, set_defaults
+from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, add_group, option, set_defaults
 from fairseq_fastweights.models.input_embeddings import build_embeddings, change_bands
 from fairseq_fastweights.models.mixer_layers import compile_layers
 from fairseq_fastweights.models.option_checks import (
@@ -42,135 +42,94 @@ from fairseq_fastweights.models.option_checks import (
 from fairseq_fastweights.ops.backends import say_again
 
 
-@defaults_in_help
 @dataclass
 class FastWeightLanguageModelOptions(FastWeightOptions):
     """The options that `fast_weight_lm` adds to those of fairseq's `transformer_lm`."""
 
-    softmax_attention_layers: str = field(
-        default="",
-        metadata={
-            "help": "layers that keep softmax attention, short for --mixers with softmax in them: comma-separated "
-            "numbers from 1, or all, which makes fairseq's Transformer"
-        },
+    softmax_attention_layers: str = option(
+        "",
+        "layers that keep softmax attention, short for --mixers with softmax in them: comma-separated "
+        "numbers from 1, or all, which makes fairseq's Transformer",
     )
-    fast_weight_heads: Optional[int] = field(
-        default=None,
-        metadata={"help": "number of heads in layers with fast weights (default: --decoder-attention-heads)"},
+    fast_weight_heads: Optional[int] = option(
+        None, "number of heads in layers with fast weights (default: --decoder-attention-heads)"
     )
-    no_attention_bias: bool = field(
-        default=False,
-        metadata={
-            "help": "leave out the biases of the projections in all mixers but softmax; gates that decay a memory keep "
-            "theirs"
-        },
+    no_attention_bias: bool = option(
+        False,
+        "leave out the biases of the projections in all mixers but softmax; gates that decay a memory keep theirs",
     )
-    init_std: Optional[float] = field(
-        default=None,
-        metadata={
-            "help": "standard deviation of the normal distribution that all projections and embeddings are drawn from "
-            "(default: fairseq's initial distributions)"
-        },
+    init_std: Optional[float] = option(
+        None,
+        "standard deviation of the normal distribution that all projections and embeddings are drawn from "
+        "(default: fairseq's initial distributions)",
     )
-    square_projections: ChoiceEnum(list(SQUARE_PROJECTIONS)) = field(  # type: ignore[valid-type]
-        default="keep",
-        metadata={
-            "help": "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity "
-            "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
-            "program)"
-        },
+    square_projections: ChoiceEnum(list(SQUARE_PROJECTIONS)) = option(  # type: ignore[valid-type]
+        "keep",
+        "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity "
+        "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
+        "program)",
     )
-    adaptive_softmax_bias: bool = field(
-        default=False, metadata={"help": "give the adaptive softmax a bias for each word type and each band"}
+    adaptive_softmax_bias: bool = option(False, "give the adaptive softmax a bias for each word type and each band")
+    rotary_dim: int = option(
+        0,
+        "number of dimensions of each query and key that softmax attention and window-sum rotate by their "
+        "positions (rotary position embedding); 0 is none. Memories do not need it, and retention always rotates "
+        "all dimensions",
     )
-    rotary_dim: int = field(
-        default=0,
-        metadata={
-            "help": "number of dimensions of each query and key that softmax attention and window-sum rotate by their "
-            "positions (rotary position embedding); 0 is none. Memories do not need it, and retention always rotates "
-            "all dimensions"
-        },
+    rotary_base: float = option(10000.0, "base of the wavelengths of the rotary position embedding")
+    rotary_scaling: str = option(
+        "",
+        "scaling of the rotary position embedding for texts longer than in training: linear:FACTOR, or "
+        "llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3",
     )
-    rotary_base: float = field(
-        default=10000.0, metadata={"help": "base of the wavelengths of the rotary position embedding"}
+    kv_heads: int = option(
+        0,
+        "number of heads of keys and values in softmax attention and memories (grouped-query attention); 0 "
+        "is as many as of queries",
     )
-    rotary_scaling: str = field(
-        default="",
-        metadata={
-            "help": "scaling of the rotary position embedding for texts longer than in training: linear:FACTOR, or "
-            "llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3"
-        },
+    head_dim: int = option(
+        0, "dimension of each head in softmax attention and memories; 0 is the width divided by the heads"
     )
-    kv_heads: int = field(
-        default=0,
-        metadata={
-            "help": "number of heads of keys and values in softmax attention and memories (grouped-query attention); 0 "
-            "is as many as of queries"
-        },
+    projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = option(  # type: ignore[valid-type]
+        "all",
+        "which projections of softmax attention and memories have biases: all, qkv (all but that of the "
+        "output, as in Qwen2) or none (Llama); gates keep theirs",
     )
-    head_dim: int = field(
-        default=0,
-        metadata={
-            "help": "dimension of each head in softmax attention and memories; 0 is the width divided by the heads"
-        },
+    query_key_norm_eps: Optional[float] = option(
+        None,
+        "normalise the queries and keys of each head by an RMS norm with this epsilon, as in Qwen3 (default: no norm)",
     )
-    projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = field(  # type: ignore[valid-type]
-        default="all",
-        metadata={
-            "help": "which projections of softmax attention and memories have biases: all, qkv (all but that of the "
-            "output, as in Qwen2) or none (Llama); gates keep theirs"
-        },
+    rms_norm_eps: Optional[float] = option(
+        None, "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"
     )
-    query_key_norm_eps: Optional[float] = field(
-        default=None,
-        metadata={
-            "help": "normalise the queries and keys of each head by an RMS norm with this epsilon, as in Qwen3 "
-            "(default: no norm)"
-        },
+    zero_centered_norms: bool = option(
+        False, "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"
     )
-    rms_norm_eps: Optional[float] = field(
-        default=None,
-        metadata={"help": "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"},
+    output_norm_layers: str = option(
+        "",
+        "layers, comma-separated numbers from 1 or all, that have their norms behind their parts, "
+        "x + norm(mixer(x)), as OLMo 2, and not before them",
     )
-    zero_centered_norms: bool = field(
-        default=False,
-        metadata={"help": "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"},
+    swiglu: bool = option(
+        False,
+        "use SwiGLU feed-forward networks, W2 (silu(Wg x) * W1 x) without biases (Shazeer 2020), as Llama; "
+        "--activation-fn is ignored then",
     )
-    output_norm_layers: str = field(
-        default="",
-        metadata={
-            "help": "layers, comma-separated numbers from 1 or all, that have their norms behind their parts, "
-            "x + norm(mixer(x)), as OLMo 2, and not before them"
-        },
+    parallel_residual: bool = option(
+        False,
+        "let attention and feed-forward network read the same input, each through a layer norm of its own, "
+        "as in GPT-NeoX",
     )
-    swiglu: bool = field(
-        default=False,
-        metadata={
-            "help": "use SwiGLU feed-forward networks, W2 (silu(Wg x) * W1 x) without biases (Shazeer 2020), as Llama; "
-            "--activation-fn is ignored then"
-        },
+    cuda_graphs: bool = option(
+        False,
+        "in training on a GPU, record what the layers do as CUDA graphs, and replay these for all batches "
+        "of the same shape; other batches are computed as without. Not for all options: the error names those "
+        "that cannot be recorded. --compile does it by itself where it can",
     )
-    parallel_residual: bool = field(
-        default=False,
-        metadata={
-            "help": "let attention and feed-forward network read the same input, each through a layer norm of its own, "
-            "as in GPT-NeoX"
-        },
-    )
-    cuda_graphs: bool = field(
-        default=False,
-        metadata={
-            "help": "in training on a GPU, record what the layers do as CUDA graphs, and replay these for all batches "
-            "of the same shape; other batches are computed as without. Not for all options: the error names those "
-            "that cannot be recorded. --compile does it by itself where it can"
-        },
-    )
-    mask_special_symbols: bool = field(
-        default=False,
-        metadata={
-            "help": "give <s>, <pad> and <unk> probability 0, for vocabularies that came without them; text that "
-            "contains <unk> then has infinite perplexity"
-        },
+    mask_special_symbols: bool = option(
+        False,
+        "give <s>, <pad> and <unk> probability 0, for vocabularies that came without them; text that "
+        "contains <unk> then has infinite perplexity",
     )
 
 
@@ -336,7 +295,7 @@ check_model_itself("fast_weight_lm")
 
 
 def _register(
-    name: str,
+    arch: str,
     document: str,
     sizes: tuple[int, int, int],
     base: Callable[[Any], None] = base_lm_architecture,
@@ -347,9 +306,9 @@ def _register(
     defaults = {"decoder_layers": layers, "decoder_embed_dim": width, "decoder_attention_heads": heads, **settings}
 
     def architecture(args: Any) -> None:
-        for option, value in defaults.items():
-            if safe_getattr(args, option, None) is None:  # max_target_positions is there, of the task, as None
-                setattr(args, option, value)
+        for name, value in defaults.items():
+            if safe_getattr(args, name, None) is None:  # max_target_positions is there, of the task, as None
+                setattr(args, name, value)
         set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
         pre_norm = safe_getattr(args, "decoder_normalize_before", None)
         base(args)
@@ -357,7 +316,7 @@ def _register(
             args.decoder_normalize_before = pre_norm
 
     architecture.__doc__ = document
-    register_architecture("fast_weight_lm", f"fast_weight_lm_{name}")(architecture)
+    register_architecture("fast_weight_lm", f"fast_weight_lm_{arch}")(architecture)
 
 
 for _size, _width, _segment in (("small", 128, 256), ("medium", 256, 384)):

@@ -7,7 +7,6 @@
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from types import MappingProxyType
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -34,26 +33,24 @@ def in_papers(setting: Callable[[Kind], Any]) -> str:
     return "; ".join(f"{value} for {', '.join(n for n, its in of_names.items() if its == value)}" for value in values)
 
 
+def option(default: Any, text: str) -> Any:
+    """A field of a dataclass of options: its default, and its help, which says the default where the text does not."""
+    if "(default: " not in text:
+        words = "off" if default is False else default if default != "" else "none"
+        text = f"{text} (default: {words})"
+    return field(default=default, metadata={"help": text})
+
+
 MixerOptions = make_dataclass(
     "MixerOptions",
     [
-        (option_name(mixer, name), option.type, field(default=option.default, metadata={"help": option.help}))
+        (option_name(mixer, name), own.type, option(own.default, own.help))
         for mixer, kind in MIXERS.items()
-        for name, option in kind.options.items()
+        for name, own in kind.options.items()
     ],
     bases=(FairseqDataclass,),
 )
 """The options of single kinds of mixers."""
-
-
-def defaults_in_help(options: type[FairseqDataclass]) -> type[FairseqDataclass]:
-    """Adds its default to the help of each option that does not mention it."""
-    for option in fields(options):
-        text = option.metadata.get("help")
-        if text and "(default: " not in text:
-            words = "off" if option.default is False else option.default if option.default != "" else "none"
-            option.metadata = MappingProxyType({**option.metadata, "help": f"{text} (default: {words})"})
-    return options
 
 
 def add_group(parser: ArgumentParser, title: str, options: FairseqDataclass) -> None:
@@ -62,75 +59,55 @@ def add_group(parser: ArgumentParser, title: str, options: FairseqDataclass) -> 
     gen_parser_from_dataclass(group, options, delete_default=True)
 
 
-@defaults_in_help
 @dataclass
 class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     """Options of mixers, which language and translation models share."""
 
-    mixers: str = field(
-        default="",
-        metadata={
-            "help": "mixers of the decoder's layers: comma-separated names, each with the numbers of its layers, as in "
-            "'delta:1-10,softmax:11-12'; one name may stand for all other layers, as in 'delta,softmax:6,12'. The "
-            f"names are {', '.join(MIXERS)} (default: --update-rule in all layers)"
-        },
+    mixers: str = option(
+        "",
+        "mixers of the decoder's layers: comma-separated names, each with the numbers of its layers, as in "
+        "'delta:1-10,softmax:11-12'; one name may stand for all other layers, as in 'delta,softmax:6,12'. The "
+        f"names are {', '.join(MIXERS)} (default: --update-rule in all layers)",
     )
-    update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
-        default="delta",
-        metadata={"help": f"update rule of the memories, short for --mixers with its name: {WHAT_MEMORIES_DO}"},
+    update_rule: ChoiceEnum(MEMORIES) = option(  # type: ignore[valid-type]
+        "delta", f"update rule of the memories, short for --mixers with its name: {WHAT_MEMORIES_DO}"
     )
-    feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = field(  # type: ignore[valid-type]
-        default="auto",
-        metadata={
-            "help": "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
-            "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
-            f"paper uses: {in_papers(lambda kind: kind.feature_map)}"
-        },
+    feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = option(  # type: ignore[valid-type]
+        "auto",
+        "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
+        "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
+        f"paper uses: {in_papers(lambda kind: kind.feature_map)}",
     )
-    feature_dim: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "dimension of queries and keys after the feature map; the memory of a head has this times the head "
-            "dimension numbers (default: the head dimension; 2 x --favor-features for favor; 2 x head dimension x "
-            "--dpfp-nu for dpfp)"
-        },
+    feature_dim: Optional[int] = option(
+        None,
+        "dimension of queries and keys after the feature map; the memory of a head has this times the head "
+        "dimension numbers (default: the head dimension; 2 x --favor-features for favor; 2 x head dimension x "
+        "--dpfp-nu for dpfp)",
     )
-    dpfp_nu: int = field(default=1, metadata={"help": "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)"})
-    favor_features: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "number of random features m of the maps favor and favor-schlag, whose output has 2 m dimensions "
-            "(default: half of --feature-dim, or head dimension x log head dimension)"
-        },
+    dpfp_nu: int = option(1, "nu of the feature map dpfp (Schlag et al. 2021, Eq. 37)")
+    favor_features: Optional[int] = option(
+        None,
+        "number of random features m of the maps favor and favor-schlag, whose output has 2 m dimensions "
+        "(default: half of --feature-dim, or head dimension x log head dimension)",
     )
-    normalization: str = field(
-        default="auto",
-        metadata={
-            "help": "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
-            "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
-            "alike), or none; auto is what the rule's paper uses: "
-            f"{in_papers(lambda kind: write_normalization(kind.normalization))}"
-        },
+    normalization: str = option(
+        "auto",
+        "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
+        "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
+        "alike), or none; auto is what the rule's paper uses: "
+        f"{in_papers(lambda kind: write_normalization(kind.normalization))}",
     )
-    scale_read_out: bool = field(
-        default=False,
-        metadata={"help": "multiply what is read from the memory by 1 / sqrt(head dimension)"},
+    scale_read_out: bool = option(False, "multiply what is read from the memory by 1 / sqrt(head dimension)")
+    fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = option(  # type: ignore[valid-type]
+        "auto", "implementation of the update rules; auto takes compiled kernels where there are some"
     )
-    fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = field(  # type: ignore[valid-type]
-        default="auto",
-        metadata={"help": "implementation of the update rules; auto takes compiled kernels where there are some"},
+    compile: bool = option(
+        False,
+        "in training, let torch.compile make one graph of all layers of a kind; the first updates take as "
+        "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are. Where "
+        "they can be recorded, a GPU replays a language model's layers as CUDA graphs too; if not, the log says why",
     )
-    compile: bool = field(
-        default=False,
-        metadata={
-            "help": "in training, let torch.compile make one graph of all layers of a kind; the first updates take as "
-            "long as it compiles. Layers without a mixer, as those of fairseq's own attention, stay as they are. Where "
-            "they can be recorded, a GPU replays a language model's layers as CUDA graphs too; if not, the log says why"
-        },
-    )
-    no_cuda_graphs: bool = field(
-        default=False, metadata={"help": "let --compile do without CUDA graphs, which keep memory for themselves"}
-    )
+    no_cuda_graphs: bool = option(False, "let --compile do without CUDA graphs, which keep memory for themselves")
 
 
 def set_defaults(args: Any, options: type[FairseqDataclass], inherited: type[FairseqDataclass]) -> None:

@@ -4,7 +4,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from fairseq_fastweights.models.fast_weight_options import (
     WHAT_MEMORIES_DO,
     FastWeightOptions,
     add_group,
-    defaults_in_help,
+    option,
     set_defaults,
 )
 from fairseq_fastweights.models.host_copies import on_host
@@ -63,29 +63,23 @@ _SOFTMAX = ("softmax", {"softmax": Kind(Mixer, ("dropout", "xformers_att_config"
 """fairseq's own attention, which reads none of the other settings."""
 
 
-@defaults_in_help
 @dataclass
 class FastWeightTransformerOptions(FastWeightOptions):
     """The options that `fast_weight_transformer` adds to those of fairseq's `transformer`."""
 
-    fast_weight_attention: str = field(
-        default="encoder,decoder,cross",
-        metadata={
-            "help": "which attentions are fast weight memories: comma-separated encoder, decoder (self-attention) and "
-            "cross (from decoder to encoder), or none; the others are softmax. Encoder and cross always use the sum "
-            "rule, as they read a whole source, which has no order to forget or correct in"
-        },
+    fast_weight_attention: str = option(
+        "encoder,decoder,cross",
+        "which attentions are fast weight memories: comma-separated encoder, decoder (self-attention) and "
+        "cross (from decoder to encoder), or none; the others are softmax. Encoder and cross always use the sum "
+        "rule, as they read a whole source, which has no order to forget or correct in",
     )
-    update_rule: ChoiceEnum(MEMORIES) = field(  # type: ignore[valid-type]
-        default="sum",
-        metadata={"help": f"update rule of the memory in the decoder's self-attention: {WHAT_MEMORIES_DO}"},
+    update_rule: ChoiceEnum(MEMORIES) = option(  # type: ignore[valid-type]
+        "sum", f"update rule of the memory in the decoder's self-attention: {WHAT_MEMORIES_DO}"
     )
-    normalization: str = field(
-        default="auto",
-        metadata={
-            "help": "normalisation of the decoder's self-attention: comma-separated sum, attention and removal (delta "
-            "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention"
-        },
+    normalization: str = option(
+        "auto",
+        "normalisation of the decoder's self-attention: comma-separated sum, attention and removal (delta "
+        "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention",
     )
 
 
@@ -415,17 +409,17 @@ def parse_places(text: str) -> frozenset[str]:
     return frozenset(words)
 
 
-def _register(name: str, document: str, base: Callable[[Any], None], **settings: Any) -> None:
+def _register(arch: str, document: str, base: Callable[[Any], None], **settings: Any) -> None:
     """Registers an architecture: one of fairseq's, with these values of options that were not given."""
 
     def architecture(args: Any) -> None:
-        for option, value in settings.items():
-            setattr(args, option, safe_getattr(args, option, value))
+        for name, value in settings.items():
+            setattr(args, name, safe_getattr(args, name, value))
         set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
         base(args)
 
     architecture.__doc__ = document
-    register_architecture("fast_weight_transformer", f"fast_weight_transformer{name}")(architecture)
+    register_architecture("fast_weight_transformer", f"fast_weight_transformer{arch}")(architecture)
 
 
 _register("", "fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads.", base_architecture)
