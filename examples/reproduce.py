@@ -25,36 +25,31 @@ context-N), and of translations SUBSETS; DEVICE=gpu, with which `run` takes --cp
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
-import subprocess
 import sys
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common.command_line import ArgumentParser, positive, run_to_the_end
-from common.fairseq_logs import parse_training
-from common.files import open_new, open_to_append, write_whole
-from common.identity import difference, first_line, identity, noted_in
+from common.commands import programs_on_path
+from common.files import UserError, write_whole
+from common.steps import Runner
 from common.tables import format_table
 from papers import SCALED, TABLES, estimate
 from papers.drawing import draw_table
-from papers.grid import plan, run_grid
-from papers.ledger import COMMITTED, code_digest, command_lines, read_ledger
+from papers.grid import Way, plan, run_grid, steps_by_hand
+from papers.ledger import COMMITTED, code_digest, read_ledger
 from papers.report import DOCS, block, current, is_stale, page
-from papers.rows import Call, Places, Table, UserError
+from papers.rows import Places, Table
 
 ALL = TABLES | SCALED
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    # Scripts that score a model look for Python and fairseq's programs there.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    programs_on_path()
     parser = ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,11 +125,11 @@ def _run_rows(arguments: list[str]) -> int:
         places = Places(options.data, options.out, options.source)
         runs = plan(options.table, table, rows, options.seeds, places, given, scoring=scoring)
         if options.print:
-            calls = (shlex.join(call.words) for run in runs for call in (run.training, *run.evaluations))
-            print("\n".join(dict.fromkeys(calls)))
+            print("\n".join(dict.fromkeys(shlex.join(step.command) for run in runs for step in run.steps)))
             return
         ledger = options.ledger or options.out / "ledger.jsonl"
-        run_grid(runs, options.out, ledger, options.jobs, sys.stdout, options.estimate, not options.no_estimate)
+        estimate = "only" if options.estimate else "no" if options.no_estimate else "yes"
+        run_grid(runs, options.out, ledger, Way(options.jobs, estimate))
 
     return run_to_the_end(work)
 
@@ -191,83 +186,21 @@ def _reproduce(words: list[str], only_print: bool) -> None:
         raise UserError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
     table, name, verb, *rest = words
     row = _find("ROW", name, _find("TABLE", table, ALL).rows)
-    recipe = row.recipe
     if verb not in ("train", "evaluate"):
         raise UserError(f"after ROW comes {verb}; it must be train or evaluate")
-    names = [*(["SOURCE"] if recipe.sources and verb == "train" else []), "DATA", "OUT"]
+    names = [*(["SOURCE"] if row.recipe.sources and verb == "train" else []), "DATA", "OUT"]
     folders, options = rest[: len(names)], rest[len(names) :]
     if len(folders) < len(names) or any(folder.startswith("-") for folder in folders):
         raise UserError(f"{table} {name} {verb} takes {' '.join(names)} [OPTION ...]")
     *source, data, out = map(Path, folders)
     places = Places(data, out, *source)
-    if verb == "train":
-        calls = [recipe.training(row.options, places, options, os.environ)]
-    else:
-        calls = recipe.evaluations(places, options, os.environ)
+    steps = steps_by_hand(verb, f"{table} {name}", row, places, options, checked=not only_print)
     if only_print:
-        print("\n".join(shlex.join(call.words) for call in calls))
+        print("\n".join(shlex.join(step.command) for step in steps))
         return
-    recipe.check(verb, places, os.environ)
-    out.mkdir(parents=True, exist_ok=True)
-    for call in calls:
-        _run(call, places)
-    if verb == "train" and parse_training(calls[0].log.read_text(encoding="utf-8", errors="replace")).finished:
-        recipe.finish(places)
-
-
-def _run(call: Call, places: Places) -> None:
-    """Runs a program as its kind wants it. Raises UserError if it fails."""
-    terminal, out = sys.stdout.buffer, places.out
-    if call.log is None:
-        status = stream(call.words, terminal)
-    elif call.scored is None:
-        with open_to_append(call.log) as log:
-            status = stream(call.words, terminal, log)
-    else:
-        of = identity(*command_lines([call], places), call.scored, call.reads)
-        status = _score(call.words, call.log, of, f"{out}: scoring {call.title}")
-        if not status:
-            found = re.search(r"(?:Perplexity|State): .*", call.log.read_text(encoding="utf-8", errors="replace"))
-            told = found[0] if found else f"no perplexity; delete {call.log} and run again"
-            print(f"{out}: {call.title}: {told}", flush=True)
-    if status:
-        raise UserError(f"{Path(call.words[0]).name} failed")
-
-
-def _score(words: list[str], log: Path, of: dict[str, str], title: str) -> int:
-    """An evaluation. One whose log is there is done, if that says that it is `of` the same."""
-    if log.exists():
-        different = difference(noted_in(log), of)
-        if not different:
-            return 0
-        title += f" ({log.name} {different})"
-    print(title, flush=True)
-    unfinished = log.with_name(f"{log.name}.unfinished")
-    with open_new(unfinished) as file:
-        file.write(first_line(of))
-        file.flush()
-        status = stream(words, file)
-    if not status:
-        unfinished.replace(log)
-        return 0
-    last = unfinished.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-    print(*last, f"{unfinished} says more", sep="\n", file=sys.stderr)
-    return status
-
-
-def stream(words: list[str], *sinks: BinaryIO | FileIO) -> int:
-    """Runs a program, whose output goes to each sink as it comes; returns its exit status."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                for sink in sinks:
-                    sink.write(line)
-                    sink.flush()
-        except BaseException:  # it must not outlive this program
-            process.terminate()
-            raise
-    return process.returncode
+    Runner(1, sys.stdout, {}, follows=True).run(steps)
+    for step in steps if verb == "evaluate" else ():
+        print(f"{out}:", *(f"{score}: {value:,.2f}" for score, value in step.finished_result().items()))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import importlib.util
 import io
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.commands import ROOT, cores, shown
-from common.steps import UserError
+from common.files import UserError
 
 # By its path, since importing the package would import torch.
 _spec = importlib.util.spec_from_file_location("suggestions", ROOT / "fairseq_fastweights/suggestions.py")
@@ -20,23 +20,6 @@ assert _spec is not None and _spec.loader is not None
 _suggestions: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_suggestions)
 ArgumentParser = _suggestions.ArgumentParser
-
-
-def add_options(
-    parser: argparse.ArgumentParser, *, out: Path, updates: int, batch: str, seed: str, models: Iterable[str]
-) -> None:
-    """Adds the options that all demos have.
-
-    `out`: where the results go by default. `updates`: how long a training is by default. `batch`: what an update takes,
-    for people. `seed`: what the seed is of, for people. `models`: the names of the models.
-    """
-    add_out(parser, out)
-    help = f"how long each training is, in batches of {batch} (default: {updates})"
-    parser.add_argument("--updates", type=positive, default=updates, metavar="N", help=help)
-    parser.add_argument("--seed", type=positive, default=1, metavar="N", help=f"of {seed} (default: 1)")
-    names = list(models)
-    help = f"which models, of {', '.join(names)} (default: all)"
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=help)
 
 
 def add_out(parser: argparse.ArgumentParser, out: Path) -> None:

@@ -1,18 +1,17 @@
-"""The commands of a demo: where they run, and how they are written down."""
+"""The commands of the examples: the programs, and how they are written down."""
 
 from __future__ import annotations
 
 import os
-import shlex
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from common import matrix_products
-from common.steps import UserError
+from common.files import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where the commands run: --user-dir fairseq_fastweights is found there."""
 
 
 def one_thread() -> dict[str, str]:
@@ -41,19 +40,21 @@ def require_packages(*names: str) -> None:
             raise UserError(f"there is no package {name} for {sys.executable}; `make setup` installs it")
 
 
-def command(program: str, *parts: str | Path) -> list[str]:
-    """A command in words. Strings may hold several; paths are relative to `ROOT` if they are in it. Raises UserError if
-    the program is not installed beside this Python.
-    """
-    path = Path(sys.executable).parent / program
-    if not path.exists():
-        raise UserError(f"there is no {program} beside {sys.executable}; `make setup` installs it")
-    words = [shown(path)]
-    for part in parts:
-        words += [shown(part)] if isinstance(part, Path) else shlex.split(part)
-    return words
+def program(name: str) -> str:
+    """The path of a program: beside this Python, or on the PATH. Raises UserError if it is not installed."""
+    beside = Path(sys.executable).parent / name
+    found = shown(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise UserError(f"there is no {name} beside {sys.executable}; `make setup` installs it")
+    return found
+
+
+def programs_on_path() -> None:
+    """Puts the programs beside this Python on the PATH, where scripts that score a model look for them."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def shown(path: Path) -> str:
-    """A path as people type it in `ROOT`."""
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    """A path as people type it where they are."""
+    here = Path(os.getcwd())
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -80,24 +80,6 @@ def parse_training(log: str) -> Training:
     return training
 
 
-def read_training(log: str) -> dict[str, Any]:
-    """The results of a training that a demo keeps.
-
-    Returns "parameters", "tokens_per_second", "train_ppl" and "valid_ppl" (lists of updates and perplexities) and
-    "best_valid_ppl". Raises ValueError if the log has none of these.
-    """
-    training = parse_training(log)
-    if training.parameters is None or training.speed is None or not training.valid:
-        raise ValueError("its log has no training and validation in it")
-    return {
-        "parameters": training.parameters,
-        "tokens_per_second": training.speed,
-        "train_ppl": sorted(training.train.items()),
-        "valid_ppl": sorted(training.valid.items()),
-        "best_valid_ppl": min(training.valid.values()),
-    }
-
-
 def describe_training(log_end: str, updates: int) -> str:
     """How far a training has come, by the end of its log."""
     last = None
@@ -126,8 +108,3 @@ def find_in(log: str, what: str, pattern: str) -> list[Any]:
     if not found:
         raise ValueError(f"its log has no {what} in it")
     return found
-
-
-def read_nothing(log: str) -> dict[str, Any]:
-    """For commands that are known by what they leave behind."""
-    return {}

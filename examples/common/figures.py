@@ -98,39 +98,6 @@ def draw_curves(
     _label_ends(axes, [end for end in named if end[2]], size)
 
 
-def draw_trainings(
-    trainings: Mapping[str, tuple[Curve, Curve]],
-    path: Path,
-    *,
-    top: float | None = None,
-    levels: Mapping[str, float] | None = None,
-) -> None:
-    """Draws perplexities over updates, of the training text on the left and of the validation text on the right.
-
-    `trainings`: by model, the points (update, perplexity) of both; models without any are left out. `path`: of the PNG.
-    `top`: the highest to show. `levels`: see `draw_curves`.
-    """
-    trainings = {model: curves for model, curves in trainings.items() if any(curves)}
-    figure, panels = new_figure(1, 2, figsize=(9.6, 4.4))
-    ends = {model: max(valid)[1] for model, (_, valid) in trainings.items() if valid}
-    best = min(ends, key=ends.__getitem__, default=None)
-    message = (
-        f"Of {len(ends)}, {best} has the lowest validation perplexity at its end: {ends[best]:.1f}" if best else ""
-    )
-    say(figure, message or "Perplexity in training; nothing was validated yet")
-    for number, (axes, title) in enumerate(zip(panels, ("training text", "validation text"), strict=True)):
-        curves = {model: both[number] for model, both in trainings.items() if both[number]}
-        axes.set(xlabel="updates", ylabel="perplexity", yscale="log", title=title)
-        axes.set_xlim(0, max((max(curve)[0] for curve in curves.values()), default=1) * 1.02)
-        if top is not None:
-            axes.set_ylim(min(min(y for _, y in curve) for curve in curves.values()) * 0.9 if curves else None, top)
-        # One panel has the names, as the colours are the same.
-        labels = dict.fromkeys(curves, "") if number == 0 and best else None
-        draw_curves(axes, curves, labels=labels, levels=levels if number else None, marker="o" if number else "")
-        plain_numbers(axes.yaxis)
-    save_figure(figure, path)
-
-
 def draw_points(
     axes: Any, points: Mapping[str, Sequence[float]], *, labels: Mapping[str, str] | None = None, size: float = 8.5
 ) -> None:

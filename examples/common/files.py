@@ -1,4 +1,4 @@
-"""Files that are whole or not there, that are no links to others; text that may be packed, and JSON lines."""
+"""Files that are whole or not there and no links to others, their locks; text that may be packed, and JSON lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import fcntl
 import gzip
 import json
 import os
+import socket
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
+SPLITS = ("train", "valid", "test")
 
 
 class UserError(ValueError):
@@ -46,6 +49,11 @@ def open_to_append(path: Path) -> FileIO:
         if path.is_symlink():
             raise OSError(f"{path} is a link; it must be a file") from None
         raise
+
+
+def read_text(path: Path) -> list[str]:
+    """The lines of a file, as `read_lines` has them."""
+    return [text for text, _ in read_lines(path)]
 
 
 def refuse_to_overwrite(*files: Path) -> None:
@@ -116,3 +124,28 @@ def read_values(path: Path, read: Callable[[Any], T], kind: str) -> list[tuple[i
         except (ValueError, TypeError, KeyError, AttributeError):  # noqa: PERF203 (each line has its own error)
             raise UserError(f"{path}, line {number} is no {kind}; remove the line") from None
     return found
+
+
+def take(file: Path) -> int | None:
+    """Locks a file, which is made if it is not there; returns its descriptor, or None if another process has the lock.
+
+    It is held until the descriptor is closed: by this process and by those that inherited it. Raises OSError where the
+    file system has no locks, or the file is a link.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(f"{file} cannot be locked: {error.strerror}; choose a folder on another file system") from None
+    return descriptor
+
+
+def sign(descriptor: int) -> None:
+    """Writes into a locked file who has it, in the place of who had it before."""
+    os.ftruncate(descriptor, 0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,11 +28,10 @@ def split_files(data: Path, split: str) -> list[Path]:
     return [path for pattern in patterns for path in data.glob(pattern) if path.is_file()]
 
 
-def identity(command: str, checkpoint: Path, data: Iterable[Path]) -> dict[str, str]:
-    """The parts that identify an evaluation; `command` names no folder, as the contents of files count instead."""
+def identity(checkpoint: Path, data: Iterable[Path]) -> dict[str, str]:
+    """Digests of the files that an evaluation reads, and the choice of kernels in the environment."""
     kernels = (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_KERNELS))
     return {
-        "options": command,
         "model": digest_of([checkpoint]),
         "data": digest_of(data),
         "kernels": " ".join(kernels),
@@ -46,19 +44,3 @@ def difference(noted: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
         return "does not say what it is of"
     different = [name for name in now if noted.get(name) != now[name]]
     return f"is of other {' and '.join(different)}" if different else ""
-
-
-def first_line(now: Mapping[str, str]) -> bytes:
-    """The first line of an evaluation's log, which says what it is of."""
-    return f"scored: {json.dumps(now)}\n".encode()
-
-
-def noted_in(log: Path) -> dict[str, str] | None:
-    """The identity in the first line of a log; None if there is none."""
-    with log.open("rb") as file:
-        start, _, rest = file.readline().partition(b" ")
-    try:
-        found = json.loads(rest) if start == b"scored:" else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from common.files import UserError
 
@@ -35,9 +36,9 @@ class SentencePieces:
         return " ".join(self._processor.decode_pieces(line.split()).split())
 
     @staticmethod
-    def learn(lines: Iterable[str], vocabulary: int) -> bytes:
-        """Learns a vocabulary of a given size from the lines of both languages. Raises UserError if it cannot have
-        that size.
+    def learn(lines: Iterable[str], vocabulary: int, **settings: Any) -> bytes:
+        """Learns a vocabulary of a given size from lines of text; `settings` are the trainer's. Raises UserError if it
+        cannot have that size.
         """
         from sentencepiece import SentencePieceTrainer
 
@@ -48,10 +49,10 @@ class SentencePieces:
                 model_writer=model,
                 model_type="bpe",
                 vocab_size=vocabulary,
-                character_coverage=0.9995,  # not each character of other scripts that a crawl picked up
-                byte_fallback=True,
-                normalization_rule_name="identity",
                 minloglevel=2,
+                # Not each character of other scripts that a crawl picked up: bytes spell them.
+                **{"character_coverage": 0.9995, "byte_fallback": True, "normalization_rule_name": "identity"}
+                | settings,
             )
         except RuntimeError as error:
             if found := re.search(r"set it to a value <= (\d+)", str(error)):

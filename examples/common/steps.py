@@ -1,4 +1,4 @@
-"""Commands that are run once: what is finished stays finished, what was interrupted goes on.
+"""Commands that are run once: a finished one stays finished, an interrupted one goes on.
 
 Each step has a folder of its own. The first thing in it is `begun.json`, the last `done.json`; both hold a key, a
 digest of the command and of all that it depends on. A step with its key in `done.json` is not run again; one with its
@@ -19,55 +19,71 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import UserError, open_to_append, write_whole
-from common.interruptions import undisturbed
-from common.locks import take
-from common.screen import Screen
+from common.files import UserError, open_to_append, sign, take, write_whole
+from common.processes import undisturbed
 
-BEGUN, DONE, LOG = "begun.json", "done.json", "log.txt"
+BEGUN, DONE = "begun.json", "done.json"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+PAUSE = 30.0
+"""Seconds between two reports of progress in a log."""
 _TAIL = 20_000
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A command, and what it takes to know whether it is done.
+    """A command, and the means to tell whether it is done.
 
     Attributes:
-        title: what it does, for people.
+        title: its purpose, for people.
         folder: where its log and its results are.
         command: program and arguments. The program's folder is not part of the key.
         read_result: reads the step's result from its log; raises ValueError if the log holds none.
-        describe_progress: says from the end of a log how far the step has come.
+        describe_progress: tells from the end of a log how far the step has come.
         after: the steps whose results it uses.
-        depends_on: a digest of what else it uses.
-        resumes: whether the command goes on with what an interrupted one left in the folder.
+        depends_on: a digest of all else that it uses.
+        resumes: whether the command goes on with the files that an interrupted one left in the folder.
+        always: whether it runs at each call, goes on with whatever the folder holds, and is never done.
+        locks: the folder that one process at a time works in; its own if it is None.
+        gpus: how many it gets, if there are any.
+        log_name: its log's name in the folder.
     """
 
     title: str
     folder: Path
     command: Sequence[str]
-    read_result: Callable[[str], dict[str, Any]]
+    read_result: Callable[[str], dict[str, Any]] = lambda log: {}
     describe_progress: Callable[[str], str] = lambda log: ""
     after: Sequence[Step] = ()
     depends_on: str = ""
     resumes: bool = False
+    always: bool = False
+    locks: Path | None = None
+    gpus: int = 0
+    log_name: str = "log.txt"
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
         program, *arguments = self.command
         parts = [Path(program).name, arguments, self.depends_on, [step.key for step in self.after]]
-        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "key", hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
     @property
     def log(self) -> Path:
-        return self.folder / LOG
+        return self.folder / self.log_name
+
+    @property
+    def lock(self) -> Path:
+        """A file beside the folder that is locked: whoever holds its lock may work in the folder."""
+        folder = self.locks or self.folder
+        return folder.with_name(f"{folder.name}.lock")
 
     def result(self) -> dict[str, Any] | None:
         """The result of the finished step; None if it is not finished."""
@@ -86,82 +102,52 @@ class Step:
             raise UserError(f"{self.title} is not finished")
         return result
 
-    @property
-    def groups(self) -> list[list[str]]:
-        """The command's arguments: each option with its values, before them what comes before any option."""
-        groups: list[list[str]] = [[]]
-        for word in self.command[1:]:
-            if word.startswith("--"):
-                groups.append([])
-            groups[-1].append(word)
-        return [group for group in groups if group]
-
-    def shell_command(self, environment: dict[str, str]) -> str:
+    def shell_command(self, environment: Mapping[str, str]) -> str:
         """The command as one would type it, over several lines."""
-        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
-        return _folded(f"  {variables}{shlex.quote(self.command[0])}", self.groups)
-
-    def difference(self, other: Step) -> str:
-        """The options that this command adds to another of the same program, and those that it leaves out."""
-        here, there = self.groups, other.groups
-        text = _folded(f"  as for {other.title}, but with", [group for group in here if group not in there])
-        options = [group[0] for group in here]
-        gone = [[group[0]] for group in there if group[0].startswith("--") and group[0] not in options]
-        return text + (f"\n{_folded('      and without', gone)}" if gone else "")
+        lines = ["  " + "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())]
+        for word in map(shlex.quote, self.command):
+            if len(lines[-1]) + len(word) > 116:
+                lines[-1] += "\\"
+                lines.append("      ")
+            lines[-1] += f"{word} "
+        return "\n".join(line.rstrip() for line in lines)
 
     def prepare_folder(self) -> bool:
         """Makes the folder ready for a run; returns whether that goes on with an earlier one."""
+        # A checkpoint that was being copied when the run was killed is no whole zip file.
+        checkpoints = list(self.folder.glob("*.pt"))
         begun = read_json(self.folder / BEGUN).get("key") == self.key
-        if begun and self.resumes and not _broken_checkpoints(self.folder):
-            return any(self.folder.glob("*.pt"))
+        if self.always or (begun and self.resumes and all(map(zipfile.is_zipfile, checkpoints))):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return bool(checkpoints)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         write_json(self.folder / BEGUN, {"key": self.key})
         return False
 
 
-def _folded(start: str, groups: list[list[str]]) -> str:
-    """Words as a shell reads them; an option stays on one line with its values, if they fit."""
-    lines = [start]
-    for group in groups:
-        quoted = [shlex.quote(word) for word in group]
-        together = " ".join(quoted)
-        for words in [together] if len(together) <= 90 else quoted:
-            if len(lines[-1]) + len(words) + 3 > 100:
-                lines[-1] += " \\"
-                lines.append(f"      {words}")
-            else:
-                lines[-1] += f" {words}"
-    return "\n".join(lines)
-
-
-def _broken_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were being copied when the run was killed. Whole ones are zip files."""
-    return [path for path in folder.glob("*.pt") if not zipfile.is_zipfile(path)]
-
-
 class Process:
-    """A step at work."""
+    """A step at work, with these variables besides the environment's; it inherits the descriptor of a lock."""
 
-    def __init__(self, step: Step, cwd: Path, environment: dict[str, str], keep_open: Sequence[int]) -> None:
-        self.step = step
+    def __init__(self, step: Step, environment: Mapping[str, str], lock: int, gpus: Sequence[str]) -> None:
+        self.step, self.gpus = step, gpus
         self.resumed = step.prepare_folder()
         self.started = time.monotonic()
         self.peak_memory = 0.0
         # A pipe that nobody writes to: it ends when the last of the processes that the command started is gone.
         self.alive, held = os.pipe()
         with open_to_append(step.log) as log:
+            self._read = log.seek(0, os.SEEK_END)
             # In a session of its own, so that Ctrl-C reaches this program only, which ends the others in order.
             self.popen = subprocess.Popen(
                 step.command,
-                cwd=cwd,
                 # The log is read as UTF-8, whatever the terminal's encoding is, and no message may land within a line.
-                env=os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"} | environment,
+                env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1", **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[*keep_open, held],
+                pass_fds=[lock, held],
             )
         os.close(held)
 
@@ -169,8 +155,16 @@ class Process:
         progress = self.step.describe_progress(read_end(self.step.log))
         return f"{self.step.title}: {progress or f'{time.monotonic() - self.started:.0f} s'}"
 
+    def news(self) -> str:
+        """The text that its log has got since the last call."""
+        with self.step.log.open("rb") as log:
+            log.seek(self._read)
+            text = log.read()
+        self._read += len(text)
+        return text.decode(errors="replace")
+
     def ask_to_stop(self) -> None:
-        """Asks it, and what it started (workers that load data), to end."""
+        """Asks it, and the processes that it started (workers that load data), to end."""
         self._signal(signal.SIGTERM)
 
     def stop(self, patience: float) -> None:
@@ -195,7 +189,7 @@ class Process:
                 self.peak_memory = usage.ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
         return self.popen.returncode is not None
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> None:
         """Marks the step as done, if it is; raises UserError if it failed."""
         os.close(self.alive)
         code = self.popen.returncode
@@ -204,9 +198,10 @@ class Process:
         if code == 0:
             try:
                 result = self.step.read_result(log)
-                mark = {"key": self.step.key, "result": result, "peak_memory": self.peak_memory}
-                write_json(self.step.folder / DONE, mark)
-                return result
+                if not self.step.always:
+                    mark = {"key": self.step.key, "result": result, "peak_memory": self.peak_memory}
+                    write_json(self.step.folder / DONE, mark)
+                return
             except (ValueError, OSError) as error:
                 reason = str(error)
         end = "\n".join(f"  | {line}" for line in log.splitlines()[-8:])
@@ -214,53 +209,75 @@ class Process:
         raise UserError(f"{self.step.title} failed: {reason}\n{end}\nall of its output: {self.step.log}{hint}")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The resources that a step gets when it begins.
+class Screen:
+    """Lines that stay, and below them, on a terminal, lines that change; a log gets these every `PAUSE` seconds."""
 
-    `environment`: variables of its own. `keep_open`: file descriptors that it inherits. `told`: what of that people
-    should know.
-    """
+    def __init__(self, output: TextIO) -> None:
+        self.output = output
+        self._live_lines = 0
+        self._reported = time.monotonic()
 
-    environment: dict[str, str] = field(default_factory=dict)
-    keep_open: Sequence[int] = ()
-    told: str = ""
+    def say(self, text: str) -> None:
+        """Prints something that stays."""
+        self.clear()
+        print(text, file=self.output, flush=True)
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Puts these in the place of the lines that change."""
+        if not self.output.isatty():
+            if time.monotonic() - self._reported >= PAUSE:
+                self.say("\n".join(f"> {line}" for line in lines))
+                self._reported = time.monotonic()
+            return
+        self.clear()
+        width = shutil.get_terminal_size().columns - 1
+        for line in lines:
+            print(f"> {line}"[:width], file=self.output)
+            self._live_lines += 1
+        self.output.flush()
+
+    def clear(self) -> None:
+        """Takes them away."""
+        if self._live_lines:
+            print(f"\x1b[{self._live_lines}F\x1b[J", end="", file=self.output, flush=True)
+            self._live_lines = 0
 
 
 class Runner(Screen):
-    """Runs steps, several at a time, each after those that it uses.
+    """Runs steps, several at a time, each after those that it uses, beside other processes that run the same steps.
 
-    The first command of each program is shown whole, of others what differs from it. A terminal has a line for each
-    that is running, which says how far it has come. The methods from `begin` on say what else decides.
+    A terminal has a line for each that is running, which says how far it has come. A step that fails lets the others
+    run on. One process at a time, of this machine or another, has a folder; a step whose folder another one has is left
+    to that: `run` ends when nothing is left that this process could do, now or later.
 
-    `cwd`: where the commands run. `slots`: how many at a time. `output`: where all of that goes. `environment`:
-    variables for the commands, printed with them. `keep_open`: file descriptors that the commands inherit. `finished`:
-    is told of each step that has been run to its end. `pause`, `patience`: seconds between two looks at the commands,
-    and that one may take to end when it is asked to.
+    `slots`: how many at a time. `output`: where all of that goes. `environment`: variables for the commands, printed
+    with them. `gpus`: the names of those there are; a step gets the ones that fewest others have. `finished`: is told
+    of each step that has been run to its end. `follows`: whether to show the output of the commands. `pause`, `asks`,
+    `patience`: seconds between two looks at the commands, until the lock of another process is asked for again, and
+    that a command may take to end, which is a validation and a large checkpoint.
     """
 
-    pause, patience = 0.25, 10.0
+    pause, asks, patience = 0.25, 5.0, 300.0
 
     def __init__(
         self,
-        cwd: Path,
         slots: int,
         output: TextIO,
-        environment: dict[str, str],
-        keep_open: Sequence[int] = (),
+        environment: Mapping[str, str],
+        gpus: Sequence[str] = (),
         finished: Callable[[Step], None] = lambda step: None,
+        follows: bool = False,
     ) -> None:
         super().__init__(output)
-        self.finished = finished
-        self.cwd = cwd
-        self.slots = slots
-        self.environment = environment
-        self.keep_open = keep_open
-        self._shown: dict[str, Step] = {}  # the first of each program
+        self.slots, self.environment, self.gpus = slots, environment, gpus
+        self.finished, self.follows = finished, follows
+        self._failed: dict[Step, str] = {}  # with a line that says why
+        self._held: dict[Path, int] = {}  # the locks' descriptors
+        self._others: dict[Path, float] = {}  # when a lock that another process has was asked for
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Runs all steps that are not done. Earlier ones come first where there is a choice. Raises UserError if one
-        fails. The others that were running are stopped then, as they are on any exception.
+        """Runs all steps that are not done. Earlier ones come first where there is a choice. On any exception those
+        that are running are stopped. Raises UserError, which names the steps that failed, when all others are done.
         """
         waiting = []
         for step in steps:
@@ -270,19 +287,22 @@ class Runner(Screen):
                 self.say(f"{step.title}: done before")
         running: list[Process] = []
         try:
-            while waiting or running:
+            while (waiting := self._left(waiting, running)) or running:
                 for step in list(waiting):
-                    if len(running) >= self.slots:
-                        break
-                    if all(s.result() is not None for s in step.after) and (turn := self.begin(step)):
+                    ready = len(running) < self.slots and all(s.result() is not None for s in step.after)
+                    if ready and self._hold(step.lock):
                         waiting.remove(step)
-                        self._start(step, turn, running)
-                self.show(process.describe() for process in running)
+                        self._start(step, running)
+                if not self.follows:
+                    self.show(process.describe() for process in running)
                 time.sleep(self.pause)
-                for process in [process for process in running if process.has_ended()]:
-                    running.remove(process)
-                    self._finish(process)
-                waiting = self.remaining(waiting, running)
+                for process in list(running):
+                    ended = process.has_ended()
+                    if self.follows:
+                        print(end=process.news(), file=self.output, flush=True)
+                    if ended:
+                        running.remove(process)
+                        self._finish(process)
         finally:
             with undisturbed():
                 self.clear()
@@ -290,51 +310,77 @@ class Runner(Screen):
                     process.ask_to_stop()
                 for process in running:
                     process.stop(self.patience)
+                while self._held:
+                    os.close(self._held.popitem()[1])
+        if self._failed:
+            told = f"{len(self._failed)} of {len(steps)} commands failed or were not run:"
+            raise UserError("\n  ".join([told, *self._failed.values()]))
 
-    def begin(self, step: Step) -> Turn | None:
-        """The resources of a step that can begin now; None if it cannot begin yet."""
-        return Turn()
+    def _left(self, waiting: Sequence[Step], running: Sequence[Process]) -> list[Step]:
+        """The waiting steps that can still be run; frees the folders that no step needs any more."""
+        left = []
+        for step in waiting:
+            if any(before in self._failed for before in step.after):
+                self._failed[step] = f"{step.title} was not run, as it uses what failed"
+            else:
+                left.append(step)
+        for lock in self._held.keys() - {step.lock for step in [*left, *(process.step for process in running)]}:
+            os.close(self._held.pop(lock))
+        locks = dict.fromkeys(step.lock for step in left)
+        if running or not locks or not locks.keys() <= self._others.keys():
+            return left
+        for lock in locks:
+            self.say(f"{lock.stem}: left to {lock.read_text(encoding='utf-8').strip()}")
+        return []
 
-    def fail(self, step: Step, error: UserError) -> None:
-        """Ends all steps with the error of one that failed."""
-        raise error
+    def _hold(self, lock: Path) -> bool:
+        """True if this process has the lock, or gets it now."""
+        if lock in self._held:
+            return True
+        if time.monotonic() - self._others.get(lock, -inf) < self.asks:
+            return False
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = take(lock)
+        if descriptor is None:
+            self._others[lock] = time.monotonic()
+            return False
+        sign(descriptor)
+        self._others.pop(lock, None)
+        self._held[lock] = descriptor
+        return True
 
-    def remaining(self, waiting: list[Step], running: Sequence[Process]) -> list[Step]:
-        """The waiting steps that are still to be run."""
-        return waiting
-
-    def _start(self, step: Step, turn: Turn, running: list[Process]) -> None:
-        environment, keep_open = self.environment | turn.environment, [*self.keep_open, *turn.keep_open]
+    def _start(self, step: Step, running: list[Process]) -> None:
+        if step.result() is not None:
+            self.say(f"{step.title}: done by another process")
+            return
+        users = Counter(name for process in running for name in process.gpus)
+        gpus = sorted(self.gpus, key=users.__getitem__)[: step.gpus]
+        environment = {**self.environment, **({DEVICES: ",".join(gpus)} if gpus else {})}
         try:
-            with undisturbed():  # or it could run on with nobody who knows of it
-                running.append(process := Process(step, self.cwd, environment, keep_open))
+            with undisturbed():  # else a signal could leave it running and unknown
+                running.append(process := Process(step, environment, self._held[step.lock], gpus))
         except OSError as error:
-            self.fail(step, UserError(f"{step.title} failed: {error}"))
-        else:
-            self._announce(process, turn)
+            self._fail(step, UserError(f"{step.title} failed: {error}"))
+            return
+        told = (": goes on where it was" if process.resumed else "") + (f" (GPU {', '.join(gpus)})" if gpus else "")
+        self.say(f"{step.title}{told}\n{step.shell_command(environment)}")
 
     def _finish(self, process: Process) -> None:
-        step = process.step
         try:
             process.finish()
         except UserError as error:
-            self.fail(step, error)
+            self._fail(process.step, error)
         else:
-            self.say(f"{step.title}: done ({time.monotonic() - process.started:.0f} s)")
-            self.finished(step)
+            self.say(f"{process.step.title}: done ({time.monotonic() - process.started:.0f} s)")
+            self.finished(process.step)
 
-    def _announce(self, process: Process, turn: Turn) -> None:
-        goes_on = (": goes on where it was" if process.resumed else "") + turn.told
-        step = process.step
-        first = self._shown.setdefault(Path(step.command[0]).name, step)
-        # Another script of Python's has nothing in common with it.
-        known = first is not step and any(group in first.groups for group in step.groups)
-        environment = self.environment | turn.environment
-        self.say(f"{step.title}{goes_on}\n{step.difference(first) if known else step.shell_command(environment)}")
+    def _fail(self, step: Step, error: UserError) -> None:
+        self._failed[step] = str(error).splitlines()[0]
+        self.say(str(error))
 
 
 def mark(folder: Path, name: str) -> Path:
-    """Makes `folder`, for results, and in it the file `name`, which marks it as made by this demo; returns that file.
+    """Makes `folder`, for results, and in it the file `name`, which marks it as made by a program; returns that file.
 
     Raises UserError if the folder holds files but no such mark.
     """
@@ -351,17 +397,15 @@ def mark(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def claim(folder: Path, name: str) -> Iterator[int]:
-    """Makes `folder` and keeps other runs out of it.
-
-    `folder`, `name`: as of `mark`. Yields a descriptor. Others stay out as long as a process that inherited it lives,
-    should this one be killed. Raises UserError if another run has it, or `mark` does.
+def claim(folder: Path, name: str) -> Iterator[None]:
+    """Makes `folder`, marked by the file `name`, and keeps other runs out of it. Raises UserError if one has it, or as
+    `mark` does.
     """
     descriptor = take(mark(folder, name))
     if descriptor is None:
         raise UserError(f"another demo is at work in {folder}; wait for it or choose another --out")
     try:
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
 

@@ -11,7 +11,7 @@ from common.tables import format_table
 
 
 @dataclass(frozen=True)
-class Row:
+class Scores:
     """A model's numbers; None where there is none.
 
     `valid`, `sliding`, `carried`: perplexities.
@@ -52,7 +52,7 @@ class Unigram:
         return counts
 
 
-def format_rows(rows: Sequence[Row]) -> str:
+def format_scores(rows: Sequence[Scores]) -> str:
     """The comparison as a table that is also Markdown."""
     cells = []
     for row in rows:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from common.demo import SPLITS
-from common.files import UserError, read_lines
+from common.files import SPLITS, UserError, read_lines
 
 HELD_OUT = 0.1
 """The share of the English corpus that goes to valid, and to test."""

@@ -17,17 +17,16 @@ _COPY = re.compile(r"\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 
 
 @dataclass(frozen=True)
-class Row:
+class Scores:
     """A model's numbers.
 
     `bleu`, `signature`: sacrebleu's score of the test text, and how that was computed. `exact`, `lines`: translations
-    that are the reference letter for letter, and all of them. `valid`: perplexity. `tokens_per_second`: of training.
+    that are the reference letter for letter, and all of them. `tokens_per_second`: of training.
     `sentences_per_second`: of generation.
     """
 
     title: str
     parameters: int
-    valid: float
     bleu: float
     signature: str
     exact: int
@@ -36,7 +35,7 @@ class Row:
     sentences_per_second: float
 
 
-def format_rows(rows: Sequence[Row]) -> str:
+def format_scores(rows: Sequence[Scores]) -> str:
     """The comparison as a table that is also Markdown."""
     header = ["model", "parameters", "BLEU", "exact matches", "training tokens/s", "generated sentences/s"]
     cells = []

@@ -15,10 +15,9 @@ from num2words import num2words
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser
-from common.files import refuse_to_overwrite, write_whole
+from common.command_line import ArgumentParser, run_to_the_end
+from common.files import SPLITS, UserError, refuse_to_overwrite, write_whole
 
-SPLITS = ("train", "valid", "test")
 LANGUAGES = ("en", "de")
 DIGITS = 12
 """Of the longest number; each number of digits is as likely as any other, as long as there are new numbers of it."""
@@ -36,27 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
         help = f"numbers in {split} (default: {SIZES[split]:,})"
         parser.add_argument(f"--{split}", type=int, default=SIZES[split], metavar="N", help=help)
     options = parser.parse_args(arguments)
-    try:
-        splits = split_numbers({split: getattr(options, split) for split in SPLITS})
-        write_text(splits, options.folder)
-    except (ValueError, OSError) as error:
-        print(f"number_text.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    sizes = {split: getattr(options, split) for split in SPLITS}
+    return run_to_the_end(lambda: write_text(split_numbers(sizes), options.folder))
 
 
 def split_numbers(sizes: dict[str, int], seed: int = SEED) -> dict[str, list[int]]:
     """Draws numbers from 1 to 10^12 - 1, each at most once.
 
-    `sizes`: how many numbers, for each of `SPLITS`. `seed`: of the draw. Raises ValueError if a size is not positive,
+    `sizes`: how many numbers, for each of `SPLITS`. `seed`: of the draw. Raises UserError if a size is not positive,
     or they are more than `MOST` together.
     """
     for split, size in sizes.items():
         if size < 1:
-            raise ValueError(f"--{split} is {size}; it must be at least 1")
+            raise UserError(f"--{split} is {size}; it must be at least 1")
     total = sum(sizes.values())
     if total > MOST:
-        raise ValueError(f"--{', --'.join(sizes)} are {total:,} together; they must be {MOST:,} at most")
+        raise UserError(f"--{', --'.join(sizes)} are {total:,} together; they must be {MOST:,} at most")
     draw = random.Random(seed)
     drawn: dict[int, None] = {}  # as a set, but in order
     while len(drawn) < total:

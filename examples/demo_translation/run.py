@@ -2,7 +2,7 @@
 
     python examples/demo_translation/run.py [--out FOLDER] [--updates N] [--seed N] [--models ...]
 
-Every command that it runs is shown, ready to be copied. What is finished is kept in --out: the
+Every command that it runs is shown, ready to be copied. Finished steps are kept in --out: the
 same call again, also after an interruption, goes on from there.
 """
 
@@ -10,211 +10,123 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+import shutil
 import sys
-from collections.abc import Sequence
+import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
-from common.command_line import ArgumentParser, add_options, run_to_the_end
-from common.commands import command, require_packages
-from common.demo import SPLITS, Demo, Model
-from common.fairseq_logs import find_in, read_nothing
-from common.steps import Step, claim
+from common.command_line import ArgumentParser, run_to_the_end
+from common.commands import program, require_packages, shown
+from common.demo import TRAINING, Trained, add_options, preprocessing, run_steps, schedule, train_and_score
+from common.files import SPLITS, read_text, write_whole
+from common.steps import Step, claim, read_json, write_json
+from papers.rows import BEST, Row
+from papers.translation import Translation
 
-from demo_translation.comparison import Row, count_copies, format_examples, format_rows
-from demo_translation.translations import read_lines
+from demo_translation.comparison import Scores, count_copies, format_examples, format_scores
 
 FOLDER = Path(__file__).resolve().parent
 MARK = "made-by-the-translation-demo"
-SOURCE, TARGET = "en", "de"
 BATCH = 700
 """Tokens to a batch, padding included."""
-LANGUAGES = f"--source-lang {SOURCE} --target-lang {TARGET}"
-TASK = f"--user-dir fairseq_fastweights --task translation {LANGUAGES} --cpu"
+LANGUAGES = {"source": "en", "target": "de"}
 MODEL = """
     --arch fast_weight_transformer --encoder-layers 2 --decoder-layers 2
     --encoder-embed-dim 64 --encoder-ffn-embed-dim 256 --encoder-attention-heads 4 --decoder-attention-heads 4
-    --share-all-embeddings --dropout 0
-"""
-TRAINING = f"""
+    --share-all-embeddings --dropout 0 --max-tokens-valid 4000 --clip-norm 1 --lr 0.004
     --criterion label_smoothed_cross_entropy --label-smoothing 0.1
-    --max-tokens {BATCH} --max-tokens-valid 4000 --clip-norm 1 --lr 0.004
 """
-GENERATION = """
-    --beam 4 --lenpen 0.6 --max-len-a 1 --max-len-b 10 --post-process sentencepiece
-    --max-tokens 4000 --num-workers 0 --no-progress-bar
-"""
-
-
+GENERATION = "--cpu --num-workers 0 --max-tokens 4000 --max-len-b 10"
 MODELS = {
-    "linear-transformer": Model("Linear Transformer", "--fast-weight-attention encoder,decoder,cross"),
-    "transformer": Model("Transformer", "--fast-weight-attention none"),
+    "linear-transformer": ("Linear Transformer", "--fast-weight-attention encoder,decoder,cross"),
+    "transformer": ("Transformer", "--fast-weight-attention none"),
 }
+"""Titles, and the options in which they differ."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
-    options = _parse(arguments)
-
-    def work() -> None:
-        require_packages("num2words", "sentencepiece", "sacrebleu", "matplotlib")
-        with claim(options.out, MARK) as claimed:
-            TranslationDemo(options, MODELS, claimed).run()
-
-    return run_to_the_end(work)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Trains a small Linear Transformer and a Transformer to translate numbers from English words to "
         "German words, scores and compares them. The same call again goes on where one was interrupted."
     )
     batch = f"at most {BATCH} tokens"
     add_options(parser, out=FOLDER / "out", updates=1500, batch=batch, seed="training", models=MODELS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+
+    def work() -> None:
+        require_packages("num2words", "sentencepiece", "sacrebleu", "matplotlib")
+        with claim(options.out, MARK):
+            compare(options)
+
+    return run_to_the_end(work)
 
 
-class TranslationDemo(Demo):
-    """All that is done in one folder."""
+def compare(options: argparse.Namespace) -> None:
+    """Goes from the numbers to the table. Raises UserError if a command fails."""
+    started, out = time.monotonic(), options.out
+    text = script("writing numbers in words", "number_text.py", out / "text", package="num2words")
+    words = [out / "text", out / "pieces"]
+    pieces = script("cutting words into pieces", "pieces.py", *words, package="sentencepiece", after=[text])
+    sides = [word for side, name in LANGUAGES.items() for word in (f"--{side}-lang", name)]
+    prefixes = {split: pieces.folder / split for split in SPLITS}
+    run_steps(text, pieces, preprocessing(out, prefixes, *sides, "--joined-dictionary", after=[pieces]))
+    # Beside the numbers, the files that examples/wmt14/generate.sh reads.
+    (out / "bin" / "raw").mkdir(exist_ok=True)
+    for split in SPLITS[1:]:
+        for language in LANGUAGES.values():
+            shutil.copy(text.folder / f"{split}.{language}", out / "bin" / "raw")
+    shutil.copy(pieces.folder / "subwords.model", out / "bin")
+    write_json(out / "bin" / "preparation.json", {"made from": {"subwords": "sentencepiece", **LANGUAGES}})
 
-    def run(self) -> None:
-        """Goes from the numbers to the table. Raises UserError if a command fails."""
-        text = self.make_text()
-        learned = self.learn_pieces(text)
-        encoded = self.encode(text, learned)
-        binarized = self.binarize(encoded)
-        trained = {name: self.train(name, binarized) for name in self.models}
-        generated = {name: self.generate(name, step) for name, step in trained.items()}
-        ordered = {name: self.order(name, text, step) for name, step in generated.items()}
-        scored = {name: self.score(name, text, step) for name, step in ordered.items()}
-        each = (step for steps in (trained, generated, ordered, scored) for step in steps.values())
-        self.runner.run([text, learned, encoded, binarized, *each])
+    planned = f"{MODEL} {TRAINING} {schedule(options.updates, 100, -(-options.updates // 10))}"
+    recipe = Translation(planned, tokens=BATCH, generate=GENERATION)
+    rows = {name: Row(title, recipe, words, ()) for name, (title, words) in MODELS.items() if name in options.models}
+    trained = train_and_score("demo-translation", rows, options, MARK)
 
-        source, reference = (read_lines(text_of(text, "test", language)) for language in (SOURCE, TARGET))
-        outputs = {name: read_lines(text_of(step, "test", TARGET)) for name, step in ordered.items()}
-        rows = [
-            self.row(name, trained[name], generated[name], scored[name], reference, outputs[name]) for name in outputs
-        ]
-        curves = {self.models[name].title: step.finished_result() for name, step in trained.items()}
-        examples = format_examples(source, reference, {self.models[name].title: o for name, o in outputs.items()})
-        # Before the first validation the models know little more than how frequent each token is.
-        top = 2 * max(curve["valid_ppl"][0][1] for curve in curves.values())
-        self.report(rows, curves, top, self.describe(rows, examples))
-
-    def make_text(self) -> Step:
-        folder = self.out / "text"
-        return self.script("writing numbers in words", folder, "number_text.py", folder, package="num2words")
-
-    def learn_pieces(self, text: Step) -> Step:
-        folder = self.out / "pieces"
-        files = [text_of(text, "train", language) for language in (SOURCE, TARGET)]
-        words = ["train", folder / "joint.model", *files]
-        return self.script(
-            "learning pieces of words", folder, "pieces.py", *words, package="sentencepiece", after=[text]
-        )
-
-    def encode(self, text: Step, learned: Step) -> Step:
-        folder = self.out / "encoded"
-        files = [text_of(text, split, language) for split in SPLITS for language in (SOURCE, TARGET)]
-        words = ["encode", learned.folder / "joint.model", folder, *files]
-        title = "cutting words into pieces"
-        return self.script(title, folder, "pieces.py", *words, package="sentencepiece", after=[learned])
-
-    def binarize(self, encoded: Step) -> Step:
-        texts = {split: encoded.folder / split for split in SPLITS}
-        return self.preprocessing(texts, LANGUAGES, "--joined-dictionary", after=[encoded])
-
-    def train(self, name: str, binarized: Step) -> Step:
-        model, folder = self.models[name], self.out / name / "model"
-        options = [TASK, MODEL, model.options, TRAINING]
-        return self.training(model.title, folder, binarized, *options, warmup=100, interval=-(-self.updates // 10))
-
-    def generate(self, name: str, trained: Step) -> Step:
-        folder, title = self.out / name / "generated", f"translating with the {self.models[name].title}"
-
-        def read(log: str) -> dict[str, Any]:
-            # The speed goes to the log or to the results, by what fairseq has imported before.
-            return read_speed(log + generated_in(folder).read_text(encoding="utf-8"))
-
-        options = [TASK, GENERATION, "--results-path", folder]
-        return self.using("fairseq-generate", title, folder, trained, *options, read_result=read)
-
-    def order(self, name: str, text: Step, generated: Step) -> Step:
-        folder = self.out / name / "translations"
-        files = [generated_in(generated.folder), text_of(text, "test", SOURCE), folder / f"test.{TARGET}"]
-        title = f"ordering the translations of the {self.models[name].title}"
-        return self.script(title, folder, "translations.py", *files, after=[text, generated])
-
-    def score(self, name: str, text: Step, ordered: Step) -> Step:
-        files: list[str | Path] = [text_of(text, "test", TARGET), "--input", text_of(ordered, "test", TARGET)]
-        title, words = (
-            f"scoring the {self.models[name].title}",
-            command("sacrebleu", *files, "--metrics bleu --width 2"),
-        )
-        return Step(title, self.out / name / "bleu", words, read_bleu, after=[text, ordered])
-
-    def script(
-        self, title: str, folder: Path, name: str, *words: str | Path, package: str = "", after: Sequence[Step] = ()
-    ) -> Step:
-        """A step of one of the scripts beside this one, which depends on what that says and on a package's version."""
-        path = FOLDER / name
-        uses = hashlib.sha256(path.read_bytes()).hexdigest() + (version(package) if package else "")
-        return Step(title, folder, command("python", path, *words), read_nothing, after=after, depends_on=uses)
-
-    def row(
-        self, name: str, trained: Step, generated: Step, scored: Step, reference: list[str], output: list[str]
-    ) -> Row:
-        learned, bleu = trained.finished_result(), scored.finished_result()
-        return Row(
-            self.models[name].title,
-            learned["parameters"] - count_copies(trained.folder / "checkpoint_best.pt"),
-            learned["best_valid_ppl"],
-            bleu["score"],
-            bleu["signature"],
-            sum(map(str.__eq__, reference, output)),
-            len(reference),
-            learned["tokens_per_second"],
-            generated.finished_result()["sentences_per_second"],
-        )
-
-    def describe(self, rows: list[Row], examples: str) -> list[str]:
-        """The table, and what is to be said of it."""
-        return [
-            format_rows(rows),
-            "",
-            f"- BLEU: of {rows[0].lines:,} numbers that are not in the training text, with beam 4; sacrebleu's",
-            *(f"  {signature}" for signature in dict.fromkeys(row.signature for row in rows)),
-            "- parameters: without the copies of its weights that fairseq's softmax encoder keeps beside them.",
-            "- tokens/s and sentences/s: on one core.",
-            "",
-            examples,
-        ]
+    source, reference = (read_text(text.folder / f"test.{language}") for language in LANGUAGES.values())
+    outputs = {rows[name].model: read_text(model.folder / "generate-test.hyp") for name, model in trained.items()}
+    scores = [scores_of(rows[name].model, model, reference) for name, model in trained.items()]
+    lines = [
+        format_scores(scores),
+        "",
+        f"- BLEU: of {len(reference):,} numbers that are not in the training text, with beam 4; sacrebleu's",
+        *(f"  {signature}" for signature in dict.fromkeys(row.signature for row in scores)),
+        "- parameters: without the copies of its weights that fairseq's softmax encoder keeps beside them.",
+        "- tokens/s and sentences/s: on one core.",
+        "",
+        format_examples(source, reference, outputs),
+    ]
+    write_whole(out / "table.md", "\n".join(lines) + "\n")
+    print("", *lines, "", f"table:  {shown(out / 'table.md')}", f"curves: {shown(out / 'curves.png')}", sep="\n")
+    print(f"done in {time.monotonic() - started:.0f} s")
 
 
-def text_of(step: Step, split: str, language: str) -> Path:
-    """A text that a step leaves in its folder."""
-    return step.folder / f"{split}.{language}"
+def script(title: str, name: str, *words: Path, package: str, after: list[Step] | None = None) -> Step:
+    """A step of a script beside this one, which fills the last of the folders; it depends on the script's text and on a
+    package's version.
+    """
+    uses = hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() + version(package)
+    command = [program("python"), shown(FOLDER / name), *map(str, words)]
+    return Step(title, words[-1], command, after=after or [], depends_on=uses)
 
 
-def generated_in(folder: Path) -> Path:
-    """The output of `fairseq-generate --results-path`."""
-    return folder / "generate-test.txt"
-
-
-def read_speed(log: str) -> dict[str, Any]:
-    """Reads the log of `fairseq-generate`."""
-    speed = find_in(log, "speed", r"\| Translated [\d,]+ sentences .* \((\S+) sentences/s,")
-    return {"sentences_per_second": float(speed[0])}
-
-
-def read_bleu(log: str) -> dict[str, Any]:
-    """Reads the output of `sacrebleu`."""
-    result = json.loads(find_in(log, "score", r"(?s)^\{.*^\}")[0])
-    return {"score": result["score"], "signature": result["signature"]}
+def scores_of(title: str, model: Trained, reference: list[str]) -> Scores:
+    generated = read_json(model.folder / "generate-test.json")
+    return Scores(
+        title,
+        model.entry.parameters - count_copies(model.folder / BEST),
+        generated["bleu"],
+        generated["signature"],
+        sum(map(str.__eq__, reference, read_text(model.folder / "generate-test.hyp"))),
+        len(reference),
+        model.entry.words_per_second or 0.0,
+        generated["sentences"] / generated["seconds"],
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser, positive
+from common.command_line import ArgumentParser, positive, run_to_the_end
 from common.files import UserError, decode_lines, open_new, write_whole
 from common.processes import pool
 
@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         files = {split: find_files(options.folder, split) for split in NAMES}  # before any work
         counts = {}
         for split, paths in files.items():
@@ -59,10 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             if paths:
                 counts[split] = encode_split(options.source, paths, options.out / f"{split}.bpe", most, options.workers)
         write_whole(options.out / "words.json", json.dumps(counts) + "\n")
-    except (UserError, OSError) as error:
-        print(f"encode.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_to_the_end(work)
 
 
 def find_files(folder: Path, split: str) -> list[Path]:

@@ -23,14 +23,15 @@ def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) 
     """
     found = [entry for entry in entries if entry.table == name]
     if has_curves(found):
-        _draw_validation(table, found, folder / f"{name}-curves.png")
+        draw_validation(table, found, folder / f"{name}-curves.png")
     if any(claim.minus and difference(claim, found) for claim in table.claims):
         _draw_claims(table.claims, found, folder / f"{name}-claims.png")
     if counted := [entry for entry in found if STATE in entry.scores]:
         _draw_states(table, counted, folder / f"{name}-states.png")
 
 
-def _draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
+def draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
+    """Draws the validation perplexity of each row by update."""
     curves = {}
     for row in table.rows:
         of_row = [entry for entry in entries if entry.row == row]

@@ -20,9 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.command_line import ArgumentParser, run_to_the_end
+from common.files import UserError
 from common.tables import format_table
 
-from papers.rows import Places, Row, Table, UserError, plugin
+from papers.rows import Places, Row, Table, plugin
 from papers.translation import Translation
 
 RECORD = json.loads(Path(__file__).with_name("speeds.json").read_text(encoding="utf-8"))
@@ -88,7 +89,7 @@ def size_of(table: Table, row: Row) -> Size:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     utils.import_user_module(SimpleNamespace(user_dir=str(plugin())))
-    words = row.recipe.training(row.options, Places(Path("DATA"), Path("OUT"), Path("SOURCE")), [], {}).words
+    words = row.recipe.training(row.options, Places(Path("DATA"), Path("OUT"), Path("SOURCE")), [], {})
     dictionary = Dictionary()
     more = TYPES[table.folder] - len(dictionary)
     dictionary.symbols += map(str, range(more))

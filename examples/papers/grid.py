@@ -1,22 +1,24 @@
-"""Rows of a table with their seeds: trained and scored one beside the other, and kept in a ledger."""
+"""Runs: rows of a table with their seeds, as steps; trained and scored one beside the other, and kept in a ledger."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from common.commands import cores, one_thread
-from common.devices import VARIABLE, Devices, visible
 from common.fairseq_logs import describe_training, parse_training
-from common.locks import take
-from common.steps import BEGUN, Step, UserError, mark, read_json
+from common.files import UserError, take
+from common.identity import identity
+from common.steps import BEGUN, DEVICES, Runner, Step, mark, read_json
 
 from papers import SCALED, TABLES
 from papers.ledger import (
@@ -29,10 +31,8 @@ from papers.ledger import (
     precision,
     read_ledger,
 )
-from papers.row_runner import RowRunner, lock_of
-from papers.rows import BEST, Call, Places, Row, Table, positive
+from papers.rows import BEST, Places, Row, Scoring, Table, positive
 
-MARK = "made-by-reproduce"
 TRIED = 12
 """Updates from which the time of a training is estimated."""
 _POINTS = 100
@@ -42,36 +42,29 @@ _POINTS = 100
 class Run:
     """A row with a seed.
 
-    `training`, `evaluations`: its calls. `steps`: the same, as they are run. `inputs`: as in `Entry`.
+    `commands`: those of its steps, as the ledger has them. `steps`: its training, and all that scores it. `inputs`: as
+    in `Entry`.
     """
 
     table: str
     name: str
-    row: Row
     seed: int
     places: Places
-    training: Call
-    evaluations: list[Call]
+    commands: list[str]
     steps: list[Step]
     inputs: str
-
-    @property
-    def commands(self) -> list[str]:
-        return command_lines([self.training, *self.evaluations], self.places)
 
     @property
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
         """The key that tells it from others."""
         return self.table, self.name, self.seed, tuple(self.commands)
 
-    def is_in(self, entry: Entry, data: str) -> bool:
-        """True if the ledger's entry is of this run, on data of this digest."""
-        return entry.key == self.key and entry.data == data and entry.inputs in ("", self.inputs)
+    def is_in(self, entries: Sequence[Entry], data: str) -> bool:
+        """True if an entry of a ledger is of this run, on data of this digest."""
+        return any(e.key == self.key and e.data == data and e.inputs in ("", self.inputs) for e in entries)
 
-    @property
-    def updates(self) -> int | None:
-        """How many the training has, where it is told."""
-        return _updates(self.training.words)
+    def is_done(self) -> bool:
+        return all(step.result() is not None for step in self.steps)
 
     def entry(self, told: dict[str, Any]) -> Entry:
         """The ledger's entry, once all of it is done; `told` is what `circumstances` was before."""
@@ -88,7 +81,7 @@ class Run:
             parameters=train["parameters"],
             gpu=train.get("gpu", ""),
             gpus=train.get("gpus", 0),
-            precision=precision(self.training.words),
+            precision=precision(self.steps[0].command),
             words_per_second=train.get("words_per_second"),
             memory_gib=train.get("gpu_memory") or self.steps[0].peak_memory(),
             backends=train.get("backends", []),
@@ -107,8 +100,8 @@ def plan(
     seeds: Sequence[int],
     places: Places,
     options: Sequence[str] = (),
-    checked: bool = True,
     scoring: Sequence[str] = (),
+    checked: bool = True,
 ) -> list[Run]:
     """The runs of these rows, those of the first seed first.
 
@@ -120,7 +113,7 @@ def plan(
     for row in rows:
         for number, seed in enumerate(seeds or table.rows[row].seeds):
             found[row, seed] = number
-    # What others start from is trained, too, and before them.
+    # A row that others start from is trained, too, and before them.
     for row in rows:
         before = 0
         while source := table.rows[row].source:
@@ -129,14 +122,98 @@ def plan(
     data, start = places.data, places.checkpoint
     learned = f"{data_digest(data)} {inputs_digest(data, start, 'valid')}" if checked else ""
     inputs = inputs_digest(data, start, "valid", "test") if checked else ""
+    env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     runs: dict[tuple[str, int], Run] = {}
-    for row, seed in sorted(found, key=found.__getitem__):
-        first = runs.get((table.rows[row].source or "", 1))
-        trained = {run.places.out: run.steps[0] for run in runs.values()}
-        runs[row, seed] = _run(
-            name, row, table.rows[row], seed, places, options, scoring, checked, first, trained, learned, inputs
+    for label, seed in sorted(found, key=found.__getitem__):
+        row = table.rows[label]
+        source = runs.get((row.source or "", 1))
+        here = replace(places, out=places.out / f"{trained_as(name, label)}-{seed}")
+        if source:
+            here = replace(here, source=source.places.out / BEST)
+        elif checked and row.recipe.sources and start is None:
+            raise UserError(f"SOURCE is not given; {name} {label} starts from a model, which --source must name")
+        training = _on_device(row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env))
+        scorings = row.recipe.evaluations(here, [*_machine_options(options), *scoring], env)
+        scorings = [replace(each, words=_on_device(each.words)) for each in scorings]
+        if checked:
+            row.recipe.check("train", replace(here, source=None) if source else here, env)
+        title = f"{label}, seed {seed}"
+        # One training serves all rows that have the same.
+        trained = next((run.steps[0] for run in runs.values() if run.places.out == here.out), None)
+        first = trained or Step(
+            **_training(title, training, row, here),
+            after=source.steps[:1] if source else (),
+            depends_on=learned,
+            resumes=True,
+            gpus=0 if "--cpu" in training else positive(os.environ, "GPUS"),
         )
+        others = [
+            Step(
+                **_scoring(title, each, row, here),
+                after=[first],
+                depends_on=inputs,
+                locks=here.out,
+                gpus=int("--cpu" not in each.words),
+            )
+            for each in scorings
+        ]
+        commands = command_lines([training, *(each.words for each in scorings)], here)
+        runs[label, seed] = Run(name, label, seed, here, commands, [first, *others], inputs)
     return list(runs.values())
+
+
+def steps_by_hand(
+    verb: str, title: str, row: Row, places: Places, options: list[str], checked: bool = True
+) -> list[Step]:
+    """The steps of one row in a folder of its own: its training, which goes on with whatever that holds, or the scoring
+    of a checkpoint there, which is done again for other weights, data or kernels. `checked`: as of `plan`. Raises
+    UserError if a setting in the environment cannot be, or a folder lacks a file.
+    """
+    training = row.recipe.training(row.options, places, options, os.environ) if verb == "train" else []
+    scorings = row.recipe.evaluations(places, options, os.environ) if verb == "evaluate" else []
+    if checked:
+        row.recipe.check(verb, places, os.environ)
+    if training:
+        return [Step(**_training(title, training, row, places, finishes=False), always=True, log_name="train.log")]
+    of = [json.dumps(identity(each.checkpoint, each.reads)) if checked else "" for each in scorings]
+    return [
+        Step(**_scoring(title, each, row, places), depends_on=digest, locks=places.out)
+        for each, digest in zip(scorings, of, strict=True)
+    ]
+
+
+def _training(title: str, words: Sequence[str], row: Row, places: Places, finishes: bool = True) -> dict[str, Any]:
+    """A training as a step; `finishes`: whether it is an error if it ends before its end, as with --dry-run."""
+
+    def read(log: str) -> dict[str, Any]:
+        training = parse_training(log)
+        if training.parameters is None or not training.finished:
+            if finishes:
+                raise ValueError("its log has no model in it, or not its end")
+            return {}
+        row.recipe.finish(places)  # others may begin from its checkpoint from now on
+        return {
+            "parameters": training.parameters,
+            "seconds": training.seconds,
+            "gpu": ", ".join(dict.fromkeys(training.gpus)),
+            "gpus": len(training.gpus),
+            "gpu_memory": training.gpu_memory,
+            "words_per_second": training.speed,
+            "backends": training.backends,
+            "without_kernels": training.without_kernels,
+            "train": sorted(training.train.items()),
+            "valid": sorted(training.valid.items()),
+        }
+
+    updates = _updates(words)
+    progress = {"describe_progress": lambda log: describe_training(log, updates)} if updates else {}
+    return {"title": title, "folder": places.out, "command": words, "read_result": read, **progress}
+
+
+def _scoring(title: str, each: Scoring, row: Row, places: Places) -> dict[str, Any]:
+    read = partial(row.recipe.scores, each.title, places)
+    folder = places.out / each.folder
+    return {"title": f"{title}: {each.title}", "folder": folder, "command": each.words, "read_result": read}
 
 
 @cache
@@ -148,7 +225,7 @@ def trained_as(table: str, name: str) -> str:
 
     def training(row: Row) -> list[str] | None:
         places = Places(Path("DATA"), Path("OUT"), Path("SOURCE"))
-        return None if row.source else row.recipe.training(row.options, places, [], {}).words
+        return None if row.source else row.recipe.training(row.options, places, [], {})
 
     rows = TABLES | SCALED
     own = training(rows[table].rows[name]) if table in rows and name in rows[table].rows else None
@@ -157,71 +234,14 @@ def trained_as(table: str, name: str) -> str:
     return next(found for each in rows.values() for found, row in each.rows.items() if training(row) == own)
 
 
-def _run(
-    table: str,
-    name: str,
-    row: Row,
-    seed: int,
-    places: Places,
-    options: Sequence[str],
-    scoring: Sequence[str],
-    checked: bool,
-    source: Run | None,
-    trained: Mapping[Path, Step],
-    learned: str,
-    inputs: str,
-) -> Run:
-    """`source`: the one that it starts from, if that is of the same table. `trained`: the trainings of other runs by
-    their folders: one serves all rows that have the same. `learned`, `inputs`: digests of what it is trained on, and of
-    what `Entry.inputs` is of.
+def _on_device(words: list[str]) -> list[str]:
+    """A command for the device that DEVICE names, "cpu" or "gpu": rows that are scaled down ask for the CPU. Raises
+    UserError for another.
     """
-    start = source.places.out / BEST if source else places.source
-    if checked and row.recipe.sources and start is None:
-        raise UserError(f"SOURCE is not given; {table} {name} starts from a model, which --source must name")
-    here = Places(places.data, places.out / f"{trained_as(table, name)}-{seed}", start)
-    env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
-    training = row.recipe.training(row.options, here, [*options, "--seed", str(seed)], env)
-    evaluations = row.recipe.evaluations(here, [*_machine_options(options), *scoring], env)
-    if _device() == "gpu":
-        training, *evaluations = map(_without_cpu, (training, *evaluations))
-    if checked:
-        row.recipe.check("train", replace(here, source=None) if source else here, env)
-    updates = _updates(training.words)
-    title = f"{name}, seed {seed}"
-    first = trained.get(here.out) or Step(
-        title=title,
-        folder=here.out,
-        command=training.words,
-        read_result=partial(_read_training, row, here),
-        describe_progress=lambda log: describe_training(log, updates) if updates else "",
-        after=source.steps[:1] if source else (),
-        depends_on=learned,
-        resumes=True,
-    )
-    others = [
-        Step(
-            title=f"{title}: {call.title}",
-            folder=here.out / (call.log.stem if call.log else "evaluation"),
-            command=call.words,
-            read_result=partial(row.recipe.scores, call, here),
-            after=[first],
-            depends_on=inputs,
-        )
-        for call in evaluations
-    ]
-    return Run(table, name, row, seed, here, training, evaluations, [first, *others], inputs)
-
-
-def _device() -> str:
-    """The device for rows that are scaled down to a CPU: DEVICE, "cpu" or "gpu". Raises UserError for another."""
     device = os.environ.get("DEVICE") or "cpu"
     if device not in ("cpu", "gpu"):
         raise UserError(f"DEVICE is {device}; it must be cpu or gpu")
-    return device
-
-
-def _without_cpu(call: Call) -> Call:
-    return replace(call, words=[word for word in call.words if word != "--cpu"])
+    return words if device == "cpu" else [word for word in words if word != "--cpu"]
 
 
 def _machine_options(options: Sequence[str]) -> list[str]:
@@ -233,145 +253,120 @@ def _machine_options(options: Sequence[str]) -> list[str]:
     return [word for words in found for word in words]
 
 
-def _read_training(row: Row, places: Places, log: str) -> dict[str, Any]:
-    """The results of a training that has ended; others may begin from its checkpoint from now on."""
-    training = parse_training(log)
-    if training.parameters is None or not training.finished:
-        raise ValueError("its log has no model in it, or not its end")
-    row.recipe.finish(places)
-    return {
-        "parameters": training.parameters,
-        "seconds": training.seconds,
-        "gpu": ", ".join(dict.fromkeys(training.gpus)),
-        "gpus": len(training.gpus),
-        "gpu_memory": training.gpu_memory,
-        "words_per_second": training.speed,
-        "backends": training.backends,
-        "without_kernels": training.without_kernels,
-        "train": sorted(training.train.items()),
-        "valid": sorted(training.valid.items()),
-    }
-
-
 def _updates(words: Sequence[str]) -> int | None:
     at = [number for number, word in enumerate(words) if word == "--max-update"]
     return int(words[at[-1] + 1]) if at else None
 
 
-def run_grid(
-    runs: Sequence[Run],
-    out: Path,
-    ledger: Path,
-    jobs: int | None,
-    output: TextIO,
-    only_estimate: bool = False,
-    estimates: bool = True,
-) -> None:
-    """Trains and scores what the ledger does not have, and adds it there. Raises UserError.
+def visible() -> list[str]:
+    """The GPUs that torch sees, by the names that `DEVICES` has for them."""
+    import torch  # which takes its time
 
-    What it takes is estimated and said first. What was cut off goes on where it was; what another process is at work on
-    is left to it. What fails is named at the end.
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get(DEVICES, "").split(",") if name.strip()]
+    return (named or [str(number) for number in range(count)])[:count]
 
-    `jobs`: how many at a time; None is as many as there are GPUs for, or cores. `estimates`: whether to say how long it
-    takes, or `only_estimate`.
+
+@dataclass(frozen=True)
+class Way:
+    """How runs are run.
+
+    `jobs`: how many at a time; None is as many as there are GPUs for, or cores. `estimate`: "yes" prints first how long
+    it will take, "only" runs nothing, or "no". `environment`: variables of the commands. `mark`: the file that marks
+    OUT as made by this program. `replaces`: whether runs that were begun with other commands or data begin anew.
     """
-    entries = read_ledger(ledger)
+
+    jobs: int | None = None
+    estimate: str = "yes"
+    environment: Mapping[str, str] = field(default_factory=one_thread)
+    mark: str = "made-by-reproduce"
+    replaces: bool = False
+
+
+def run_grid(runs: Sequence[Run], out: Path, ledger: Path, way: Way) -> None:
+    """Trains and scores the runs that the ledger does not have, and adds them there. Raises UserError.
+
+    An interrupted run goes on where it was; one that another process is at work on is left to it. Those that fail are
+    named at the end.
+    """
     told = circumstances(runs[0].places.data)
-    left = [run for run in runs if not any(run.is_in(entry, told["data"]) for entry in entries)]
+    _keep_finished(runs, ledger, told)
+    entries = read_ledger(ledger)
+    left = [run for run in runs if not run.is_in(entries, told["data"])]
     if len(left) < len(runs):
-        print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", file=output)
-    # What the ledger has of another folder must be made again where others start from it.
+        print(f"{len(runs) - len(left)} of {len(runs)} runs are in {ledger}", flush=True)
+    # A run of another folder in the ledger must be made again where others start from it.
     used = [step for run in left for step in run.steps[0].after if step.result() is None]
-    steps = [
-        *(step for step in used if all(step not in run.steps for run in left)),
-        *dict.fromkeys(s for r in left for s in r.steps),
-    ]
+    steps = list(dict.fromkeys([*used, *(step for run in left for step in run.steps)]))
     for run in left:
         begun = read_json(run.places.out / BEGUN)
-        if begun and begun.get("key") != run.steps[0].key:
+        if begun and begun.get("key") != run.steps[0].key and not way.replaces:
             raise UserError(f"{run.places.out} was begun with another command or data; name another OUT, or delete it")
-    names, gpus = _gpus(runs, steps)
-    jobs = jobs or (len(names) // max(1, *gpus.values()) if names else cores())
-    if estimates or only_estimate:
+    names = _gpus(steps)
+    jobs = way.jobs or (len(names) // max(1, *(step.gpus for step in steps)) if names else cores())
+    if way.estimate != "no":
         try:
-            _estimate(left, entries, jobs, output, {VARIABLE: ",".join(names)} if names else {})
+            _estimate(left, entries, jobs, {DEVICES: ",".join(names)} if names else {})
         except UserError as error:  # the others can be trained
-            if only_estimate:
+            if way.estimate == "only":
                 raise
-            print(error, file=output)
-    if only_estimate or not left:
+            print(error)
+    if way.estimate == "only" or not left:
         return
 
     def keep(step: Step) -> None:
         for run in left:
-            if step in run.steps and all(each.result() is not None for each in run.steps):
+            if step in run.steps and run.is_done():
                 append_entry(ledger, run.entry(told))
-                print(f"{run.name}, seed {run.seed}: in {ledger}", file=output)
+                print(f"{run.name}, seed {run.seed}: in {ledger}", flush=True)
 
-    mark(out, MARK)
-    folders = {step: run.places.out for run in runs for step in run.steps}
-    runner = RowRunner(jobs, output, folders, gpus, Devices(names), keep)
-    try:
-        runner.run(steps)
-    finally:
-        runner.release()
-    _keep_what_was_finished_before(left, ledger, told)
-    if runner.failed:
-        number = f"{len(runner.failed)} of {len(steps)} commands"
-        raise UserError("\n  ".join([f"{number} failed or were not run:", *runner.failed.values()]))
+    mark(out, way.mark)
+    Runner(jobs, sys.stdout, way.environment, names, keep).run(steps)
 
 
-def _keep_what_was_finished_before(runs: Sequence[Run], ledger: Path, told: dict[str, Any]) -> None:
-    """Adds what an earlier call finished, and was ended before it wrote it down."""
+def _keep_finished(runs: Sequence[Run], ledger: Path, told: dict[str, Any]) -> None:
+    """Adds the runs that an earlier call finished, which was ended before it wrote them down."""
+    entries = read_ledger(ledger)
     for run in runs:
-        if any(step.result() is None for step in run.steps) or _is_kept(run, ledger, told):
+        if run.is_in(entries, told["data"]) or not run.is_done():
             continue
-        lock = take(lock_of(run.places.out))
+        lock = take(run.steps[0].lock)
         if lock is not None:  # else another process is about to
-            if not _is_kept(run, ledger, told):
+            if not run.is_in(read_ledger(ledger), told["data"]):
                 append_entry(ledger, run.entry(told))
             os.close(lock)
 
 
-def _is_kept(run: Run, ledger: Path, told: Mapping[str, Any]) -> bool:
-    return any(run.is_in(entry, told["data"]) for entry in read_ledger(ledger))
-
-
-def _gpus(runs: Sequence[Run], steps: Sequence[Step]) -> tuple[list[str], dict[Step, int]]:
-    """The GPUs that there are for the steps, and how many each gets. Raises UserError if a training needs more."""
-    uses = [step for step in steps if "--cpu" not in step.command]
-    names = visible() if uses else []
+def _gpus(steps: Sequence[Step]) -> list[str]:
+    """The GPUs that there are for the steps. Raises UserError if a training needs more."""
+    names = visible() if any(step.gpus for step in steps) else []
     trains = positive(os.environ, "GPUS")
     if names and trains > len(names):
         raise UserError(f"GPUS is {trains}; it must be at most {len(names)}, as there are GPUs: {', '.join(names)}")
-    trainings = {run.steps[0] for run in runs}
-    return names, {step: 0 if not names or step not in uses else trains if step in trainings else 1 for step in steps}
+    return names
 
 
-def _estimate(
-    left: Sequence[Run], entries: Sequence[Entry], jobs: int, output: TextIO, environment: Mapping[str, str]
-) -> None:
+def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, environment: Mapping[str, str]) -> None:
     """Says how long it will take: by what the ledger has of a row, else by a few updates with this environment."""
     hours: dict[str, float] = {}
     left = list({run.steps[0]: run for run in reversed(left)}.values())[::-1]  # of each training one
     for run in left:
-        if run.name not in hours and run.updates is not None:
+        if run.name not in hours and (updates := _updates(run.steps[0].command)) is not None:
             before = [entry.seconds for entry in entries if (entry.table, entry.row) == (run.table, run.name)]
-            seconds = before[-1] if before else run.updates * _seconds_of_an_update(run, environment)
+            seconds = before[-1] if before else updates * _seconds_of_an_update(run, environment)
             hours[run.name] = seconds / 3600
     for name, each in hours.items():
         seeds = [str(run.seed) for run in left if run.name == name]
-        print(f"{name}: about {each:.1f} hours for each of seeds {', '.join(seeds)}", file=output)
+        print(f"{name}: about {each:.1f} hours for each of seeds {', '.join(seeds)}")
     total = sum(hours.get(run.name, 0.0) for run in left)
     if left:
         unknown = " and what has no --max-update" if any(run.name not in hours for run in left) else ""
-        print(f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", file=output)
-        output.flush()
+        print(f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", flush=True)
 
 
 def _seconds_of_an_update(run: Run, environment: Mapping[str, str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        words = [folder if word == str(run.places.out) else word for word in run.training.words]
+        words = [folder if word == str(run.places.out) else word for word in run.steps[0].command]
         # What it starts from may not be trained yet.
         of_source = ("--transfer-from .*", "--finetune-from-model .*", "--criterion attention_transfer")
         for at in range(len(words) - 2, -1, -1):

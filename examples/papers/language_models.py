@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common.commands import ROOT, program, shown
 from common.fairseq_logs import find_in
-from common.files import write_whole
+from common.files import UserError, write_whole
 from common.identity import split_files
 
-from papers.rows import BEST, ROOT, Call, Places, UserError, plugin, positive, program, require, shown, training
+from papers.rows import BEST, Places, Scoring, plugin, positive, require, training
 
 TASK = "fast_weight_language_modeling"
 STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
@@ -57,7 +58,7 @@ class LanguageModel:
     counts_state: bool = False
     evaluate: str = ""
 
-    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
+    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> list[str]:
         gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")
         if self.batch % (gpus * update_freq):
             raise UserError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {self.batch}")
@@ -81,7 +82,7 @@ class LanguageModel:
             raise UserError(f"PRECISION is {chosen}; it must be {', '.join(others)} or {last}")
         return self.precisions[chosen]
 
-    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
+    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Scoring]:
         checkpoint = self._scored(places, env)
         modes = [env["MODE"]] if env.get("MODE") else self.modes
         calls = []
@@ -94,26 +95,26 @@ class LanguageModel:
                 words += [*self.evaluate.split(), *options]
                 name = f"{mode}-{split}" + ("" if checkpoint.name == BEST else f".{checkpoint.stem}")
                 reads = split_files(places.data, split)
-                calls.append(Call(words, places.out / f"{name}.log", checkpoint, f"{split}, {mode}", reads))
+                calls.append(Scoring(words, f"{split}, {mode}", name, checkpoint, reads))
         if self.counts_state and not env.get("MODE"):
             words = [shown(STATE_SIZE), str(places.data), str(checkpoint)]
             reads = split_files(places.data, "test")
-            calls.append(Call(words, places.out / "state.log", checkpoint, STATE, reads))
+            calls.append(Scoring(words, STATE, "state", checkpoint, reads))
         return calls
 
-    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
+    def scores(self, title: str, places: Places, log: str) -> dict[str, float]:
         """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable.
 
         Of what counts the state, its size.
         """
-        if call.title == STATE:
+        if title == STATE:
             return {STATE: float(find_in(log, "state", r"State: ([\d,]+)")[-1].replace(",", ""))}
         found = find_in(log, "perplexity", r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")[-1]
-        scores = {call.title: float(found[1])}
+        scores = {title: float(found[1])}
         counted = places.data / "words.json"
         if counted.exists():
-            counts = json.loads(counted.read_text(encoding="utf-8"))[call.title.split(",")[0]]
-            scores[f"{call.title}, per word"] = 2 ** (float(found[0]) * counts["subwords"] / counts["words"])
+            counts = json.loads(counted.read_text(encoding="utf-8"))[title.split(",")[0]]
+            scores[f"{title}, per word"] = 2 ** (float(found[0]) * counts["subwords"] / counts["words"])
         return scores
 
     def _mode(self, mode: str) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from common import matrix_products
+from common.commands import ROOT, shown
 from common.files import append_line, read_values
 from common.identity import digest_of, split_files
 
-from papers.rows import PACKAGE, ROOT, Call, Places, plugin, shown
+from papers.rows import PACKAGE, Places, plugin
 
 COMMITTED = Path(__file__).with_name("ledger.jsonl")
 """The runs that the tables of docs/results.md and docs/convert.md are made of."""
@@ -105,8 +106,8 @@ def append_entry(path: Path, entry: Entry) -> None:
     append_line(path, asdict(entry))
 
 
-def command_lines(calls: list[Call], places: Places) -> list[str]:
-    """Calls without what differs from one machine to the next."""
+def command_lines(commands: Iterable[Sequence[str]], places: Places) -> list[str]:
+    """Commands without the parts that differ from one machine to the next."""
     folders = [
         (places.out, "OUT"),
         (places.data, "DATA"),
@@ -115,11 +116,11 @@ def command_lines(calls: list[Call], places: Places) -> list[str]:
     ]
     # One may lie in another.
     inner_first = sorted(((str(path), name) for path, name in folders if path), key=lambda pair: -len(pair[0]))
-    return [shlex.join(_words(call, dict(inner_first))) for call in calls]
+    return [shlex.join(_words(words, dict(inner_first))) for words in commands]
 
 
-def _words(call: Call, names: dict[str, str]) -> Iterator[str]:
-    program, *words = call.words
+def _words(command: Sequence[str], names: dict[str, str]) -> Iterator[str]:
+    program, *words = command
     yield Path(program).name
     for word in words:
         for folder, name in names.items():

@@ -9,12 +9,14 @@ from math import inf, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
+from common.commands import ROOT
+from common.files import UserError
 from common.tables import format_table
 
 from papers.grid import plan
 from papers.language_models import STATE
 from papers.ledger import Entry
-from papers.rows import ROOT, Claim, Places, Table, UserError
+from papers.rows import Claim, Places, Table
 from papers.scaled import SCALED
 
 DOCS = ROOT / "docs"

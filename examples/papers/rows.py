@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from common.commands import ROOT, program, shown
 from common.files import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fairseq_fastweights"
 _KERNELS = "_native_*.so"
 BEST = "checkpoint_best.pt"
@@ -44,18 +41,18 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A program that is to be run. People see its output, unless it scores a checkpoint.
+class Scoring:
+    """A program that scores a checkpoint.
 
-    `words`: its name and arguments. `log`: what gets its output; None if it keeps logs of its own. `scored`: the
-    checkpoint that it scores. `title`: what it scores, for people. `reads`: the files of the data that it scores.
+    `words`: its name and arguments. `title`: the text and the way of scoring, for people. `folder`: of its log and
+    results, in OUT. `checkpoint`: the one that it scores. `reads`: the files of the data that it reads.
     """
 
     words: list[str]
-    log: Path | None = None
-    scored: Path | None = None
-    title: str = ""
-    reads: Sequence[Path] = ()
+    title: str
+    folder: str
+    checkpoint: Path
+    reads: Sequence[Path]
 
 
 class Recipe(Protocol):
@@ -64,22 +61,22 @@ class Recipe(Protocol):
     sources: bool
     """Whether a training starts from a model."""
 
-    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
-        """The training of a row with these options; `options` are those of the command line. Raises UserError if a
-        setting in the environment cannot be.
+    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> list[str]:
+        """The command that trains a row with these options; `options` are those of the command line. Raises UserError
+        if a setting in the environment cannot be.
         """
 
-    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
+    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Scoring]:
         """All that scores a trained model; raises as `training` does."""
 
-    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
+    def scores(self, title: str, places: Places, log: str) -> dict[str, float]:
         """The results of an evaluation by name, read from its output `log`. Raises ValueError if it has none."""
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
-        """Checks what is in the folders. Raises UserError if something is missing."""
+        """Checks the files in the folders. Raises UserError if something is missing."""
 
     def finish(self, places: Places) -> None:
-        """Leaves in OUT what else a model needs there, once its training has come to its end."""
+        """Leaves in OUT whatever else a model needs there, once its training has come to its end."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,8 @@ class Table:
     baseline: tuple[str, str] | None = None
 
 
-def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> Call:
-    """A call of fairseq-train.
+def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> list[str]:
+    """A command of fairseq-train.
 
     `row`: options; the word SOURCE stands for the checkpoint that the model starts from. `options`: those of the
     command line, which override the others.
@@ -143,8 +140,7 @@ def training(places: Places, task: str, row: str, options: list[str], gpus: int,
     words += ["--user-dir", shown(plugin()), "--task", task]
     words += [str(places.checkpoint) if word == "SOURCE" else word for word in shlex.split(row)]
     words += ["--distributed-world-size", str(gpus), "--update-freq", str(update_freq)]
-    words += ["--no-epoch-checkpoints", "--log-format", "json", "--log-interval", "100", *options]
-    return Call(words, places.out / "train.log")
+    return [*words, "--no-epoch-checkpoints", "--log-format", "json", "--log-interval", "100", *options]
 
 
 @cache
@@ -172,18 +168,3 @@ def require(place: str, folder: Path, name: str) -> None:
     """Checks that a folder of data is prepared. Raises UserError if it is not."""
     if not (folder / name).exists():
         raise UserError(f"{place} is {folder}, which holds no {name}; prepare.sh makes it")
-
-
-def program(name: str) -> str:
-    """The path of a program: beside this Python, or on the PATH. Raises UserError if it is not installed."""
-    beside = Path(sys.executable).parent / name
-    found = shown(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise UserError(f"there is no {name} beside {sys.executable}; `make setup` installs it")
-    return found
-
-
-def shown(path: Path) -> str:
-    """A path as people type it where they are."""
-    here = Path(os.getcwd())
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from papers.rows import BEST, ROOT, Call, Places, UserError, positive, require, shown, training
+from common.commands import ROOT, shown
+from common.files import UserError
+from common.identity import split_files
 
+from papers.rows import BEST, Places, Scoring, positive, require, training
+
+_SUBSETS = ("valid", "test")
 GENERATE = ROOT / "examples" / "wmt14" / "generate.sh"
 
 
@@ -30,7 +35,7 @@ class Translation:
     generate: str = ""
     sources = False
 
-    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> Call:
+    def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> list[str]:
         gpus = positive(env, "GPUS")
         if not env.get("UPDATE_FREQ") and self.accumulated % gpus:
             raise UserError(f"GPUS is {gpus}; it must divide {self.accumulated}, or UPDATE_FREQ must be given too")
@@ -43,19 +48,16 @@ class Translation:
             shared += f" {_detokenization(places.data)}"
         return training(places, "translation", f"{row} {shared}", options, gpus, update_freq)
 
-    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Call]:
-        return [
-            Call(
-                ["bash", shown(GENERATE), str(places.data), str(places.out), *self.generate.split(), *options],
-                title="BLEU",
-            )
-        ]
+    def evaluations(self, places: Places, options: list[str], env: Mapping[str, str]) -> list[Scoring]:
+        words = ["bash", shown(GENERATE), str(places.data), str(places.out), *self.generate.split(), *options]
+        subsets = env.get("SUBSETS", "")
+        folder = f"evaluation-{subsets.replace(' ', '-')}" if subsets else "evaluation"
+        reads = [path for subset in _SUBSETS for path in split_files(places.data, subset)]
+        return [Scoring(words, f"{subsets} BLEU".strip(), folder, places.out / BEST, reads)]
 
-    def scores(self, call: Call, places: Places, log: str) -> dict[str, float]:
-        found = {subset: places.out / f"generate-{subset}.json" for subset in ("valid", "test")}
-        return {
-            f"{subset} BLEU": json.loads(path.read_text(encoding="utf-8"))["bleu"] for subset, path in found.items()
-        }
+    def scores(self, title: str, places: Places, log: str) -> dict[str, float]:
+        found = {subset: places.out / f"generate-{subset}.json" for subset in title.split()[:-1] or _SUBSETS}
+        return {f"{name} BLEU": json.loads(path.read_text(encoding="utf-8"))["bleu"] for name, path in found.items()}
 
     def check(self, verb: str, places: Places, env: Mapping[str, str]) -> None:
         require("DATA", places.data, "preparation.json")

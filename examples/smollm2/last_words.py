@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser, positive
+from common.command_line import ArgumentParser, positive, run_to_the_end
 from common.files import UserError, read_lines, write_whole
 
 WORDS = 40
@@ -47,18 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder, for --include_path")
     parser.add_argument("--passages", type=positive, default=200, metavar="N", help="the first so many (default: 200)")
     options = parser.parse_args(arguments)
-    try:
-        found = list(islice(passages(options.text), options.passages))
-        if not found:
-            raise UserError(f"{options.text} has no paragraph with a sentence that ends after {WORDS} words")
-        options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out.resolve() / "last_words.jsonl"
-        write_whole(file, "".join(json.dumps({"text": text}) + "\n" for text in found))
-        write_whole(options.out / "last_words.yaml", TASK.format(file=json.dumps(str(file))))
-    except (UserError, OSError) as error:
-        print(f"last_words.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_to_the_end(lambda: write_task(options.text, options.out, options.passages))
+
+
+def write_task(text: Path, out: Path, most: int) -> None:
+    """Raises UserError if the text has no passage."""
+    found = list(islice(passages(text), most))
+    if not found:
+        raise UserError(f"{text} has no paragraph with a sentence that ends after {WORDS} words")
+    out.mkdir(parents=True, exist_ok=True)
+    file = out.resolve() / "last_words.jsonl"
+    write_whole(file, "".join(json.dumps({"text": passage}) + "\n" for passage in found))
+    write_whole(out / "last_words.yaml", TASK.format(file=json.dumps(str(file))))
 
 
 def passages(path: Path) -> Iterator[str]:

@@ -22,8 +22,7 @@ from common.steps import claim
 from synthetic.figures import draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
-from synthetic.report import loss_table, shown_loss
-from synthetic.results import Result, file_of, read_results
+from synthetic.results import Result, file_of, loss_table, read_results, shown_loss
 from synthetic.training import TARGET, Point
 
 MARK = "made-by-the-synthetic-demo"
@@ -49,8 +48,8 @@ def work(out: Path, jobs: int) -> None:
     """Trains, draws and reports. Raises UserError if the folder cannot be used, or a process dies."""
     require_packages("matplotlib")
     started = time.monotonic()
-    with claim(out, MARK) as claimed:
-        grid = Grid(out, jobs, sys.stdout, [claimed])
+    with claim(out, MARK):
+        grid = Grid(out, jobs, sys.stdout)
         grid.run(POINTS)
         results = {setting: list(read_results(file_of(out, setting)).values()) for setting in MODELS}
         drawn = draw_figures(results, out, numbers=(2, 3))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
-import selectors
 import signal
-import subprocess
-import sys
-import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from common.commands import one_thread
 from common.fairseq_logs import time_left
-from common.files import append_line
-from common.interruptions import undisturbed
-from common.steps import Screen, UserError
+from common.files import UserError, append_line
+from common.steps import Screen
 
 from synthetic.results import Result, file_of, read_results
-from synthetic.training import Point
-
-WORKER = Path(__file__).resolve().parent / "worker.py"
+from synthetic.training import Point, train_point
 
 
 class Estimate:
@@ -58,72 +52,42 @@ class Estimate:
         return max([sum(ahead) / jobs, *ahead], default=0.0)
 
 
-class _Worker:
-    """A process that trains one point after the other."""
+_reports: Any
+"""A worker's queue for the evaluations of its points."""
 
-    def __init__(self, keep_open: Sequence[int]) -> None:
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the worker lives)
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env=os.environ | one_thread(),
-            # In a session of its own, so that Ctrl-C reaches the program only that will end it.
-            start_new_session=True,
-            pass_fds=keep_open,
-        )
-        assert self.popen.stdin is not None and self.popen.stdout is not None
-        self.input, self.output = self.popen.stdin, self.popen.stdout
-        self.point: Point | None = None
-        self.started = 0.0
-        self.progress = ""
-        self._half = b""
 
-    def begin(self, point: Point) -> None:
-        self.point, self.started, self.progress = point, time.monotonic(), "begins"
-        with contextlib.suppress(BrokenPipeError):  # it has died, which `read` will notice
-            self.input.write((json.dumps(asdict(point)) + "\n").encode())
-            self.input.flush()
+def _start_worker(reports: Any) -> None:
+    global _reports
+    _reports = reports
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that ends the workers
 
-    def read(self) -> list[dict[str, Any]]:
-        """The results that it has written since; raises UserError if it has ended."""
-        text = os.read(self.output.fileno(), 2**16)
-        if not text:
-            self.errors.seek(0)
-            end = "".join(f"\n  | {line}" for line in self.errors.read().decode(errors="replace").splitlines()[-8:])
-            raise UserError(f"the process for {self.point.title if self.point else 'no point'} ended{end}")
-        *lines, self._half = (self._half + text).split(b"\n")
-        return [json.loads(line) for line in lines]
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
 
-    def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(timeout=10)
-        for file in (self.input, self.output, self.errors):
-            with contextlib.suppress(BrokenPipeError):
-                file.close()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _train(point: Point) -> dict[str, Any]:
+    return train_point(point, lambda step, loss: _reports.put((point.key, f"step {step:,}, loss {loss:.5f}")))
 
 
 class Grid(Screen):
     """Trains points and keeps their results.
 
-    `folder`: for the files of results. `jobs`: how many points at a time. `output`: where progress goes. `keep_open`:
-    file descriptors that the processes inherit.
+    `folder`: for the files of results. `jobs`: how many points at a time. `output`: where progress goes.
     """
 
-    def __init__(self, folder: Path, jobs: int, output: TextIO, keep_open: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, jobs: int, output: TextIO) -> None:
         super().__init__(output)
-        self.folder = folder
-        self.jobs = jobs
-        self.keep_open = keep_open
+        self.folder, self.jobs = folder, jobs
 
     def run(self, points: Sequence[Point]) -> None:
-        """Trains the points that have no result yet, those with the least work first. Raises UserError if a process
-        dies. The others are stopped then, as they are on any exception; their points will begin anew; UserError
-        for a file of results that cannot be used.
+        """Trains the points that have no result yet, those with the least work first. Raises UserError if one fails, or
+        for a file of results that cannot be used. The others are stopped then, as they are on any exception; they will
+        begin anew.
         """
         finished: dict[str, Result] = {}
         for setting in {point.setting for point in points}:
@@ -133,61 +97,53 @@ class Grid(Screen):
             self.say(f"{len(points) - len(waiting)} of {len(points)} points: done before")
         devices = {point.device for point in points}
         estimate = Estimate(result for result in finished.values() if result.point.device in devices)
-        self._work(waiting, estimate)
+        before = dict(os.environ)
+        os.environ.update(one_thread())  # which the workers inherit
+        try:
+            self._work(waiting, estimate)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def _work(self, waiting: list[Point], estimate: Estimate) -> None:
         total, done = len(waiting), 0
-        workers: list[_Worker] = []
-        with selectors.DefaultSelector() as selector:
+        running: dict[Future[dict[str, Any]], tuple[Point, float]] = {}
+        progress: dict[str, str] = {}
+        # A forked process could not use a GPU.
+        context = multiprocessing.get_context("spawn")
+        reports = context.SimpleQueue()
+        with ProcessPoolExecutor(max(1, min(self.jobs, total)), context, _start_worker, (reports,)) as pool:
             try:
                 while done < total:
-                    while waiting and len(workers) < self.jobs:
-                        with undisturbed():  # or it could run on with nobody who knows of it
-                            workers.append(_Worker(self.keep_open))
-                        selector.register(workers[-1].output, selectors.EVENT_READ, workers[-1])
-                        workers[-1].begin(waiting.pop(0))
-                    for key, _ in selector.select(timeout=1):
-                        for message in key.data.read():
-                            if "result" not in message:
-                                key.data.progress = f"step {message['step']:,}, loss {_shown(message['loss'])}"
-                                continue
-                            done += 1
-                            self._keep(key.data, message["result"], estimate)
-                            running = [(w.point, 0.0) for w in workers if w.point is not None and w is not key.data]
-                            left = estimate.left(waiting, running, self.jobs)
-                            self._announce(key.data, message["result"], done, total, left)
-                            key.data.point = None
-                            if waiting:
-                                key.data.begin(waiting.pop(0))
-                    self.show(self._progress(workers, waiting, estimate))
+                    while waiting and len(running) < self.jobs:
+                        point = waiting.pop(0)
+                        running[pool.submit(_train, point)] = point, time.monotonic()
+                    ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        done += 1
+                        point, _ = running.pop(future)
+                        if error := future.exception():
+                            raise UserError(f"{point.title} failed: {error}")
+                        result = future.result()
+                        append_line(file_of(self.folder, point.setting), result)
+                        estimate.learn(point, result["seconds"])
+                        left = estimate.left(waiting, [(other, 0.0) for other, _ in running.values()], self.jobs)
+                        self.say(f"[{done}/{total}] {_told(point, result)}{time_left(left) if done < total else ''}")
+                    while not reports.empty():
+                        key, text = reports.get()
+                        progress[key] = text
+                    now = time.monotonic()
+                    taken = [(point, now - started) for point, started in running.values()]
+                    lines = [f"{point.title}: {progress.get(point.key, 'begins')}" for point, _ in taken]
+                    left = estimate.left(waiting, taken, self.jobs)
+                    self.show([*lines, f"{len(waiting)} waiting{time_left(left)}"])
             finally:
-                with undisturbed():
-                    self.clear()
-                    for worker in workers:
-                        worker.stop()
-
-    def _keep(self, worker: _Worker, result: dict[str, Any], estimate: Estimate) -> None:
-        assert worker.point is not None
-        append_line(file_of(self.folder, worker.point.setting), result)
-        estimate.learn(worker.point, result["seconds"])
-
-    def _announce(self, worker: _Worker, result: dict[str, Any], done: int, total: int, left: float | None) -> None:
-        assert worker.point is not None
-        end = {"solved": "below the target", "no progress": "no progress", "limit": "at the limit of steps"}
-        self.say(
-            f"[{done}/{total}] {worker.point.title}: loss {_shown(result['best_loss'])}, "
-            f"{end.get(result['stopped'], result['stopped'])} after {result['steps']:,} steps "
-            f"({result['seconds']:.0f} s){time_left(left) if done < total else ''}"
-        )
-
-    def _progress(self, workers: Sequence[_Worker], waiting: Sequence[Point], estimate: Estimate) -> Iterator[str]:
-        now = time.monotonic()
-        running = [(w.point, now - w.started, w.progress) for w in workers if w.point is not None]
-        left = estimate.left(waiting, [(point, taken) for point, taken, _ in running], self.jobs)
-        for point, _, progress in running:
-            yield f"{point.title}: {progress}"
-        yield f"{len(waiting)} waiting{time_left(left)}"
+                self.clear()
+                for child in multiprocessing.active_children():
+                    child.terminate()
 
 
-def _shown(loss: float | None) -> str:
-    return "not a number" if loss is None else f"{loss:.5f}"
+def _told(point: Point, result: dict[str, Any]) -> str:
+    end = {"solved": "below the target", "limit": "at the limit of steps"}.get(result["stopped"], result["stopped"])
+    loss = "not a number" if result["best_loss"] is None else f"{result['best_loss']:.5f}"
+    return f"{point.title}: loss {loss}, {end} after {result['steps']:,} steps ({result['seconds']:.0f} s)"

@@ -19,14 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the plugin
 import torch
 from common.command_line import ArgumentParser, add_jobs, add_out, positive, run_to_the_end
 from common.commands import require_packages, shown
-from common.steps import UserError, claim
+from common.files import UserError
+from common.steps import claim
 
-from synthetic.feature_figure import draw_features
-from synthetic.figures import draw_figures
+from synthetic.figures import draw_features, draw_figures
 from synthetic.grid import Grid
 from synthetic.models import MODELS
-from synthetic.report import loss_table
-from synthetic.results import file_of, one_of_each_seed, read_results
+from synthetic.results import file_of, loss_table, one_of_each_seed, read_results
 from synthetic.retrieval import SETTINGS
 from synthetic.training import MAX_STEPS, Point
 
@@ -98,8 +97,8 @@ def train(options: argparse.Namespace) -> None:
         for size in dict.fromkeys(options.sizes or SIZES[options.setting])
         for model in dict.fromkeys(options.models or MODELS[options.setting])
     ]
-    with claim(options.out, MARK) as claimed:
-        Grid(options.out, options.jobs, sys.stdout, [claimed]).run(points)
+    with claim(options.out, MARK):
+        Grid(options.out, options.jobs, sys.stdout).run(points)
 
 
 def draw(folder: Path, figures: Path) -> list[Path]:

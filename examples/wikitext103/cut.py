@@ -16,23 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.files import UserError, read_lines, write_whole
+from common.command_line import run_to_the_end
+from common.files import SPLITS, UserError, read_lines, write_whole
 from common.sentencepieces import SentencePieces
 
-SPLITS = ("train", "valid", "test")
 UNKNOWN = "\N{WHITE SQUARE}"
 """What stands for WikiText's <unk>, which is a word of the text and not a subword that the model does not know."""
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
-    text, out, vocabulary = Path(arguments[0]), Path(arguments[1]), int(arguments[2])
-    try:
-        _cut(text, out, vocabulary)
-    except UserError as error:
-        print(f"cut.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    text, out, vocabulary = arguments
+    return run_to_the_end(lambda: _cut(Path(text), Path(out), int(vocabulary)))
 
 
 def _cut(text: Path, out: Path, vocabulary: int) -> None:

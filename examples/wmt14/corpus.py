@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import UserError, read_lines
-
-SPLITS = ("train", "valid", "test")
+from common.files import SPLITS, UserError, read_lines
 
 # Control characters, and marks of byte order.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
@@ -72,11 +70,6 @@ def _find(folder: Path, name: str) -> Path:
     if len(found) > 1:
         raise UserError(f"{folder} holds both {name} and {name}.gz; one of them must go")
     return found[0]
-
-
-def read_text(path: Path) -> list[str]:
-    """The lines of a file that `write_text` wrote, or one like it."""
-    return [text for text, _ in read_lines(path)]
 
 
 def write_text(path: Path, lines: Iterable[str]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser
+from common.command_line import ArgumentParser, run_to_the_end
 from common.files import UserError, read_lines
 
 
@@ -103,16 +103,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tasks", type=Path, metavar="TASKS", help="gets the tasks that read FOLDER")
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="has a file for each benchmark")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         if options.folder is None:
             find_on_hub()
         else:
             check_files(options.folder)
             write_tasks(options.tasks, options.folder)
-    except (UserError, OSError) as error:
-        print(f"benchmarks.sh: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_to_the_end(work)
 
 
 def find_on_hub() -> None:

@@ -15,11 +15,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from itertools import product
 from multiprocessing import popen_fork
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -159,7 +158,6 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
         logging.basicConfig(format="x | %(levelname)s | %(name)s | %(message)s", stream=sys.stdout, force=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.chdir(how["cwd"])
         os.environ.update(how["env"])
         command(program(words), *words[1:])
 
@@ -174,18 +172,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def reproduce(forked: None, monkeypatch, caplog, capsys) -> Callable[..., tuple[str, str]]:
+def reproduce(forked: None, monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
     """Runs reproduce.py, and returns what it wrote to stdout and stderr."""
 
-    def stream(words: list[str], *sinks: BinaryIO) -> int:
-        caplog.clear()
-        command(program(words), *words[1:])
-        for sink, record in product(sinks, caplog.records):
-            sink.write(f"x | {record.name} | {record.getMessage()}\n".encode())
-        return 0
-
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(reproduce_command, "stream", stream)
+    monkeypatch.setattr(steps.Runner, "pause", 0.02)
     for name in ("GPUS", "UPDATE_FREQ", "PRECISION", "CHECKPOINT", "SPLITS", "MODE"):
         monkeypatch.delenv(name, raising=False)
 

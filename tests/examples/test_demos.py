@@ -2,12 +2,10 @@
 
 import gzip
 import io
-import json
-import math
-import os
 import random
+import re
 import sys
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,14 +13,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from common import fairseq_logs, figures, files, steps
-from common.screen import Screen
-from demo import comparison, corpora, run
-from demo_translation import comparison as scores
+from common.files import SPLITS, UserError
+from demo import corpora, run
 from demo_translation import run as translation
 from synthetic import demo as synthetic
 from synthetic import run as grid
 
-from .conftest import ROOT
+from .conftest import PATH, ROOT
 
 
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
@@ -59,7 +56,7 @@ def test_texts_have_their_usual_names_and_unusable_ones_are_named(tmp_path: Path
     corpus = corpora.corpus_in(folder)
     assert corpus.tokens["train"] == 50 * (4 + 1 + 1)
     corpus.write(tmp_path)
-    assert all((tmp_path / f"{x}.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50 for x in corpora.SPLITS)
+    assert all((tmp_path / f"{x}.txt").read_bytes() == "two <unk> größe ’\n\n".encode() * 50 for x in SPLITS)
     (folder / "valid.txt").unlink()
     for name, content, message in (
         ("other", b"", "has no text for valid: it must hold one of valid, valid.txt, wiki.valid.tokens, "),
@@ -78,36 +75,38 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsy
     folder, out = tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
     draw = random.Random(0)
-    for split in corpora.SPLITS:
+    for split in SPLITS:
         (folder / f"{split}.txt").write_text("".join(" ".join(draw.choices("01", k=20)) + "\n" for _ in range(20)))
     arguments = ["--data", str(folder), "--out", str(out), "--updates", "2", "--models", "transformer", "delta-network"]
     assert run.main(arguments) == 0
     shown, table = capsys.readouterr().out, (out / "table.md").read_text()
-    rows = [comparison.Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
-    assert [row.title for row in rows] == ["unigram", "Transformer", "Delta Network"]
-    assert table in shown and table.startswith(comparison.format_rows(rows))
-    for row in rows:
-        assert all(1 < x < math.inf for x in (row.valid, row.sliding, 2 if row.title == "Transformer" else row.carried))
-    assert table.partition("The Delta Network goes on after")[2].count("\n- ") == 3
+    assert table in shown and table.partition("The Delta Network goes on after")[2].count("\n- ") == 3
+    names, *numbers = zip(*(re.split(r" *\| *", line)[1:6] for line in table.splitlines()[2:5]), strict=True)
+    assert names == ("unigram", "Transformer", "Delta Network")
+    assert all(x == "-" or float(x.replace(",", "")) > 1 for x in chain(*numbers)) and numbers[-1].count("-") == 1
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert run.main(arguments) == 0
     again = capsys.readouterr().out
     assert "fairseq-" not in again and table in again
+    assert run.main([*arguments, "--seed", "2"]) == 0  # in the place of the others
+    assert capsys.readouterr().out.count("fairseq-train") == 3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq's own
-def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, forked: None, capsys) -> None:
+def test_numbers_that_were_never_seen_are_translated(tmp_path: Path, forked: None, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", PATH)
     arguments = ["--out", str(tmp_path), "--models", "linear-transformer", "--updates", "450"]
     assert translation.main(arguments) == 0
     shown, table = capsys.readouterr().out, (tmp_path / "table.md").read_text(encoding="utf-8")
-    [row] = [scores.Row(**row) for row in json.loads((tmp_path / "results.json").read_text())["rows"]]
-    assert table in shown and table.startswith(scores.format_rows([row])) and row.signature in table
-    assert row.bleu >= 30 and row.exact >= 0.2 * row.lines, shown  # 45; what has not learned to count has none
-    # By another way than the demo's: what lies in the folder is what was scored.
-    names = ("text/test.de", "linear-transformer/translations/test.de", "text/train.de")
+    assert table in shown and "13a" in table
+    bleu, exact = re.findall(r"\| *([\d.]+) \| *(\d+) of 1,000 \|", table)[0]
+    assert float(bleu) >= 30 and int(exact) >= 200, shown  # 45; a model that has not learned to count has none
+    # By another way than the demo's: the text in the folder is the one that was scored.
+    names = ("text/test.de", "linear-transformer-1/generate-test.hyp", "text/train.de")
     reference, output, seen = ((tmp_path / name).read_text(encoding="utf-8").splitlines() for name in names)
-    assert sum(map(str.__eq__, reference, output)) == row.exact and not set(seen) & set(reference)
+    assert sum(map(str.__eq__, reference, output)) == int(exact) and not set(seen) & set(reference)
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # as in a process of its own, which has not imported the plugin
     try:
@@ -126,22 +125,23 @@ def make_step(folder: Path, code: str, **others: Any) -> Any:
     return steps.Step(folder.name, folder, words, read_result=lambda log: {"log": log}, **others)
 
 
-def work(*wanted: Any, **others: Any) -> str:
-    """Runs steps; returns what was shown."""
-    steps.Runner(ROOT, 2, output := io.StringIO(), {}, **others).run(wanted)
+def work(*wanted: Any) -> str:
+    """Runs steps; returns the output, and the error if one fails."""
+    output = io.StringIO()
+    try:
+        steps.Runner(2, output, {}).run(wanted)
+    except UserError as error:
+        output.write(str(error))
     return output.getvalue()
 
 
-def test_a_folder_belongs_to_one_run_of_one_demo_and_to_its_commands(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_belongs_to_one_run_of_one_demo(tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out"
-    with steps.claim(out, MARK) as claimed:
-        work(make_step(tmp_path / "step", f"import os; os.fstat({claimed})"), keep_open=[claimed])
-        inherited = os.dup(claimed)
-    others = [(out, MARK, "at work"), (out, "another", "out holds other files"), (out / MARK, MARK, "for the results")]
-    for folder, mark, message in others:
-        with pytest.raises(steps.UserError, match=message):
-            steps.claim(folder, mark).__enter__()
-    os.close(inherited)
+    with steps.claim(out, MARK):
+        others = [(out, MARK, "at work"), (out, "another", "out holds other files"), (out / MARK, MARK, "the results")]
+        for folder, mark, message in others:
+            with pytest.raises(UserError, match=message):
+                steps.claim(folder, mark).__enter__()
     with steps.claim(out, MARK):
         monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(95, "Operation not supported")))
     with pytest.raises(OSError, match=f"{MARK} cannot be locked: Operation not supported"):
@@ -186,9 +186,9 @@ sys.exit(0 if begun else 3)
 def test_a_failed_step_is_shown_is_not_done_and_goes_on_if_it_can(tmp_path: Path, case: str) -> None:
     step = make_step(tmp_path / "a", HALF_THEN_WHOLE, resumes=case != "begins anew")
     for _ in range(1 if case == "resumes" else 2):
-        with pytest.raises(steps.UserError, match=r"a failed: .*exit status 3.*\n.*what went wrong\n.*log\.txt"):
-            work(step)
-        assert step.result() is None
+        told = work(step)
+        assert re.search(r"a failed: .*exit status 3.*\n.*what went wrong\n.*log\.txt", told) and step.result() is None
+        assert told.endswith("1 of 1 commands failed or were not run:\n  a failed: exit status 3")
         if case == "broken checkpoint":
             (step.folder / "checkpoint_last.pt").write_bytes(b"half")
         if case == "changed":
@@ -211,9 +211,9 @@ x | INFO | valid | {"epoch": 1, "valid_loss": "5", "valid_ppl": "32", "valid_num
 
 
 def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
-    found = fairseq_logs.read_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"'))
-    assert (found["train_ppl"], found["valid_ppl"]) == ([(2, 8.0), (4, 5.0)], [(2, 16.0), (4, 32.0)])
-    assert [found[x] for x in ("parameters", "best_valid_ppl", "tokens_per_second")] == [1234, 16.0, 200.0]
+    found = fairseq_logs.parse_training(TRAIN_LOG + TRAIN_LOG.replace('"ppl": "4"', '"ppl": "5"'))
+    assert (found.train, found.valid) == ({2: 8.0, 4: 5.0}, {2: 16.0, 4: 32.0})
+    assert (found.parameters, found.speed) == (1234, 200.0)
     read = fairseq_logs.parse_training(TRAIN_LOG)
     assert (read.gpus, read.gpu_memory) == (["NVIDIA H100 80GB HBM3"] * 2, 20.9)
     assert read.backends == read.without_kernels == ["chunkwise on cuda: the CUDA kernels were not built"]
@@ -224,8 +224,6 @@ def test_a_log_is_read_while_it_is_written_and_counts_updates_once() -> None:
     for log, *told in ((epoch * 2, 14, 50, 2), ("".join(parts) + epoch, 6, 1, 0)):
         training = fairseq_logs.parse_training(log)
         assert [training.seconds, training.speed, training.updates_per_second] == told and not training.train
-    with pytest.raises(ValueError, match="its log has no training"):
-        fairseq_logs.read_training("Traceback (most recent call last):\n")
     cut = TRAIN_LOG + 'x | INFO | train_inner | {"epoch": 1, "lo'
     assert fairseq_logs.parse_training(cut) == read
     assert fairseq_logs.describe_training(cut, 8) == "update 4/8, loss 2.00, 300 tokens/s, about 2 s left"
@@ -244,10 +242,10 @@ def test_no_name_is_written_over_another_or_over_a_point() -> None:
 def test_a_log_says_now_and_then_how_far_the_commands_are(monkeypatch) -> None:
     """A terminal has lines that change; a log would be silent for minutes."""
     log = io.StringIO()
-    screen = Screen(log)
+    screen = steps.Screen(log)
     screen.show(["training: update 1/9"])
     assert log.getvalue() == ""
-    monkeypatch.setattr("common.screen.PAUSE", 0.0)
+    monkeypatch.setattr("common.steps.PAUSE", 0.0)
     screen.show(iter(["training: update 2/9", "scoring: 3 s"]))
     assert log.getvalue() == "> training: update 2/9\n> scoring: 3 s\n"
     assert fairseq_logs.time_left(None) == "" and fairseq_logs.time_left(300) == ", about 5 min left"

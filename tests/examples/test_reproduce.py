@@ -2,17 +2,18 @@
 
 import re
 import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import pytest
-from papers import SCALED, TABLES, drawing, estimate, ledger, overview, report, rows
+from common.files import UserError
+from papers import SCALED, TABLES, drawing, estimate, ledger, report, rows
+from papers.choi import TABLE_4
 from papers.estimate import Estimate, Size, Speed
-from papers.grid import plan
+from papers.grid import plan, trained_as
 
-from .conftest import EXAMPLES, ROOT, options, refused, reproduce_command, shell_words
+from .conftest import ROOT, options, refused, shell_words, write_programs
 from .test_reproduce_rows import SCORED, SHARED
 
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
@@ -107,13 +108,6 @@ def test_a_row_is_the_model_that_its_name_says(table: str, row: str, reproduce) 
     assert len(asked) == sum(word.startswith("--") for word in train)  # none overrides another
 
 
-@pytest.mark.parametrize("table", reproduce_command.ALL)
-def test_the_readme_has_the_list_of_the_papers_numbers(table: str, reproduce) -> None:
-    listed = [line for line in reproduce("--list", table)[0].splitlines() if line.startswith("|")]
-    assert len(listed) > 2 + 2
-    assert "\n".join(listed) in (EXAMPLES / reproduce_command.ALL[table].folder / "README.md").read_text()
-
-
 @refused("""
 --list mao -> TABLE is mao; it must be one of schlag-table1, schlag-table2,
 schlag-table2 small-delta-network learn DATA OUT -> after ROW comes learn; it must be train or evaluate
@@ -141,38 +135,30 @@ def test_wrong_use_is_refused_and_leaves_nothing_behind(env: dict, words: list, 
 
 
 def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, monkeypatch, reproduce, tmp_path) -> None:
-    data, out, runs, failures = places["DATA"], places["TRAINED"], [], [1]
+    data, out, calls = places["DATA"], places["TRAINED"], tmp_path / "calls"
     for name in ("valid.bin", "valid.idx", "test.bin"):
         (data / name).write_text(name)
+    body = f'echo "$@" >> {calls}; n=$(wc -l < {calls}); echo "x | Loss (base 2): 5.0, Perplexity: $n.00"; [ $n != 1 ]'
+    write_programs(tmp_path, {"eval": body})
+    monkeypatch.setattr("papers.language_models.program", lambda name: str(tmp_path / "eval"))
 
-    def stream(words: list[str], log: BinaryIO) -> int:
-        runs.append(options(words)["--path"])
-        log.write(f"one\ntwo\nx | Loss (base 2): 5.0, Perplexity: {len(runs)}.00\n".encode())
-        return failures.pop() if failures else 0
-
-    def score(*given: str, data: Path = data, **env: str) -> str:
-        """The reason why it was measured again, and the number."""
+    def score(*given: str, **how: Any) -> int:
+        """The number of the call that the score is of."""
         words = ("schlag-table2", "small-delta-network", "evaluate", data, out, *given)
-        said, err = reproduce(*words, fails=bool(failures), SPLITS="valid", MODE="context-0", **env)
-        return " ".join(re.findall(r"(?<=log ).*(?=\)\n)|(?<=Perplexity: )\d+(?=\.00\n)", said)) + err
+        said, err = reproduce(*words, SPLITS="valid", MODE="context-0", **how)
+        assert ("context-0 failed: exit status 1" in err) == how.get("fails", False)
+        return int(re.findall(r"(?<=: valid, context-0: )\d+(?=\.00)|$", said)[0] or 0)
 
-    monkeypatch.setattr(reproduce_command, "stream", stream)
-    failed = score()
-    assert "one\ntwo\nx | Loss" in failed and "context-0-valid.log.unfinished says more" in failed
-    assert score() == score() == "2" and score("--fp16") == "is of other options 3" and score("--fp16") == "3"
-    assert score(FASTWEIGHTS_CPU_ISA="scalar") == "is of other options and kernels 4"
+    assert not score(fails=True) and score() == score() == 2 and score("--fp16") == score("--fp16") == 3
+    assert score(FASTWEIGHTS_CPU_ISA="scalar") == 4
     (data / "test.bin").write_text("another test set")
-    shutil.copytree(data, tmp_path / "copy")
-    assert score() == "is of other kernels 5" and score(data=tmp_path / "copy") == "5"
+    assert score() == score() == 5
     for number, name in enumerate(("valid.bin", "valid.idx", "dict.txt", "words.json"), 6):
         (data / name).write_text('{"valid": {"subwords": 1, "words": 1}}')
-        assert score() == f"is of other data {number}"
+        assert score() == number
     (out / "checkpoint_best.pt").write_text("other weights")
-    assert score(data=tmp_path / "copy") == "is of other model and data 10"
-    (out / "context-0-valid.log").write_text("scored: []\n")
-    assert score() == "does not say what it is of 11"
-    assert score(CHECKPOINT="checkpoint_last.pt") == "12" and runs[-1] == f"{out}/checkpoint_last.pt"
-    assert score() == "11"
+    assert score() == 10 and score(CHECKPOINT="checkpoint_last.pt") == 11 and score() == 10
+    assert calls.read_text().splitlines()[-1].split()[2] == f"{out}/checkpoint_last.pt"
 
 
 def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
@@ -191,12 +177,14 @@ def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None
     for path in (tmp_path / "other.txt", data / "test.bin", *read, source):
         run, digest = planned()
         kept = entry("delta", 1, table="wikitext2", commands=run.commands, data=digest, inputs=run.inputs)
-        assert run.is_in(kept, digest) and run.is_in(replace(kept, inputs=""), digest)  # an old line does not say it
+        assert run.is_in([kept], digest) and run.is_in(
+            [replace(kept, inputs="")], digest
+        )  # an old line does not say it
         path.write_text("after")
         now, digest = planned()
         trained, scored = (now.steps[i].key != run.steps[i].key for i in range(2))
         assert trained == (path in [*read, source]) and scored == (path.parent == data or path == source), path
-        assert now.is_in(kept, digest) != scored
+        assert now.is_in([kept], digest) != scored
 
 
 def entry(row: str, seed: int, bleu: float = 0.0, **others: object) -> ledger.Entry:
@@ -227,7 +215,7 @@ def test_a_table_has_means_of_the_seeds_and_the_papers_numbers() -> None:
     assert "GPUs: 2 x H100. Precision: float16." in made and "Trained (without kernels): chunkwise." in made
     for name in ("data", "inputs"):
         mixed = [entry("linear", 1, 36.5, **{name: of}) for of in "xy"]
-        with pytest.raises(rows.UserError, match="multi30k: its runs are of different data, which no table may mix"):
+        with pytest.raises(UserError, match="multi30k: its runs are of different data, which no table may mix"):
             report.block("multi30k", SCALED["multi30k"], mixed)
     scores = [("source", 1, 8.0), ("sum-6", 1, 16.0), ("sum-6", 2, 16.0)]  # log(16) is by a third above log(8)
     losses = [entry(row, n, table="smollm2", scores={"test, context-0": x}) for row, n, x in scores]
@@ -243,7 +231,7 @@ def test_the_pages_have_the_ledgers_blocks_and_no_others() -> None:
     for name in ("convert.md", "results.md"):
         text = (report.DOCS / name).read_text(encoding="utf-8")
         assert report.page(name, text, entries) == text and text.count(": made by examples/reproduce.py") > 0
-    with pytest.raises(rows.UserError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
+    with pytest.raises(UserError, match=r"has 1 blocks between <!-- multi30k.*; it must have 0"):
         report.page("results.md", text, [])
 
 
@@ -286,7 +274,7 @@ def test_the_bounds_are_what_was_worked_out_by_hand() -> None:
     for most, gigabytes, batches in ((4, 2.4, 2), (4, 2.0, 4), (1, 2.0, 1)):
         found = estimate.estimate(replace(SIZE, most=most), GPU | {"gigabytes": gigabytes}, "bf16", [SPEED])
         assert (found.batches, found.most) == (batches, pytest.approx(0.25 * batches + 0.5))
-    with pytest.raises(rows.UserError, match="--precision is fp16; this GPU has bf16, fp32"):
+    with pytest.raises(UserError, match="--precision is fp16; this GPU has bf16, fp32"):
         estimate.estimate(SIZE, GPU, "fp16", [SPEED])
 
 
@@ -297,10 +285,16 @@ def test_the_page_of_gpus_has_the_estimates_of_all_rows(reproduce) -> None:
     assert "ROW is decay-99; it must" in reproduce("estimate", "mao-table3", "--rows", "decay-99", fails=True)[1]
 
 
-def test_the_page_of_papers_is_what_its_generator_makes_and_true_of_tests() -> None:
+def test_the_page_of_papers_has_all_rows_and_is_true_of_tests(reproduce) -> None:
     page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    assert overview.page() == page, "run python tools/papers_page.py"
-    assert all(f"`{name} {row}`" in page for name, table in TABLES.items() for row in table.rows)
+    listed = re.sub(" +", " ", reproduce("--list")[0])
+    for name, table in TABLES.items():
+        for row, made in table.rows.items():
+            assert f"\n| `{row}` | {made.model} | {' | '.join(made.numbers)} |" in listed
+            trained = trained_as(name, row)
+            command = f"`{name} {row}`" + (f", trained as `{trained}`" if trained != row else "")
+            assert f"\n| `{row}` | {made.model} | {' '.join(made.numbers)} | {command} | " in page
+    assert all(f"\n| {each.model} | {each.tokens} | {each.numbers} | " in page for each in TABLE_4)
     tested = {" ".join(name.split()[:2]): count for name, count in SCORED.items() if name.split()[0] in TABLES}
     tested |= {"mao-table2 gpt2": 0} | {f"schlag-table4 {row}": 1 for row in SHARED}
     told = re.findall(r"^.*`((?:schlag|mao|choi)-table\d [\w-]+)`(.*)$", page, flags=re.MULTILINE)

@@ -25,9 +25,7 @@ def test_the_scripts_pass_shellcheck() -> None:
 
 
 TEXTS = ("train.txt", "valid.txt", *(f"{split}.{x}" for split in ("train", "valid", "test") for x in ("en", "de")))
-GENERATED = "H-1\t-0.1\tdrei\nD-1\t-0.1\tzwei\nD-0\t-0.2\teine Million\nD-2\t-inf\t\nTranslated 3 sentences\n"
-FILES = {"good": "one\ntwo\nthree\n", "texts/good": "one\n", "two": "one\ntwo\n", "four": "one\n" * 4}
-FILES |= {"generated": GENERATED, "twice": f"{GENERATED}D-1\t-0.5\tdrei\n", "texts/test.de": "years of work"}
+FILES = {"texts/test.de": "years of work"}
 FILES |= dict.fromkeys(("DATA/dict.txt", "DATA/preparation.json", "MODEL/checkpoint_best.pt"), "")
 FILES |= {f"TEXT/{name}": "text" for name in TEXTS}
 FILES |= {f"GPT2/{name}": name for name in ("model.pt", "dict.txt", "tokenizer.json", "tokenizer_words.json")}
@@ -51,12 +49,9 @@ synthetic/run.py --setting 1 --sizes 20000 --out NEW -> argument --sizes: 20000 
 synthetic/run.py --setting 1 --models tanh --out NEW -> argument --models: 'tanh' is no model of setting 1
 synthetic/run.py --setting 1 --device cuda --out NEW -> error: --device is 'cuda', but torch finds no GPU
 synthetic/run.py --draw --out NEW -> has no finished points to draw
-demo_translation/number_text.py out --test 0 -> number_text.py: --test is 0; it must be at least 1
-demo_translation/pieces.py train new.model good --pieces 100000 -> Vocabulary size too high
-demo_translation/pieces.py encode two out good texts/good -> two files have the same name
-demo_translation/translations.py generated four out -> 1 of 4 lines have no translation, line 4 the first of them
-demo_translation/translations.py twice good out -> line 2 has two translations; generate with --nbest 1
-demo_translation/translations.py generated good texts/test.de -> translations.py: texts/test.de is there already
+demo_translation/number_text.py out --test 0 -> error: --test is 0; it must be at least 1
+demo_translation/pieces.py TEXT out --pieces 100000 -> VOCABULARY is 100000; this text gives at most
+demo_translation/pieces.py TEXT texts -> error: texts/test.de is there already; name another, or delete it
 """)
 def test_wrong_use_is_refused_and_leaves_nothing_behind(env, words, message, tmp_path, monkeypatch, run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -98,8 +93,8 @@ def test_words_are_cut_into_subwords_and_scores_are_per_word(tokens: Path, tmp_p
     assert counts == {"words": 4 * 40 + 3 + 7, "subwords": binarised} and counts["words"] < binarised
     pieces = SentencePieces((out / "subwords.model").read_bytes())
     assert pieces.decode(pieces.encode(["the □ @-@ 日本"])[0]) == "the □ @-@ 日本"
-    recipe, call = papers.SCALED["wikitext2"].rows["delta"].recipe, Namespace(title="test, carried")
-    scores = recipe.scores(call, Namespace(data=out), "x | Loss (base 2): 2.0, Perplexity: 4.00\n")
+    recipe, log = papers.SCALED["wikitext2"].rows["delta"].recipe, "x | Loss (base 2): 2.0, Perplexity: 4.00\n"
+    scores = recipe.scores("test, carried", Namespace(data=out), log)
     assert scores == {"test, carried": 4.0, "test, carried, per word": 4 ** (binarised / counts["words"])}
 
 

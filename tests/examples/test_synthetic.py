@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from common import files, steps
-from synthetic import demo, grid, memories, models, report, results, retrieval, training
+from common import files
+from common.files import UserError
+from synthetic import demo, grid, memories, models, results, retrieval, training
 from synthetic import run as program
 from torch import Tensor
 
@@ -190,9 +191,8 @@ def test_a_grid_goes_on_where_it_was_and_ends_with_a_worker(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "2 of 4 points: done before" in shown and "S = 8: begins\n> 0 waiting, about " in shown
     assert "\x1b[3F\x1b[J" in shown and path.read_bytes().startswith(before) and len(results.read_results(path)) == 4
-    (tmp_path / "worker.py").write_text("import sys\ninput()\nsys.exit('out of memory')\n")
-    monkeypatch.setattr(grid, "WORKER", tmp_path / "worker.py")
-    with pytest.raises(steps.UserError, match=r"(?s)the process for setting 1, softmax, S = 7 ended.*out of memory"):
+    monkeypatch.setattr(grid, "_start_worker", sys.exit)
+    with pytest.raises(UserError, match=r"setting 1, softmax, S = 7 failed: .*terminated abruptly"):
         grid.Grid(tmp_path, 1, sys.stdout).run([training.Point(1, "softmax", 7)])
 
 
@@ -207,7 +207,7 @@ def test_the_page_has_all_models_at_all_sizes_trained_to_the_papers_end() -> Non
         of_the_paper = models.MODELS[setting].keys() - {"delta-favor-128"}
         assert {(seed, setting, *x) for seed in (1, 2, 3) for x in product(of_the_paper, sizes)} <= POINTS.keys()
         assert {result.stopped for result in COMMITTED[setting]} == {"solved", "no progress"}
-        assert report.loss_table(COMMITTED[setting]) in page
+        assert results.loss_table(COMMITTED[setting]) in page
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+import generate as translation
 import pytest
-import score
 import subwords
-from common.files import UserError
+from common.files import UserError, read_text
 from papers import ledger
 
 from .conftest import EXAMPLES, INTERRUPTION, TINY, Programs, options, run_script
@@ -98,7 +98,7 @@ def test_pairs_fall_out_for_reasons_that_are_counted(tmp_path: Path, programs: P
     said = prepare(programs, tmp_path / "out", tmp_path, **env)
     reasons = "3 with an empty line, 3 of more than 5 subwords, 2 with a ratio above 1.5; valid: 28, test: 28\n"
     assert f"train: 20 of 28 pairs kept; fell out: {reasons}" in said
-    assert len(corpus.read_text(tmp_path / "out" / "train.en")) == 20
+    assert len(read_text(tmp_path / "out" / "train.en")) == 20
     said = prepare(programs, tmp_path / "none", tmp_path, fails=True, **env | {"MAX_LENGTH": 1})
     assert "no pair of the training text is left: train: 0 of 28 pairs" in said
 
@@ -110,10 +110,10 @@ def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(parall
     assert not out.exists() and "binarising" in said and "cleaning" not in said
     asked = options(call)
     assert "--joined-dictionary" in asked and (asked["--source-lang"], asked["--target-lang"]) == ("en", "de")
-    rows = [line.rsplit(" ", 1) for line in corpus.read_text(Path(asked["--srcdict"]))]
+    rows = [line.rsplit(" ", 1) for line in read_text(Path(asked["--srcdict"]))]
     real = [word for word, _ in rows if not word.startswith("madeupword")]
     assert len(real) == 361 - 3 and (len(rows) + 4) % 8 == 0 and len(rows) - len(real) < 8  # a round number of them
-    text = [line for x in ("en", "de") for line in corpus.read_text(Path(f"{asked['--trainpref']}.{x}"))]
+    text = [line for x in ("en", "de") for line in read_text(Path(f"{asked['--trainpref']}.{x}"))]
     assert sum(int(count) for _, count in rows) == sum(len(line.split()) for line in text)
     said = prepare(programs, out, parallel, **env)
     assert "learning" not in said and "binarising" in said
@@ -123,11 +123,11 @@ def test_fairseq_gets_all_subwords_and_an_interrupted_preparation_goes_on(parall
 def test_a_finished_folder_has_all_pairs_and_is_left_alone(stub_data, parallel, tmp_path, programs) -> None:
     model = subwords.SentencePieces((stub_data / "subwords.model").read_bytes())
     for name in (f"{split}.{language}" for split in corpus.SPLITS for language in ("en", "de")):
-        raw, cut = corpus.read_text(parallel / name), list(map(model.decode, corpus.read_text(stub_data / name)))
+        raw, cut = read_text(parallel / name), list(map(model.decode, read_text(stub_data / name)))
         if name.startswith("train"):
             assert cut and set(cut) <= set(raw)
         else:
-            assert cut == list(map(corpus.clean, raw)) and corpus.read_text(stub_data / "raw" / name) == raw
+            assert cut == list(map(corpus.clean, raw)) and read_text(stub_data / "raw" / name) == raw
     before = {path: path.stat().st_mtime_ns for path in stub_data.rglob("*")}
     write_pairs(shutil.copytree(parallel, tmp_path / "copy"), "valid", [("a", "b")])
     for folder, env, message in (
@@ -151,7 +151,7 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(parallel, s
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive, "w:gz") as tar:
             for language in ("en", "de"):
-                lines = corpus.read_text(parallel / f"train.{language}")[start : start + 100]
+                lines = read_text(parallel / f"train.{language}")[start : start + 100]
                 corpus.write_text(tmp_path / "member", lines)
                 tar.add(tmp_path / "member", f"{member}.{language}")
     (tmp_path / "sets" / "wmt14").mkdir(parents=True)
@@ -185,7 +185,7 @@ def generate(programs: Programs, data: Path, model: Path, lines: list[str], *arg
 def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, tmp_path: Path, programs) -> None:
     """With a line for an empty source. It is not passed off as one of other options, nor half of it as a result."""
     (checkpoint := tmp_path / "checkpoint_best.pt").touch()
-    cut, log = corpus.read_text(stub_data / "test.de"), []
+    cut, log = read_text(stub_data / "test.de"), []
     for number in (2, 0, 3, 1):
         text = cut[number] if number != 1 else ""
         log += [f"S-{number}\tx\n", f"H-{number}\t-0.5\t{text}\n", f"H-{number}\t-0.9\tworse\n"]
@@ -194,8 +194,8 @@ def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, tm
         assert message in generate(programs, stub_data, tmp_path, lines, fails=True)[0]
         assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.hyp"))
     said, (call,) = generate(programs, stub_data, tmp_path, [*log, SUMMARY], "--cpu", "--beam", "8")
-    raw = corpus.read_text(stub_data / "raw" / "test.de")
-    assert corpus.read_text(tmp_path / "generate-test.hyp") == [raw[0], "", corpus.clean(raw[2]), raw[3]]
+    raw = read_text(stub_data / "raw" / "test.de")
+    assert read_text(tmp_path / "generate-test.hyp") == [raw[0], "", corpus.clean(raw[2]), raw[3]]
     values = json.loads((tmp_path / "generate-test.json").read_text())
     assert values["signature"] in said and "|tok:13a|" in values["signature"]
     assert 90 < values["bleu"] < 100 and 90 < values["compound_split_bleu"] < 100  # a line is lacking
@@ -214,10 +214,10 @@ def test_translations_come_in_order_and_their_result_is_kept(stub_data: Path, tm
 
 def test_compound_split_bleu_is_of_moses_tokens() -> None:
     dash = " ##AT##-##AT## "
-    split = score.tokenize_and_split(["Die wohl-bekannte Stadt (oft), z.B. x-y-z - -1 1-2."], "de")
+    split = translation.tokenize_and_split(["Die wohl-bekannte Stadt (oft), z.B. x-y-z - -1 1-2."], "de")
     # As in Perl: y is in the first match.
     assert split == [f"Die wohl{dash}bekannte Stadt ( oft ) , z.B. x{dash}y-z - -1 1{dash}2 ."]
-    values = score.score(["das wohl-bekannte Haus ist alt ."], ["das sehr-bekannte Haus ist alt ."], "de")
+    values = translation.score(["das wohl-bekannte Haus ist alt ."], ["das sehr-bekannte Haus ist alt ."], "de")
     # 13a keeps the compound: 5 of 6 words, 3 of 5 pairs ...; split, there are 7 of 8 words, 5 of 7 pairs ...
     assert values["bleu"] == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
     assert values["compound_split_bleu"] == pytest.approx(100 * (7 / 8 * 5 / 7 * 4 / 6 * 3 / 5) ** 0.25)
@@ -225,15 +225,15 @@ def test_compound_split_bleu_is_of_moses_tokens() -> None:
 
 @pytest.mark.slow
 def test_moses_tokens_and_bpe_become_text_again(parallel: Path, tmp_path: Path, programs) -> None:
-    data, texts = tmp_path / "data", corpus.read_text(parallel / "test.de")
+    data, texts = tmp_path / "data", read_text(parallel / "test.de")
     assert "VOCABULARY is 999; " in prepare(programs, data, parallel, fails=True, VOCABULARY=999, SUBWORDS="bpe")
     prepare(programs, data, parallel, VOCABULARY=60, SUBWORDS="bpe")
     assert (data / "test.de").read_text().count("@-@") == 2
     # A generation that repeats the references, of which fairseq does not know two characters.
-    lines = [line.replace("日 本", "<unk> <unk>") for line in corpus.read_text(data / "test.de")]
+    lines = [line.replace("日 本", "<unk> <unk>") for line in read_text(data / "test.de")]
     (data / "checkpoint_best.pt").touch()
     generate(programs, data, data, [*(f"H-{n}\t0\t{line}\n" for n, line in enumerate(lines)), SUMMARY])
-    assert corpus.read_text(data / "generate-test.hyp") == [x.replace("日本", "<unk> <unk>") for x in texts]
+    assert read_text(data / "generate-test.hyp") == [x.replace("日本", "<unk> <unk>") for x in texts]
 
 
 @pytest.mark.slow

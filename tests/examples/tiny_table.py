@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import reproduce
 from common import steps
-from papers import grid, row_runner
-from papers.rows import Call, Row, Table
+from papers import grid
+from papers.rows import Row, Scoring, Table
 
 PROGRAM = """verb=$1 row=$2 folder=${3%/*}
 note() { echo "$1 $verb $row ${CUDA_VISIBLE_DEVICES:--} $$" >> "$folder/jobs.txt"; }
@@ -31,11 +31,11 @@ printf "x | num. shared model params: 10 (num. trained: 10)\\nscore 1.5\\nx | do
 JOB = ["bash", "-c", PROGRAM, "job"]
 RECIPE = SimpleNamespace(
     sources=False,
-    training=lambda row, places, options, env: Call([*JOB, "train", row, str(places.out), *options]),
+    training=lambda row, places, options, env: [*JOB, "train", row, str(places.out), *options],
     evaluations=lambda places, options, env: [
-        Call([*JOB, "score", places.out.name[:-2], str(places.out), *options], title="test")
+        Scoring([*JOB, "score", places.out.name[:-2], str(places.out), *options], "test", "test", places.out, [])
     ],
-    scores=lambda call, places, log: {"test": float(log.split("score ")[1].split()[0])},
+    scores=lambda title, places, log: {"test": float(log.split("score ")[1].split()[0])},
     check=lambda verb, places, env: None,
     finish=lambda places: None,
 )
@@ -49,6 +49,6 @@ TABLES = {"tiny": table(*"abcde"), "failing": table("broken", "a", "b"), "long":
 
 if __name__ == "__main__":
     reproduce.ALL |= TABLES
-    steps.Runner.pause, row_runner.ASKED = 0.02, 0.1
+    steps.Runner.pause, steps.Runner.asks = 0.02, 0.1
     grid.visible = list
     sys.exit(reproduce.main())

@@ -194,7 +194,7 @@ def test_lines_of_another_shape_are_refused(task: str, lines: list[Any], told: s
     write_lines(tmp_path, **{task: lines})
     assert benchmark_data.main([str(tmp_path / "tasks"), str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert f"benchmarks.sh: {tmp_path / task}.jsonl" in error and told in error
+    assert f"error: {tmp_path / task}.jsonl" in error and told in error
     assert not (tmp_path / "tasks").exists()
 
 
