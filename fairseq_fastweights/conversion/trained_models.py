@@ -138,7 +138,7 @@ def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast, 
     Raises:
         ValueError: if a file cannot be used; the message names it and says why.
     """
-    for module in ("models.fast_weight_lm", "models.huggingface_architectures", "tasks.fast_weight_language_modeling"):
+    for module in ("models.fast_weight_lm", "tasks.fast_weight_language_modeling"):
         import_module(f"fairseq_fastweights.{module}")
     try:
         loaded, _, task = checkpoint_utils.load_model_ensemble_and_task(
