@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_fastweights.invalid_input import InvalidInput
-
 SQUARE_PROJECTIONS = ("keep", "identity", "none")
-
-
-def check_square_projections(choice: str) -> None:
-    """Raises a `ValueError` unless `choice` is one of `SQUARE_PROJECTIONS`."""
-    if choice not in SQUARE_PROJECTIONS:
-        raise InvalidInput(f"square_projections is {choice!r}; it must be one of {', '.join(SQUARE_PROJECTIONS)}")
 
 
 def leave_out_square_projections(embeddings: Any = None, softmax: Any = None) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-from fairseq_fastweights.adaptive_softmax import check_square_projections
+from fairseq_fastweights.adaptive_softmax import SQUARE_PROJECTIONS
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import ACTIVATIONS
 from fairseq_fastweights.mixers.mixer import check_divisor
 from fairseq_fastweights.mixers.registry import (
     MIXERS,
     SHARED_DEFAULTS,
-    Kind,
     check_read,
     have_sizes,
     lookup,
@@ -27,6 +27,7 @@ FORMAT = 1
 """The format of config.json. A larger number belongs to a later version of this package, and is refused."""
 
 POSITIONS = ("sinusoidal", "learned", "none")
+_NAMES = {"position_embeddings": POSITIONS, "hidden_act": tuple(ACTIVATIONS), "square_projections": SQUARE_PROJECTIONS}
 
 # What `mixer_settings` may not say: it is said once, elsewhere.
 _SAID_ELSEWHERE = {
@@ -60,17 +61,13 @@ _QUANTIZATIONS = ("bitsandbytes", "torchao", "quanto", "hqq")
 
 _MOST = {"num_hidden_layers": 10**4, "max_position_embeddings": 10**12}
 _MOST_OF_OTHERS = 10**9
-_FLAGS = (
-    *("pre_norm", "final_norm", "parallel_residual", "swiglu", "embedding_norm", "scale_embeddings"),
-    *("zero_centered_norms", "tie_word_embeddings", "tie_adaptive_projections", "use_cache"),
-    "adaptive_softmax_bias",
-)
 _SHARED_TYPES: dict[str, type] = {
     **dict.fromkeys(("scale_read_out", "bias"), bool),
     **dict.fromkeys(("rotary_base", "query_key_norm_eps"), float),
     **dict.fromkeys(("feature_map", "rotary_scaling", "projection_bias", "backend"), str),
 }
 """Of the settings of several kinds of mixers; the others are whole numbers."""
+_TYPE_NAMES = {int: "a whole number", bool: "true or false", str: "a name"}
 
 
 class FastWeightConfig(PreTrainedConfig):
@@ -198,13 +195,13 @@ class FastWeightConfig(PreTrainedConfig):
         _check_quantization(kwargs.get("quantization_config"))
         self.dtype = _check_dtype("torch_dtype", kwargs.pop("torch_dtype", None)) if self.dtype is None else self.dtype
         _check_dtype("dtype", self.dtype)
-        self._check_numbers()
+        self._check_types()
         self.input_size = self.hidden_size if self.input_size is None else self.input_size
         self.output_size = self.hidden_size if self.output_size is None else self.output_size
         self.mixers = self._read_mixers()
         self.mixer_settings = self._read_mixer_settings(self.mixers)
         self.output_norm_layers = [] if self.output_norm_layers is None else self.output_norm_layers
-        self._check_names()
+        self._check_layers()
         self.masked_tokens = [] if self.masked_tokens is None else self.masked_tokens
         self._check_vocabulary()
         super().__post_init__(**kwargs)
@@ -219,23 +216,22 @@ class FastWeightConfig(PreTrainedConfig):
             settings["fast_weight_heads"] = self.num_attention_heads
         return settings | {name: getattr(self, own) for name, own in _SAID_ELSEWHERE.items()}
 
-    def _check_numbers(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            _check_count(name, getattr(self, name))
-        _check_count("max_position_embeddings", self.max_position_embeddings)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) not in (True, False):
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        for name in ("input_size", "output_size"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"):
-            check_number(name, getattr(self, name), 0, 1)
-        for name in ("rms_norm_eps", "initializer_range"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0)
-        if not (self.mixer_settings or {}).get("head_dim"):
-            check_divisor("num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size)
+    def _check_types(self) -> None:
+        """Checks each number, flag and name by itself, by the type of its field."""
+        for name, kind in FastWeightConfig.__annotations__.items():
+            value = getattr(self, name)
+            if value is None and kind.endswith("None"):
+                continue
+            if kind == "bool" and (not isinstance(value, int) or value not in (True, False)):
+                raise InvalidInput(f"{name} is {value!r}; it must be true or false")
+            if name.endswith("_factor"):
+                check_number(name, value, above=0)
+            elif kind.startswith("float"):
+                check_number(name, value, 0, 1 if kind == "float" else math.inf)  # all others are probabilities
+            elif kind in ("int", "int | None") and not name.endswith("token_id"):
+                _check_count(name, value)
+            elif name in _NAMES and value not in _NAMES[name]:
+                raise InvalidInput(f"{name} is {value!r}; it must be one of {', '.join(_NAMES[name])}")
 
     def _read_mixers(self) -> list[str]:
         layers, mixers = self.num_hidden_layers, self.mixers
@@ -255,25 +251,27 @@ class FastWeightConfig(PreTrainedConfig):
         settings = {} if self.mixer_settings is None else self.mixer_settings
         if not isinstance(settings, dict):
             raise InvalidInput(f"mixer_settings is {settings!r}; it must give settings their values")
-        known = known_mixer_settings(MIXERS)
+        own = {option_name(mixer, x): row for mixer, kind in MIXERS.items() for x, row in kind.options.items()}
+        shared = {name for kind in MIXERS.values() for name in (*kind.shared, kind.heads) if name is not None}
+        known = {name: _SHARED_TYPES.get(name, int) for name in shared} | {name: row.type for name, row in own.items()}
         for name, value in settings.items():
             if name in _SAID_ELSEWHERE:
                 raise InvalidInput(f"mixer_settings holds {name}; it must be given as {_SAID_ELSEWHERE[name]} instead")
             if name not in known:
-                raise InvalidInput(f"mixer_settings holds {name!r}; it may hold {', '.join(sorted(known))}")
-            _check_type(name, value, known[name])
-            if name == "normalization" and value is not None:
+                allowed = ", ".join(sorted(known.keys() - _SAID_ELSEWHERE))
+                raise InvalidInput(f"mixer_settings holds {name!r}; it may hold {allowed}")
+            if value is None and name not in own:
+                continue
+            if name == "normalization":
                 words = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
                 if not all(word in NORMALIZATIONS for word in words):
                     raise InvalidInput(
                         f"normalization is {value!r}; it must be a list of {', '.join(NORMALIZATIONS)}, or None"
                     )
                 settings = settings | {name: sorted(words)}
-        defaults = SHARED_DEFAULTS | {
-            option_name(mixer, option): row.default for mixer in MIXERS for option, row in MIXERS[mixer].options.items()
-        }
-        # Layers that do not read it have no biases in their projections either, unless an option of theirs says so.
-        defaults |= {"projection_bias": "none"} if settings.get("projection_bias") == "none" else {}
+            else:
+                _check_type(name, value, known[name])
+        defaults = SHARED_DEFAULTS | {name: row.default for name, row in own.items()}
         given = {name: (name, x) for name, x in settings.items() if x is not None and x != defaults.get(name)}
         check_read(given, settings, [(name, MIXERS) for name in mixers])
         heads = settings.get("fast_weight_heads")
@@ -283,80 +281,52 @@ class FastWeightConfig(PreTrainedConfig):
                 check_divisor("fast_weight_heads", heads, "hidden_size", self.hidden_size)
         return dict(settings)
 
-    def _check_names(self) -> None:
-        for name, allowed in (("position_embeddings", POSITIONS), ("hidden_act", ACTIVATIONS)):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+    def _check_layers(self) -> None:
+        layers, most = self.output_norm_layers, self.num_hidden_layers
+        if not (self.mixer_settings or {}).get("head_dim"):
+            check_divisor("num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size)
         if self.parallel_residual and not self.pre_norm:
             raise InvalidInput("parallel_residual is set; it needs pre_norm, which is not")
-        layers = self.output_norm_layers
-        if not isinstance(layers, (list, tuple)) or not all(
-            _is_count(n) and n <= len(self.mixers or ()) for n in layers
-        ):
-            raise InvalidInput(
-                f"output_norm_layers is {layers!r}; it must be a list of numbers from 1 to {self.num_hidden_layers}"
-            )
+        if not isinstance(layers, (list, tuple)) or not all(_is_count(number) and number <= most for number in layers):
+            raise InvalidInput(f"output_norm_layers is {layers!r}; it must be a list of numbers from 1 to {most}")
         if layers and (self.parallel_residual or not self.pre_norm):
             raise InvalidInput(f"output_norm_layers is {layers!r}; it needs pre_norm, without parallel_residual")
 
     def _check_vocabulary(self) -> None:
-        for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
-            cutoffs = getattr(self, name)
-            if cutoffs is None:
-                continue
-            whole = isinstance(cutoffs, (list, tuple)) and all(_is_count(number) for number in cutoffs)
-            if not whole or not cutoffs or list(cutoffs) != sorted(set(cutoffs)) or cutoffs[-1] > self.vocab_size:
+        size, masked, tied = self.vocab_size, self.masked_tokens, self.tie_word_embeddings
+        of_input, of_output = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
+        for name, cutoffs in (("adaptive_input_cutoffs", of_input), ("adaptive_softmax_cutoffs", of_output)):
+            whole = isinstance(cutoffs, (list, tuple)) and len(cutoffs) > 0 and all(map(_is_count, cutoffs))
+            if cutoffs is not None and not (whole and list(cutoffs) == sorted(set(cutoffs)) and cutoffs[-1] <= size):
                 raise InvalidInput(
-                    f"{name} is {cutoffs!r}; its numbers must rise, from 1 at least to vocab_size, {self.vocab_size}, "
-                    "at most"
+                    f"{name} is {cutoffs!r}; its numbers must rise, from 1 at least to vocab_size, {size}, at most"
                 )
-        for name in ("adaptive_input_factor", "adaptive_softmax_factor"):
-            check_number(name, getattr(self, name), above=0)
-        check_square_projections(self.square_projections)
-        adaptive = self.adaptive_input_cutoffs, self.adaptive_softmax_cutoffs
-        if self.square_projections != "keep" and adaptive == (None, None):
+        if self.square_projections != "keep" and of_input is None and of_output is None:
             raise InvalidInput(f"square_projections is {self.square_projections!r}; it needs cut-offs")
-        if self.adaptive_softmax_bias and self.adaptive_softmax_cutoffs is None:
+        if self.adaptive_softmax_bias and of_output is None:
             raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
-        if self.tie_word_embeddings and adaptive != (None, None):
-            same = adaptive[0] == adaptive[1] and self.adaptive_input_factor == self.adaptive_softmax_factor
-            if not same or self.input_size != self.output_size:
-                raise InvalidInput(
-                    "tie_word_embeddings is set; it needs the cut-offs, the factor and the size of the input to be "
-                    "those of the output"
-                )
-        elif self.tie_word_embeddings and self.input_size != self.output_size:
+        same_bands = of_input == of_output and self.adaptive_input_factor == self.adaptive_softmax_factor
+        if tied and (of_input or of_output) and not (same_bands and self.input_size == self.output_size):
+            raise InvalidInput(
+                "tie_word_embeddings is set; it needs the cut-offs, the factor and the size of the input to be those "
+                "of the output"
+            )
+        if tied and self.input_size != self.output_size:
             raise InvalidInput(
                 f"tie_word_embeddings is set; it needs input_size, {self.input_size}, to be output_size, "
                 f"{self.output_size}"
             )
-        if self.tie_adaptive_projections and not (self.tie_word_embeddings and self.adaptive_softmax_cutoffs):
+        if self.tie_adaptive_projections and not (tied and of_output):
             raise InvalidInput("tie_adaptive_projections is set; it needs tie_word_embeddings and cut-offs")
-        masked = self.masked_tokens
-        if not isinstance(masked, (list, tuple)) or not all(
-            isinstance(number, int) and 0 <= number < self.vocab_size for number in masked
-        ):
-            raise InvalidInput(f"masked_tokens is {masked!r}; it must be a list of numbers below {self.vocab_size}")
-        if masked and self.adaptive_softmax_cutoffs:
+        if not isinstance(masked, (list, tuple)) or not all(isinstance(x, int) and 0 <= x < size for x in masked):
+            raise InvalidInput(f"masked_tokens is {masked!r}; it must be a list of numbers below {size}")
+        if masked and of_output:
             raise InvalidInput("masked_tokens is set; an adaptive softmax has no logits to mask")
-        ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
-        for name, number in (
-            ("pad_token_id", self.pad_token_id),
-            ("bos_token_id", self.bos_token_id),
-            *(("eos_token_id", end) for end in ends),
-        ):
-            if number is not None and not (isinstance(number, int) and 0 <= number < self.vocab_size):
-                raise InvalidInput(f"{name} is {number!r}; it must be a number below vocab_size, {self.vocab_size}")
-
-
-def known_mixer_settings(kinds: dict[str, Kind]) -> dict[str, type]:
-    """The names that `FastWeightConfig.mixer_settings` may have, and the types of their values."""
-    shared = {name for kind in kinds.values() for name in (*kind.shared, kind.heads) if name is not None}
-    own = {
-        option_name(mixer, option): row.type for mixer, kind in kinds.items() for option, row in kind.options.items()
-    }
-    types = {name: _SHARED_TYPES.get(name, int) for name in sorted(shared)} | own
-    return {name: kind for name, kind in types.items() if name not in _SAID_ELSEWHERE}
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            for number in value if name == "eos_token_id" and isinstance(value, list) else [value]:
+                if number is not None and not (isinstance(number, int) and 0 <= number < size):
+                    raise InvalidInput(f"{name} is {number!r}; it must be a number below vocab_size, {size}")
 
 
 def _is_count(value: Any) -> bool:
@@ -393,14 +363,10 @@ def _check_most(name: str, value: int) -> None:
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
-    """Checks a mixer's setting; None stands for a default, and the names of normalizations are checked elsewhere."""
-    shared = name in _SHARED_TYPES or not any(name.startswith(f"{mixer.replace('-', '_')}_") for mixer in MIXERS)
-    if (value is None and shared) or name == "normalization":
-        return
+    """Checks a mixer's setting."""
     if kind is float:
         check_number(name, value)
     elif not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        words = {int: "a whole number", bool: "true or false", str: "a name"}
-        raise InvalidInput(f"{name} is {value!r}; it must be {words[kind]}")
+        raise InvalidInput(f"{name} is {value!r}; it must be {_TYPE_NAMES[kind]}")
     if kind is int:
         _check_most(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -31,6 +31,7 @@ from fairseq_fastweights.suggestions import did_you_mean
 _FEATURES = ("dropout", "feature_map", "feature_dim", "dpfp_nu", "favor_features")
 _MAP = (*_FEATURES, "scale_read_out")
 _MEMORY = (*_MAP, "bias", "normalization", "backend")
+_NO_BIASES = {"projection_bias": "none"}
 _ROTARY = ("rotary_dim", "rotary_base", "rotary_scaling")
 
 SHARED_DEFAULTS: dict[str, Any] = {
@@ -60,6 +61,7 @@ class Kind:
         help: what a memory does at a step, for `--help`.
         feature_map: that of the paper; None for mixers without one.
         normalization: those of the paper.
+        fixed: the values of settings that it does not take, but has all the same; giving these is no error.
     """
 
     build: Callable[..., Mixer]
@@ -68,6 +70,7 @@ class Kind:
     help: str = ""
     feature_map: str | None = None
     normalization: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -117,12 +120,12 @@ MIXERS: dict[str, Kind] = {
     "linformer": Kind(Linformer, ("dropout", "bias", "max_positions")),
     "abc": Kind(ABCMLP, ("dropout", "bias")),
     "transformer-xl": Kind(TransformerXL, ("dropout", "bias")),
-    "mamba": Kind(Mamba, ("backend",), heads=None),
-    "gated-delta": Kind(GatedDelta, ("backend",), heads="fast_weight_heads"),
-    "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads"),
-    "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads"),
-    "delta-net": Kind(DeltaNet, ("backend",), heads="fast_weight_heads"),
-    "gla": Kind(GatedLinearAttention, ("backend",), heads="fast_weight_heads"),
+    "mamba": Kind(Mamba, ("backend",), heads=None, fixed=_NO_BIASES),
+    "gated-delta": Kind(GatedDelta, ("backend",), heads="fast_weight_heads", fixed=_NO_BIASES),
+    "kimi-delta": Kind(KimiDelta, ("backend",), heads="fast_weight_heads", fixed=_NO_BIASES),
+    "delta-product": Kind(DeltaProduct, ("backend",), heads="fast_weight_heads", fixed=_NO_BIASES),
+    "delta-net": Kind(DeltaNet, ("backend",), heads="fast_weight_heads", fixed=_NO_BIASES),
+    "gla": Kind(GatedLinearAttention, ("backend",), heads="fast_weight_heads", fixed=_NO_BIASES),
 }
 """The mixers of language models and decoders, by name."""
 
@@ -198,7 +201,7 @@ def check_read(
     chosen = {(name, id(kinds)): (name, kinds) for name, kinds in layers}.values()
     read = {setting for name, kinds in chosen for setting in settings_read(name, settings, kinds)}
     for setting, (shown, value) in given.items():
-        if setting in read:
+        if setting in read or any(kinds[name].fixed.get(setting) == value for name, kinds in chosen):
             continue
         if any(setting in kinds[name].settings(name) for name, kinds in chosen):
             other, needed, _ = _CONDITIONS[setting]

@@ -10,12 +10,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 
 from fairseq_fastweights.adaptive_softmax import (
+    SQUARE_PROJECTIONS,
     add_biases,
-    check_square_projections,
     leave_out_square_projections,
     start_as_identity,
 )
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.registry import lookup
 from fairseq_fastweights.models.option_checks import read_cutoffs
 
 
@@ -71,7 +72,7 @@ def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
 
 
 def _check_bands(args: Any) -> None:
-    check_square_projections(args.square_projections)
+    lookup("square_projections", args.square_projections, dict.fromkeys(SQUARE_PROJECTIONS))
     adaptive_input = args.adaptive_input and not args.character_embeddings
     if args.square_projections != "keep" and not adaptive_input and args.adaptive_softmax_cutoff is None:
         raise InvalidInput(
