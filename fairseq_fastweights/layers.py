@@ -20,6 +20,13 @@ from fairseq_fastweights.ops.elementwise import gate
 Branch = Callable[[Tensor], Tensor]
 """A function between a layer's norms and sums: its mixer or its feed-forward network."""
 
+MASKED_LOGIT = -1e4
+"""The logit of a token that is never predicted. Its probability is 0 in every type: e^-104 is, in float32.
+
+It is finite, and in float16's range, because label smoothing sums all log-probabilities: with infinity, or the type's
+lowest number, three of which overflow, the loss would be infinite, or NaN without smoothing.
+"""
+
 _NORMS = ("layer_norm", "layernorm", "_ln", "layernorm_embedding")
 
 
@@ -141,6 +148,16 @@ def use_rms_norms(module: nn.Module, eps: float, zero_centered: bool = False) ->
     for name, norm in list(module.named_children()):
         if name.endswith(_NORMS) and norm is not None:
             setattr(module, name, rms_norm(norm.normalized_shape, eps, zero_centered))
+
+
+def draw_normal(module: nn.Module, std: float) -> None:
+    """Draws the weights of a projection or of embeddings from N(0, std); those of other modules stay."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=std)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        nn.init.zeros_(module.weight[module.padding_idx])
 
 
 def _same(x: Tensor) -> Tensor:

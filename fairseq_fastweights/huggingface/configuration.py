@@ -29,7 +29,7 @@ FORMAT = 1
 POSITIONS = ("sinusoidal", "learned", "none")
 _NAMES = {"position_embeddings": POSITIONS, "hidden_act": tuple(ACTIVATIONS), "square_projections": SQUARE_PROJECTIONS}
 
-# What `mixer_settings` may not say: it is said once, elsewhere.
+# Settings of mixers that have a field of their own, and are not in `mixer_settings`.
 _SAID_ELSEWHERE = {
     "num_heads": "num_attention_heads",
     "dropout": "attention_dropout",
@@ -37,7 +37,7 @@ _SAID_ELSEWHERE = {
     "zero_centered_norms": "zero_centered_norms",
 }
 
-# What transformers itself may have in a config.json beside fields.
+# Entries of transformers itself in a config.json, beside the fields.
 _OF_TRANSFORMERS = {
     "model_type",
     "torch_dtype",
@@ -123,7 +123,7 @@ class FastWeightConfig(PreTrainedConfig):
         eos_token_id: number of the word type that ends a text.
 
     Raises:
-        ValueError: if a setting is unknown or not allowed; the message names it, its value and what is allowed.
+        ValueError: if a setting is unknown or not allowed; the message names it, its value and the allowed ones.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_attention_heads=2, mixers="gated,softmax:6")
@@ -357,7 +357,7 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _check_most(name: str, value: int) -> None:
-    """Checks what is made for each layer, or laid out, before a weight is looked at."""
+    """Bounds a size before anything of this size is made: weights are read later."""
     if value > (most := _MOST.get(name, _MOST_OF_OTHERS)):
         raise InvalidInput(f"{name} is {value}; it must be at most {most}")
 

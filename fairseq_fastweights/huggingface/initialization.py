@@ -11,6 +11,7 @@ from torch import nn
 
 from fairseq_fastweights.adaptive_softmax import start_as_identity
 from fairseq_fastweights.huggingface.vocabulary import AdaptiveInput, AdaptiveSoftmax
+from fairseq_fastweights.layers import draw_normal
 from fairseq_fastweights.mixers.feature_maps import FavorMap
 from fairseq_fastweights.mixers.mixer import Mixer
 
@@ -28,11 +29,9 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, 
         if isinstance(module, Mixer):
             _draw_mixer(module, std)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
-            if module.padding_idx is not None:
-                nn.init.zeros_(module.weight[module.padding_idx])
+            draw_normal(module, module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.Linear) and std is not None:
-            _draw_linear(module, std)
+            draw_normal(module, std)
         elif isinstance(module, (AdaptiveInput, AdaptiveSoftmax)):
             if std is None:
                 _draw_bands(module, padding_idx)
@@ -45,12 +44,6 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, 
             _reset(module)
 
 
-def _draw_linear(module: nn.Linear, std: float) -> None:
-    nn.init.normal_(module.weight, std=std)
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
 def _draw_mixer(mixer: Mixer, std: float | None) -> None:
     parts = list(mixer.modules())
     for part in parts:
@@ -59,8 +52,7 @@ def _draw_mixer(mixer: Mixer, std: float | None) -> None:
     _reset(mixer)
     if std is not None:
         for part in parts:
-            if isinstance(part, nn.Linear):
-                _draw_linear(part, std)
+            draw_normal(part, std)
     mixer.reset_special_parameters()
 
 

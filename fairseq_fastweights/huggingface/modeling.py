@@ -27,12 +27,9 @@ from fairseq_fastweights.huggingface.vocabulary import (
     tied_bands,
 )
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.layers import ACTIVATIONS, MixerLayer, form_of_layer, use_rms_norms, use_swiglu
+from fairseq_fastweights.layers import ACTIVATIONS, MASKED_LOGIT, MixerLayer, form_of_layer, use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.mixer import Mixer, State, in_rows
 from fairseq_fastweights.mixers.registry import build_mixer
-
-MASKED_LOGIT = -1e4
-"""The logit of a word type that is never predicted; `models.fast_weight_decoder` says why it is finite."""
 
 _OFFSET = 2
 """Rows before those of learned positions, as in fairseq, where positions start after the number of padding."""
@@ -218,7 +215,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         config: the model's settings.
 
     Raises:
-        ValueError: if a setting is not allowed; the message names it, its value and what is allowed.
+        ValueError: if a setting is not allowed; the message names it, its value and the allowed ones.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -322,7 +319,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
             `last_hidden_state`, (batch, time, output_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: if an argument is not allowed; the message names it, its value and what is allowed; also if a
+            ValueError: if an argument is not allowed; the message names it, its value and the allowed ones; also if a
                 row holds several texts, and a mixer cannot keep them apart.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -457,7 +454,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             nn.init.normal_(self.lm_head.weight, std=self.lm_head.in_features**-0.5)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """Checks what `generate` passes on to the model, before transformers uses the cache."""
+        """Checks the arguments that `generate` passes on to the model, before transformers uses the cache."""
         if model_kwargs.get("past_key_values") is not None:
             check_kind(model_kwargs["past_key_values"])
         super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
@@ -503,7 +500,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             `loss`; `logits`, (batch, positions, vocab_size); `past_key_values`; `hidden_states`.
 
         Raises:
-            ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+            ValueError: if an argument is not allowed; the message names it, its value and the allowed ones.
             TypeError: for an unknown argument.
         """
         lengths = {name: options.pop(name) for name in _LENGTHS if name in options}

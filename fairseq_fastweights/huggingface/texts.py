@@ -1,4 +1,4 @@
-"""The texts of a call, by its arguments: what is padding, where texts begin, and the places in them."""
+"""The texts of a call, by its arguments: padding, where texts begin, and the positions in them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_texts(
         skips: whether the model's positions follow `position_ids` that skip places within a text.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed ones.
     """
     rows, time = shape
     padding = read_padding(attention_mask, rows, time)
@@ -110,8 +110,8 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
         raise InvalidInput(f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor")
     if attention_mask.dim() != 2 or attention_mask.shape[0] != rows or attention_mask.shape[1] < time:
         raise InvalidInput(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by what "
-            "was read before"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be ({rows}, {time}), or longer by the "
+            "tokens that were read before"
         )
     mask = attention_mask[:, attention_mask.shape[1] - time :]
     padding = mask == 0
@@ -119,7 +119,7 @@ def read_padding(attention_mask: Tensor | None, rows: int, time: int) -> Tensor 
         return padding
     strange = ~padding & (mask != 1)
     padded, other = torch.stack([padding.any(), strange.any()]).tolist()
-    if other:  # numbers of documents, or what is added to scores
+    if other:  # numbers of documents, or a mask that is added to scores
         raise InvalidInput(f"attention_mask holds {mask[strange][0].item()}; it must be 0 at padding and 1 elsewhere")
     return padding if padded else None
 

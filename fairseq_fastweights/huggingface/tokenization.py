@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 class WordTokenizer(PreTrainedTokenizerFast):
     """A tokenizer of words between spaces, whose texts can be decoded in parts.
 
-    What begins with a word is the continuation of a text, and is decoded with the space before that word: pipelines and
-    streamers put it behind what came before. A whole text begins with a special token, and so has no such space.
+    A part that begins with a word continues a text, and is decoded with the space before that word: pipelines and
+    streamers put it behind the part before. A whole text begins with a special token, and so has no such space.
 
     Examples:
         >>> from tokenizers import Tokenizer, models

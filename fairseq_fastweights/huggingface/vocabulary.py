@@ -1,6 +1,6 @@
 """Adaptive embeddings and softmax, in bands of word types (Baevski & Auli 2019), and sinusoidal positions.
 
-They compute what fairseq's modules do, with the same names and shapes of parameters.
+They compute the same as fairseq's modules, with the same names and shapes of parameters.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""fairseq models. fairseq imports every module of this folder, which registers what it holds."""
+"""fairseq models. fairseq imports every module of this folder, which registers the models and architectures in it."""

@@ -102,7 +102,7 @@ def prune(state_dict: dict[str, Any], module: str, kept: list[int]) -> None:
             raise InvalidInput(f"{NAME} has the mixers of {len(before)} layers, and layer {max(kept)} is to be kept")
         left = [before[number - 1] for number in kept]
         settings["mixers"] = together(left)
-        # What is said of a kind of mixer goes with the last of them.
+        # The settings of a kind of mixer go with the last layer of that kind.
         gone = tuple(f"{name} " for name in set(before) - set(left))
         settings = {name: x for name, x in settings.items() if not name.startswith(gone)}
     if behind := settings.pop("output norm layers", None):
@@ -155,7 +155,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     saved = expected if saved is None else saved
     names = {name for name in saved | expected if saved.get(name) != expected.get(name)}
     if any(name.endswith("mixers") for name in names):
-        # What only one of them says is said of a mixer that the other has not.
+        # Settings that only one of them has belong to a mixer that the other lacks.
         names = {name for name in names if name in saved and name in expected}
     different = [
         f"{name} is {saved.get(name)!r} in the checkpoint and {expected.get(name)!r} in the model"

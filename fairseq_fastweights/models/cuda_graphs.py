@@ -1,7 +1,7 @@
-"""CUDA graphs: what a GPU was told to do once is started again as one operator, where no shape has changed.
+"""CUDA graphs: a GPU records its work once and replays it as one operator, where no shape has changed.
 
 A graph knows memory by its addresses. Inputs are therefore copied to where they were when the graph was recorded, and
-results are copied from there: what a caller holds is never overwritten by a later call.
+results are copied from there: a later call never overwrites a tensor that a caller holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 REPEATED = 3
 """After so many calls of one form since the last replay the next one is recorded.
 
-Until then all is computed as without graphs. What is done only once, such as compiling, choosing algorithms and
+Until then all is computed as without graphs. Work that is done only once, such as compiling, choosing algorithms and
 allocating workspaces, is done by then.
 """
 
@@ -246,7 +246,7 @@ def log_compiled_alone(reason: str) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Checks what is asked for together with cuda_graphs, before anything is done.
+    """Checks the options that are set together with cuda_graphs, before anything is done.
 
     Raises:
         ValueError: names an option that cannot be recorded, and says why.

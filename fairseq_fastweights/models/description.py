@@ -1,7 +1,7 @@
 """The description of a model: options of `fast_weight_lm` and settings of `FastWeightConfig`, each made of the other.
 
-The options are what a user types and what `--help` explains, and each checkpoint holds all of them. All else is made of
-them: a config.json by `config_of`, the mixers' settings by `mixer_settings`, the settings in a checkpoint's tensor by
+A user types the options, `--help` explains them, and each checkpoint holds all of them. All else is made of them: a
+config.json by `config_of`, the mixers' settings by `mixer_settings`, the settings in a checkpoint's tensor by
 `checkpoint_settings.settings_of`; and published models are read as options (`families.family.Family`).
 """
 

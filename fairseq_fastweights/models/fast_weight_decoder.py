@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.layers import form_of_layer, use_rms_norms, use_swiglu
+from fairseq_fastweights.layers import MASKED_LOGIT, form_of_layer, use_rms_norms, use_swiglu
 from fairseq_fastweights.mixers.mixer import Mixer, State, check_starts, within_documents
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.models import checkpoint_settings
@@ -30,11 +30,6 @@ from fairseq_fastweights.models.mixer_layers import (
 )
 
 logger = logging.getLogger(__name__)
-
-# The logit of a symbol that is masked. Its probability is 0 in every type: e^-104 is, in float32, and logits of -9,900
-# do not occur. It is finite, and in float16's range, because label smoothing sums all log-probabilities: with infinity,
-# or the type's lowest number, which three of overflow to it, the loss would be infinite, or NaN without smoothing.
-MASKED_LOGIT = -1e4
 
 
 class FastWeightDecoder(TransformerDecoder):

@@ -19,10 +19,10 @@ from fairseq.models.transformer_lm import (
 )
 from fairseq.modules import AdaptiveInput
 from fairseq.utils import safe_getattr
-from torch import nn
 
 from fairseq_fastweights.adaptive_softmax import SQUARE_PROJECTIONS
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.layers import draw_normal
 from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
 from fairseq_fastweights.mixers.registry import MIXERS, Kind
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
@@ -52,11 +52,11 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         "numbers from 1, or all, which makes fairseq's Transformer",
     )
     fast_weight_heads: Optional[int] = option(
-        None, "number of heads in layers with fast weights (default: --decoder-attention-heads)"
+        None, "number of heads in layers of linear attention (default: --decoder-attention-heads)"
     )
     no_attention_bias: bool = option(
         False,
-        "leave out the biases of the projections in all mixers but softmax; gates that decay a memory keep theirs",
+        "leave out the biases of the projections in all mixers but softmax; gates that decay a state keep theirs",
     )
     init_std: Optional[float] = option(
         None,
@@ -69,12 +69,12 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
         "program)",
     )
-    adaptive_softmax_bias: bool = option(False, "give the adaptive softmax a bias for each word type and each band")
+    adaptive_softmax_bias: bool = option(False, "give the adaptive softmax a bias for each token and each cluster")
     rotary_dim: int = option(
         0,
         "number of dimensions of each query and key that softmax attention and window-sum rotate by their "
-        "positions (rotary position embedding); 0 is none. Memories do not need it, and retention always rotates "
-        "all dimensions",
+        "positions (rotary position embedding); 0 is none. Linear attention does not need it, and retention always "
+        "rotates all dimensions",
     )
     rotary_base: float = option(10000.0, "base of the wavelengths of the rotary position embedding")
     rotary_scaling: str = option(
@@ -84,15 +84,15 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
     )
     kv_heads: int = option(
         0,
-        "number of heads of keys and values in softmax attention and memories (grouped-query attention); 0 "
+        "number of heads of keys and values in softmax and linear attention (grouped-query attention); 0 "
         "is as many as of queries",
     )
     head_dim: int = option(
-        0, "dimension of each head in softmax attention and memories; 0 is the width divided by the heads"
+        0, "dimension of each head in softmax and linear attention; 0 is the width divided by the heads"
     )
     projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = option(  # type: ignore[valid-type]
         "all",
-        "which projections of softmax attention and memories have biases: all, qkv (all but that of the "
+        "which projections of softmax and linear attention have biases: all, qkv (all but that of the "
         "output, as in Qwen2) or none (Llama); gates keep theirs",
     )
     query_key_norm_eps: Optional[float] = option(
@@ -122,7 +122,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
     )
     cuda_graphs: bool = option(
         False,
-        "in training on a GPU, record what the layers do as CUDA graphs, and replay these for all batches "
+        "in training on a GPU, record the layers as CUDA graphs, and replay these for all batches "
         "of the same shape; other batches are computed as without. Not for all options: the error names those "
         "that cannot be recorded. --compile does it by itself where it can",
     )
@@ -135,7 +135,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
 
 @dataclass
 class FastWeightLanguageModelConfig(TransformerLanguageModelConfig, FastWeightLanguageModelOptions):
-    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of fast weight memories."""
+    """Options of `fast_weight_lm`: those of fairseq's `transformer_lm` and of linear attention."""
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
@@ -187,7 +187,10 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         embeddings = build_embeddings(args, task.source_dictionary)
         decoder = FastWeightDecoder(args, task.target_dictionary, embeddings, mixers=names)
         if args.init_std is not None:
-            _draw_weights(decoder, args.init_std)
+            for module in decoder.modules():
+                draw_normal(module, args.init_std)
+            for mixer in decoder.mixers:
+                mixer.reset_special_parameters()
         adaptive = isinstance(decoder.embed_tokens, AdaptiveInput)
         change_bands(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
         if args.compile:
@@ -274,21 +277,6 @@ def _parse_kept_layers(text: str, layers: int) -> list[int]:
             f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
         )
     return numbers
-
-
-def _draw_weights(decoder: FastWeightDecoder, std: float) -> None:
-    """Draws all projections and embeddings from N(0, std), as the models of Schlag et al. (2021) start."""
-    for module in decoder.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-            if module.padding_idx is not None:
-                nn.init.zeros_(module.weight[module.padding_idx])
-    for mixer in decoder.mixers:
-        mixer.reset_special_parameters()
 
 
 check_model_itself("fast_weight_lm")

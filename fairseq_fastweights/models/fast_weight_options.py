@@ -70,17 +70,17 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
         f"names are {', '.join(MIXERS)} (default: --update-rule in all layers)",
     )
     update_rule: ChoiceEnum(MEMORIES) = option(  # type: ignore[valid-type]
-        "delta", f"update rule of the memories, short for --mixers with its name: {WHAT_MEMORIES_DO}"
+        "delta", f"update rule of linear attention, short for --mixers with its name: {WHAT_MEMORIES_DO}"
     )
     feature_map: ChoiceEnum(["auto", *FEATURE_MAPS]) = option(  # type: ignore[valid-type]
         "auto",
         "feature map of queries and keys; favor-schlag is FAVOR+ as in the program of Schlag et al. 2021, "
-        "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is what the rule's "
-        f"paper uses: {in_papers(lambda kind: kind.feature_map)}",
+        "without the scale head dimension^(-1/4) and with 1e-4 added to every exponential; auto is the rule's "
+        f"paper's: {in_papers(lambda kind: kind.feature_map)}",
     )
     feature_dim: Optional[int] = option(
         None,
-        "dimension of queries and keys after the feature map; the memory of a head has this times the head "
+        "dimension of queries and keys after the feature map; the state of a head has this times the head "
         "dimension numbers (default: the head dimension; 2 x --favor-features for favor; 2 x head dimension x "
         "--dpfp-nu for dpfp)",
     )
@@ -93,11 +93,11 @@ class FastWeightOptions(MixerOptions):  # type: ignore[misc, valid-type]
     normalization: str = option(
         "auto",
         "normalisation: comma-separated sum (divides queries and keys by their sums), attention (divides "
-        "what is read by what a value of 1 would give) and removal (delta rule only: divides what is removed "
-        "alike), or none; auto is what the rule's paper uses: "
+        "the output by the output for values of 1) and removal (delta rule only: divides the removed part "
+        "alike), or none; auto is that of the rule's paper: "
         f"{in_papers(lambda kind: write_normalization(kind.normalization))}",
     )
-    scale_read_out: bool = option(False, "multiply what is read from the memory by 1 / sqrt(head dimension)")
+    scale_read_out: bool = option(False, "multiply the output of linear attention by 1 / sqrt(head dimension)")
     fast_weight_backend: ChoiceEnum(list(ops.BACKENDS)) = option(  # type: ignore[valid-type]
         "auto", "implementation of the update rules; auto takes compiled kernels where there are some"
     )

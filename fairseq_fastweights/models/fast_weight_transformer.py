@@ -69,17 +69,17 @@ class FastWeightTransformerOptions(FastWeightOptions):
 
     fast_weight_attention: str = option(
         "encoder,decoder,cross",
-        "which attentions are fast weight memories: comma-separated encoder, decoder (self-attention) and "
+        "which attentions are linear attention: comma-separated encoder, decoder (self-attention) and "
         "cross (from decoder to encoder), or none; the others are softmax. Encoder and cross always use the sum "
         "rule, as they read a whole source, which has no order to forget or correct in",
     )
     update_rule: ChoiceEnum(MEMORIES) = option(  # type: ignore[valid-type]
-        "sum", f"update rule of the memory in the decoder's self-attention: {WHAT_MEMORIES_DO}"
+        "sum", f"update rule of linear attention in the decoder's self-attention: {WHAT_MEMORIES_DO}"
     )
     normalization: str = option(
         "auto",
         "normalisation of the decoder's self-attention: comma-separated sum, attention and removal (delta "
-        "rule only), or none; auto is what the rule's paper uses. Encoder and cross always use attention",
+        "rule only), or none; auto is that of the rule's paper. Encoder and cross always use attention",
     )
 
 
@@ -209,7 +209,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         """`forward` without the output layer, as in fairseq's decoder.
 
         Raises:
-            ValueError: for `full_context_alignment`, if a memory reads the target, as it is causal.
+            ValueError: for `full_context_alignment`, if a mixer reads the target, as it is causal.
         """
         if full_context_alignment and any(self._builders):
             raise InvalidInput(
@@ -242,7 +242,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
 
 @register_model("fast_weight_transformer")
 class FastWeightTransformerModel(TransformerModel):
-    """fairseq's Transformer for translation with fast weight memories in place of any of its attentions.
+    """fairseq's Transformer for translation with linear attention in place of any of its attentions.
 
     Schlag et al. 2021, Sec. 6.2, replace all three. Only the attention modules differ: all options of fairseq's
     `transformer` keep their meaning, and parameters keep their names.
@@ -385,7 +385,7 @@ def _source_mixer(args: Any, place: str, heads: int, **others: Any) -> tuple[str
 
 
 def _no_alignments(option: str, value: object) -> InvalidInput:
-    """The error for an option that needs an alignment, if the attention to the source is a memory."""
+    """The error for an option that needs an alignment, if the attention to the source is linear attention."""
     return InvalidInput(
         f"{option} is {value!r}; it must be left out, as the attention from decoder to encoder is a fast weight "
         "memory, which has no weights to align words by (--fast-weight-attention encoder,decoder trains a model that "

@@ -61,7 +61,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
 def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
     """Gives an adaptive input and an adaptive softmax, or None, the form that the options choose.
 
-    It is done last: what starts as the identity must not be drawn again.
+    It is done last: weights that start as the identity must not be drawn again.
     """
     if args.square_projections == "none":
         leave_out_square_projections(embeddings, softmax)

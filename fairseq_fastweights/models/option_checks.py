@@ -233,7 +233,7 @@ def check_unread(args: Any, model: Any, given: Collection[str]) -> None:
 
 
 def check_unread_settings(cfg: Any) -> None:
-    """The same for a model's whole configuration, as of fairseq-hydra-train, in which what is not preset was given."""
+    """The same for a whole configuration, as of fairseq-hydra-train, in which options differ from the preset."""
     name = getattr(cfg, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name)
     if ARCH_MODEL_NAME_REGISTRY.get(name) != "fast_weight_lm" or not OmegaConf.is_config(cfg):

@@ -16,9 +16,9 @@ from torch import nn
 from fairseq_fastweights.conversion.trained_models import weights_of
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM, FastWeightModel
 from fairseq_fastweights.huggingface.vocabulary import sinusoidal_positions
+from fairseq_fastweights.layers import MASKED_LOGIT
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models.description import config_of
-from fairseq_fastweights.models.fast_weight_decoder import MASKED_LOGIT
 from tests.conftest import ROOT
 from tests.huggingface.conftest import said
 from tests.huggingface.test_generation import SIZES, build, draw
