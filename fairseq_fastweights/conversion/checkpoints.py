@@ -21,14 +21,7 @@ from fairseq_fastweights.invalid_input import InvalidInput
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Reads a checkpoint of fairseq, which may hold tensors and plain values alone.
-
-    Args:
-        checkpoint: the file.
-
-    Raises:
-        ValueError: if the file is damaged, no checkpoint, or holds anything else; the message names it.
-    """
+    """Reads a checkpoint of fairseq, or raises a `ValueError`; it may hold tensors and plain values alone."""
     state = load_safely(checkpoint)
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
@@ -37,11 +30,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name, without dashes before it.
-
-    Raises:
-        ValueError: if OmegaConf would resolve a value, as of an environment variable.
-    """
+    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name without dashes; no ${...}."""
     for name, value in settings.items():
         if "${" in str(value):
             raise InvalidInput(f"{name} is {value!r}; it must be a literal, without ${{...}}")
@@ -66,16 +55,7 @@ def _defaults() -> Any:
 
 
 def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor]) -> None:
-    """Writes a checkpoint.
-
-    Args:
-        path: the file.
-        cfg: the configuration.
-        model: the weights and buffers.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Writes a checkpoint with this configuration and these weights and buffers, or raises an `OSError`."""
     history = {
         "criterion_name": "CrossEntropyCriterion",
         "optimizer_name": "FairseqAdam",

@@ -42,11 +42,7 @@ def path_of(name: str, given: object) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Checks, before any work, that a new folder can be made.
-
-    Raises:
-        ValueError: if `target` exists already, or its parent folder does not.
-    """
+    """Raises a `ValueError`, before any work, if `target` exists or its parent folder does not."""
     if os.path.lexists(target):
         raise InvalidInput(f"{target}: TARGET exists; nothing is overwritten, it must be a new folder")
     if not target.absolute().parent.is_dir():
@@ -103,11 +99,7 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def copy_files(files: dict[str, Path], target: Path) -> None:
-    """Copies files to these names in a folder, which is made, and so are its subfolders.
-
-    Raises:
-        OSError: if one cannot be read or written.
-    """
+    """Copies files to these names in a folder, which is made, and so are its subfolders."""
     target.mkdir(exist_ok=True)
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
@@ -125,15 +117,7 @@ def template_names(folder: Path) -> list[str]:
 
 
 def original_files(source: Path, within: str = ".") -> dict[str, Path]:
-    """The files of a model that are kept for the conversion back, which copies no others.
-
-    Args:
-        source: a folder that may come from elsewhere.
-        within: the subfolder with the files.
-
-    Raises:
-        ValueError: if one of them is a link out of `source`, or no regular file.
-    """
+    """The files in a subfolder of a model that are kept for the conversion back, which copies no others."""
     names = ("config.json", "generation_config.json", *TOKENIZER_FILES, *template_names(source / within))
     return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
 

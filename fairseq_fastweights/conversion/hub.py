@@ -48,11 +48,7 @@ def is_name(source: str) -> bool:
 
 
 def list_files(name: str, revision: str | None) -> Files:
-    """Lists the files of a model on the hub: its configuration, its tokenizer and one form of its weights.
-
-    Raises:
-        ValueError: if the hub cannot be reached, or has no such public model or revision; the message is one line.
-    """
+    """Lists the files of a model on the hub: its configuration, its tokenizer and one form of its weights."""
     hub = _hub()
     try:
         info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
@@ -67,11 +63,7 @@ def list_files(name: str, revision: str | None) -> Files:
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Returns a folder with a model's files, fetched or from the cache; without a network, from the cache alone.
-
-    Raises:
-        ValueError: for the reasons of `list_files`, or if there is no network and the files are not in the cache.
-    """
+    """Returns a folder with a model's files, fetched or from the cache; without a network, from the cache alone."""
     hub = _hub()
     try:
         files = list_files(name, revision)

@@ -133,11 +133,7 @@ def find_run(
 
 
 def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast, Dictionary]:
-    """Loads the model of a run, its tokenizer and its dictionary.
-
-    Raises:
-        ValueError: if a file cannot be used; the message names it and says why.
-    """
+    """Loads the model of a run, its tokenizer and its dictionary. Raises a `ValueError` if a file cannot be used."""
     for module in ("models.fast_weight_lm", "tasks.fast_weight_language_modeling"):
         import_module(f"fairseq_fastweights.{module}")
     try:

@@ -52,11 +52,7 @@ class WeightFiles:
                 self._readers[name] = reader
 
     def rename(self, named: Callable[[str], str | None]) -> list[str]:
-        """Gives weights other names, leaves out those for which `named` returns None, and returns the names of these.
-
-        Raises:
-            ValueError: if two weights would have one name.
-        """
+        """Renames weights, and leaves out those for which `named` returns None; returns the names of these."""
         before: dict[str, str] = {}
         for name in self.shapes:
             new = named(name)
@@ -70,11 +66,7 @@ class WeightFiles:
         return left_out
 
     def read(self, name: str) -> Tensor:
-        """Reads a weight.
-
-        Raises:
-            ValueError: if its dtype is not a floating-point type.
-        """
+        """Reads a weight. Raises a `ValueError` if its dtype is not a floating-point type."""
         weight = self._readers[name]()
         if weight.dtype not in _DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
@@ -95,11 +87,7 @@ def check_regular(path: Path, name: Path | None = None) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: if it is missing, broken, or no object.
-    """
+    """Reads a JSON file. Raises a `ValueError` if it is missing, broken, or no object."""
     if not path.exists():
         raise InvalidInput(f"{path}: there is no such file")
     check_regular(path)
@@ -115,11 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_weights(heading: str, found: Shapes, expected: Shapes) -> None:
-    """Compares names and shapes.
-
-    Raises:
-        ValueError: if weights are missing, left over, or of another shape; the message lists them.
-    """
+    """Compares names and shapes. Raises a `ValueError` if weights are missing, left over, or of another shape."""
     rows = [
         (name, str(found.get(name, "missing")), str(expected.get(name, "nothing of this name")))
         for name in sorted(found.keys() | expected.keys())
@@ -141,11 +125,7 @@ def text_table(rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Writes model.safetensors, with a digest of it.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Writes model.safetensors, with a digest of it. Raises an `OSError` if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -157,14 +137,7 @@ def save_weights(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def load_safely(path: Path) -> Any:
-    """Loads a file of torch.save, which may hold tensors and plain values alone.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: if it is damaged or holds anything else; the message names the file.
-    """
+    """Loads a file of torch.save, or raises a `ValueError`; it may hold tensors and plain values alone."""
     check_regular(path)
     with path.open("rb") as file:
         return integrity.load_checked(file, path, mapped=True)

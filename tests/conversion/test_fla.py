@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families import read_family
 from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, evaluate
 from tests.conversion import fla_models, llamas, sources
@@ -99,57 +97,3 @@ def test_a_converted_model_trains_and_scores_with_carried_states(kind: str, data
     last = tmp_path / "checkpoint_last.pt"
     (whole, count), (parts, same) = (evaluate(data, last, *carried, length) for length in ("200", "7"))
     assert count == same and parts == pytest.approx(whole, abs=1e-4)
-
-
-BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("gated_deltanet", {"use_gate": False}, "use_gate is False; only True is supported"),
-    ("gated_deltanet", {"output_gate_activation": "sigmoid"}, "activation is 'sigmoid'; only 'swish' is supported"),
-    ("gated_deltanet", {"attn": 7}, "attn is 7; it must be an object"),
-    ("gated_deltanet", {"use_short_conv": False}, "use_short_conv is False; only True is supported"),
-    ("gated_deltanet", {"num_v_heads": 7}, "num_heads is 3; it must be a divisor of num_v_heads, 7"),
-    ("gated_deltanet", {"norm_first": False}, "norm_first is False; only True is supported"),
-    ("kda", {"lower_bound": -5}, "lower_bound is -5; only None is supported"),
-    ("kda", {"safe_gate": True}, "safe_gate is True; only False is supported"),
-    ("delta_net", {"use_short_conv": False}, "use_short_conv is False; only True is supported"),
-    ("delta_net", {"use_beta": False}, "use_beta is False; only True is supported"),
-    ("delta_net", {"qk_norm": "sum"}, "qk_norm is 'sum'; only 'l2' is supported"),
-    ("delta_net", {"qk_activation": "elu"}, "qk_activation is 'elu'; only 'silu' is supported"),
-    ("delta_net", {"expand_v": 1.1}, r"num_heads is 3; it must be a divisor of hidden_size \* expand_v, 26"),
-    ("delta_net", {"attnres_block_size": 2}, "attnres_block_size is 2; only None is supported"),
-    ("delta_net", {"attn": ATTENTION | {"window_size": 8}}, "window_size is 8; only None is supported"),
-    ("delta_net", {"attn": ATTENTION | {"layers": [2]}}, r"layers of attn is \[2\]; .* numbers from 0 to 1"),
-    ("delta_net", {"attn": ATTENTION | {"layers": None}}, "layers of attn is None; it must be a list of numbers from"),
-    ("delta_net", {"attn": ATTENTION | {"qk_norm": True}}, "in attn: qk_norm is True; it must not be there, as delt"),
-    ("delta_net", {"attn": {"layers": [0]}}, "num_heads is None; it must be a positive whole number"),
-    ("gla", {"use_short_conv": True}, "use_short_conv is True; only False is supported"),
-    ("gla", {"num_kv_heads": 1}, "num_kv_heads is 1; only 3 is supported"),
-    ("gla", {"clamp_min": -1.0}, "clamp_min is -1.0; only None is supported"),
-    ("gla", {"feature_map": "relu"}, "feature_map is 'relu'; only None is supported"),
-    ("gla", {"use_output_gate": False}, "use_output_gate is False; only True is supported"),
-    ("gla", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'swish' is supported"),
-    ("retnet", {"elementwise_affine": False}, "elementwise_affine is False; only True is supported"),
-    ("retnet", {"num_heads": 5, "expand_k": 1.25, "expand_v": 2.5}, "num_heads is 5; .* divisor of hidden_size, 24"),
-    ("retnet", {"num_heads": 8, "expand_k": 1}, "hidden_size . expand_k / num_heads is 3; it must be even"),
-]
-
-
-@pytest.mark.parametrize(("kind", "settings", "message"), BAD)
-def test_other_layers_are_refused_by_name(kind: str, settings: Any, message: str, tmp_path: Path, capsys: Any) -> None:
-    config = {"model_type": kind, **fla_models.SETTINGS, **fla_models.OWN[kind], "num_heads": 3, **settings}
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
-    assert re.search(message, error := capsys.readouterr().err), error
-
-
-WIDTHS: list[tuple[str, dict[str, Any], int]] = [
-    ("kda", {"hidden_ratio": 4}, 5632),
-    ("retnet", {"hidden_ratio": None}, 5632),
-    ("retnet", {}, 2816),
-]
-
-
-@pytest.mark.parametrize(("kind", "settings", "between"), WIDTHS)
-def test_the_inner_width_is_the_multiple_of_256_above_two_thirds(kind: str, settings: Any, between: int) -> None:
-    config = {"model_type": kind, **fla_models.SETTINGS, "intermediate_size": None, "hidden_size": 2048}
-    assert read_family(config | settings, set()).options["decoder-ffn-embed-dim"] == between

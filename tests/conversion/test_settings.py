@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +272,98 @@ def test_settings_that_published_models_have_are_known(kind):
     assert read_family(few, set()).options == options
 
 
-def test_a_model_of_another_kind_is_told_all_that_are_read():
-    with pytest.raises(ValueError, match=r"model_type is 'bert'; it must be one of .*qwen3_5, .*gpt_neox$"):
-        read_family({"model_type": "bert"}, set())
+ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": None}
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "add_cross_attention": True, "quantization_config": {"bits": 4}}
+    | {"per_layer_config": {}, "scale_attn_weights": False, "layer_norm_epsilon": 1e-6},
+    "gpt_neox": {"attention_bias": False, "layer_norm_eps": 1e-6},
+    "llama": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True},
+    "qwen3": {"attention_bias": True},
+    "gated_deltanet": {"use_gate": False, "output_gate_activation": "sigmoid", "use_short_conv": False}
+    | {"norm_first": False},
+    "kda": {"lower_bound": -5, "safe_gate": True},
+    "delta_net": {"use_short_conv": False, "use_beta": False, "qk_norm": "sum", "qk_activation": "elu"}
+    | {"attnres_block_size": 2},
+    "gla": {"use_short_conv": True, "num_kv_heads": 1, "clamp_min": -1.0, "feature_map": "relu"}
+    | {"use_output_gate": False, "hidden_act": "gelu"},
+    "retnet": {"elementwise_affine": False},
+}
+"""Values of settings that change the model, and are not supported."""
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("bert", {}, "model_type is 'bert'; it must be one of .*qwen3_5, .*gpt_neox$"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu'; it must be one of "),
+    ("gpt2", {"anything": 3}, "anything is 3; it must not be there, as gpt2 has no such setting that is known here"),
+    ("gpt2", {"n_layer": None}, "n_layer is None; it must be a positive whole number"),
+    ("gpt2", {"n_embd": True}, "n_embd is True; it must be a positive whole number"),
+    ("gpt2", {"n_positions": 0}, "n_positions is 0; it must be a positive whole number"),
+    ("gpt2", {"n_layer": 10**9}, "n_layer is 10+; it must be at most 10000"),
+    ("gpt2", {"n_head": 5}, "n_head is 5; it must be a divisor of n_embd, 768"),
+    ("gpt_neox", {"num_attention_heads": 5}, "num_attention_heads is 5; it must be a divisor of hidden_size, 6144"),
+    ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop is 1.5; it must be at least 0 and below 1"),
+    ("gpt2", {"attn_pdrop": 1}, "attn_pdrop is 1; it must be at least 0 and below 1"),
+    ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+    ("gpt2", {"eos_token_id": 50257}, "eos_token_id is 50257; it must be one number, from 0 to .* 50256"),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'; it must be one of default"),
+    ("gpt_neox", {"rope_scaling": {"type": "dynamic"}}, "rope_type is 'dynamic'; it must be one of default"),
+    ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; it must be at mo"),
+    ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.27}}, "is 0.27 and head_dim 96; their product must"),
+    ("gpt_neox", {"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0; it must be above 0"),
+    ("gpt_neox", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is 10+; it must be a finite number above"),
+    ("gpt_neox", {"rotary_emb_base": math.nan}, "rotary_emb_base is nan; it must be a finite number"),
+    ("gpt_neox", {"rope_parameters": {"beta": 1}}, "in rope_parameters: beta is 1; it must not be there, as rope_type"),
+    ("llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
+    ("llama", {"eos_token_id": None}, "eos_token_id is None; it must be one number"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3; it must be a divisor of num_attention_heads"),
+    ("llama", {"head_dim": 7}, "partial_rotary_factor is 1.0 and head_dim 7; their product must be even"),
+    ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a finite number above 0"),
+    ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps is nan; it must be a finite number above 0"),
+    ("llama", {"partial_rotary_factor": 0.3}, "partial_rotary_factor leaves 38 of 128 dimensions a head; only 1.0"),
+    ("llama", {"qk_norm": True}, "qk_norm is True; it must not be there, as llama has no such setting"),
+    ("qwen2", {"attention_bias": False}, "attention_bias is False; it must not be there, as qwen2 has no such set"),
+    ("qwen2", {"layer_types": 7}, "layer_types is 7; it must hold one of full_attention for each of 32 layers"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*'sliding_attention'.*; it must hold on"),
+    *(
+        ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32} | changes}, message)
+        for changes, message in (
+            ({"rope_type": "yarn"}, "rope_type is 'yarn'; it must be one of default, linear, llama3"),
+            ({"rope_type": []}, r"rope_type is \[\]; it must be one of default"),
+            ({"factor": None}, "factor is None; it must be a finite number above 0"),
+            ({"factor": math.inf}, "factor is inf; it must be a finite number above 0"),
+            ({"beta_fast": 32}, "in rope_parameters: beta_fast is 32; it must not be there, as rope_type llama3 has"),
+            ({"low_freq_factor": 4}, "rope_parameters is 'llama3:8,4,4,32'; .* LOW less than HIGH"),
+        )
+    ),
+    ("gated_deltanet", {"attn": 7}, "attn is 7; it must be an object"),
+    ("gated_deltanet", {"num_v_heads": 7}, "num_heads is 3; it must be a divisor of num_v_heads, 7"),
+    ("delta_net", {"expand_v": 1.1}, r"num_heads is 3; it must be a divisor of hidden_size \* expand_v, 26"),
+    ("delta_net", {"attn": ATTENTION | {"window_size": 8}}, "window_size is 8; only None is supported"),
+    ("delta_net", {"attn": ATTENTION | {"layers": [2]}}, r"layers of attn is \[2\]; .* numbers from 0 to 1"),
+    ("delta_net", {"attn": ATTENTION | {"layers": None}}, "layers of attn is None; it must be a list of numbers from"),
+    ("delta_net", {"attn": ATTENTION | {"qk_norm": True}}, "in attn: qk_norm is True; it must not be there, as delt"),
+    ("delta_net", {"attn": {"layers": [0]}}, "num_heads is None; it must be a positive whole number"),
+    ("retnet", {"num_heads": 5, "expand_k": 1.25, "expand_v": 2.5}, "num_heads is 5; .* divisor of hidden_size, 24"),
+    ("retnet", {"num_heads": 8, "expand_k": 1}, "hidden_size . expand_k / num_heads is 3; it must be even"),
+]
+
+
+def test_unsupported_settings_are_named_with_their_value():
+    rows = [
+        (kind, {k: x}, f"{k} is .*; only .* is supported") for kind, xs in UNSUPPORTED.items() for k, x in xs.items()
+    ]
+    for kind, settings, message in [*BAD, *rows]:
+        small = fla_models.SETTINGS | fla_models.OWN[kind] | {"num_heads": 3} if kind in fla_models.OWN else {}
+        fixed = {"sliding_window": None} if kind == "mistral" else {}
+        with pytest.raises(ValueError, match=f"^config.json: .*{message}") as error:
+            read_family({"model_type": kind, "eos_token_id": 1, **small, **fixed, **settings}, set())
+        assert "\n" not in str(error.value)
+
+
+WIDTHS = [("kda", {"hidden_ratio": 4}, 5632), ("retnet", {"hidden_ratio": None}, 5632), ("retnet", {}, 2816)]
+
+
+@pytest.mark.parametrize(("kind", "settings", "between"), WIDTHS)
+def test_the_inner_width_is_the_multiple_of_256_above_two_thirds(kind, settings, between):
+    config = {"model_type": kind, **fla_models.SETTINGS, "intermediate_size": None, "hidden_size": 2048}
+    assert read_family(config | settings, set()).options["decoder-ffn-embed-dim"] == between

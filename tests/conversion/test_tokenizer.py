@@ -13,7 +13,7 @@ from fairseq.data import encoders
 
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
 from tests.conftest import import_plugin
-from tests.conversion import sources
+from tests.conversion import llamas, sources
 
 TEXTS = [
     "",
@@ -84,6 +84,21 @@ def test_texts_get_the_real_numbers_and_come_back(both):
     assert {bpe.decode(str(number)) for number in range(sources.TYPES, 288)} == {""}
 
 
+@pytest.mark.parametrize("pieces", [False, True])
+def test_texts_of_tokenizers_with_splits_of_their_own(tmp_path, pieces):
+    real = llamas.tokenizer(pieces)
+    real.save(str(tmp_path / "tokenizer.json"))
+    read_whole_tokenizer(tmp_path).write(tmp_path, 400, 1)
+    bpe = whole(tmp_path)
+    for text in ("", "the cat  sat\n\t12345", "Grüße, 日本語 🎉 \u2028 it's", "x<|begin|>y"):
+        assert [int(n) for n in bpe.encode(text).split()] == real.encode(text).ids
+        if not (pieces and "<|" in text):  # after an added token its mark for a beginning is a space
+            assert bpe.decode(bpe.encode(text)) == text
+    assert bpe.encode("a<|end|>") == f"{bpe.encode('a')} </s>" and bpe.decode("</s> <unk>") == "<|end|>"
+    starts = [bpe.is_beginning_of_word(str(number)) for number in real.encode("the mat").ids]
+    assert starts[0] is pieces and (pieces or any(starts[1:])) and not bpe.is_beginning_of_word("</s>")
+
+
 def test_fairseqs_gpt2_has_files_where_it_gives_the_same_numbers(both):
     real, folder, neox = both
     assert (folder / "made" / "encoder.json").exists() is (folder / "made" / "vocab.bpe").exists() is not neox
@@ -125,6 +140,8 @@ def test_pieces_are_never_dropped_by_chance(tmp_path):
         ("tokenizer.json", {"added_tokens": [5]}, "added_tokens holds 5; it must have a content and an id"),
         ("tokenizer.json", {"added_tokens": 7}, "added_tokens is 7; it must be a list"),
         ("tokenizer.json", {"model": 7}, "tokenizer.json: this is no tokenizer"),
+        ("tokenizer.json", b"", "tokenizer.json: this is not JSON"),
+        ("vocab.json", None, "there is no tokenizer; it must hold tokenizer.json, or vocab.json and merges.txt"),
     ],
 )
 def test_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, message):
@@ -132,7 +149,12 @@ def test_files_that_say_too_little_or_more_are_refused(tmp_path, name, content, 
     if isinstance(content, dict):
         before = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
         content = json.dumps(before | content).encode()
-    (tmp_path / name).write_bytes(content)
+    if content is None:
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=r"tokenizer.json: there is no such file"):
+            read_whole_tokenizer(tmp_path)
+    else:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_whole_tokenizer(tmp_path, byte_level=True)
 

@@ -190,11 +190,7 @@ def read_sizes(
     layers: str = "num_hidden_layers",
     positions: str = "max_position_embeddings",
 ) -> Sizes:
-    """Reads them from settings of these names.
-
-    Raises:
-        ValueError: for a setting that is missing or not allowed; the message names it.
-    """
+    """Reads them from settings of these names. Raises a `ValueError` for a setting that is missing or not allowed."""
     vocabulary = number(config, "vocab_size")
     return Sizes(
         number(config, width),

@@ -107,11 +107,7 @@ class Shape(Sizes):
 
 
 def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None, table: str = "embed_tokens") -> Shape:
-    """Reads the settings of Llama's descendants; `table` is the name of the embeddings.
-
-    Raises:
-        ValueError: for a setting that is missing, not allowed or not supported; the message names it.
-    """
+    """Reads the settings of Llama's descendants; `table` is the name of the embeddings."""
     sizes = read_sizes(config, end_of_text)
     kv_heads = sizes.heads if config["num_key_value_heads"] is None else number(config, "num_key_value_heads")
     check_heads("num_attention_heads", sizes.heads, "num_key_value_heads", kv_heads)

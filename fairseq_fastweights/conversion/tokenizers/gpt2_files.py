@@ -25,11 +25,7 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 
 def read_pair(folder: Path) -> dict[str, Any]:
-    """Reads GPT-2's files as the contents of a tokenizer.json.
-
-    Raises:
-        ValueError: if they hold something else, or do not say enough; the message names the file.
-    """
+    """Reads GPT-2's files as the contents of a tokenizer.json; raises a `ValueError` if they do not say enough."""
     if (folder / "tokenizer_config.json").is_file():
         config = read_json(folder / "tokenizer_config.json")
         for name in ("add_prefix_space", "add_bos_token"):
@@ -50,11 +46,7 @@ def read_pair(folder: Path) -> dict[str, Any]:
 
 
 def read_pieces(folder: Path) -> dict[str, Any]:
-    """Reads the files of `--bpe gpt2` as the contents of a tokenizer.json.
-
-    Raises:
-        ValueError: if a file is missing or holds something else; the message names it.
-    """
+    """Reads the files of `--bpe gpt2` as the contents of a tokenizer.json."""
     path = folder / PIECES[0]
     ids = {piece: i for piece, i in _read_ids(path).items() if set(piece) <= _PRINTABLE}
     return _content(path, ids, folder / PIECES[1], {})

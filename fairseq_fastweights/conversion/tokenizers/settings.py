@@ -49,11 +49,7 @@ TOKEN_IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force
 
 
 def find_kept(places: Iterable[Path]) -> Path | None:
-    """The folder with the files in the first of these places that has one, from either conversion.
-
-    Raises:
-        ValueError: if a file is a link to elsewhere.
-    """
+    """The folder with the files in the first of these places that has one, from either conversion."""
     for place in places:
         config = file_in(place, f"{ORIGINALS}/{FILES[0]}")
         if config and (file_in(place, RECORD) or read_json(config).get("model_type") == FastWeightConfig.model_type):
@@ -62,11 +58,7 @@ def find_kept(places: Iterable[Path]) -> Path | None:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files to keep of a folder that is converted back.
-
-    Raises:
-        ValueError: if one of them is a link to elsewhere, or no regular file.
-    """
+    """The files to keep of a folder that is converted back."""
     names = (*FILES, *template_names(folder))
     return {name: path for name in names if (path := file_in(folder, name))}
 
@@ -103,11 +95,7 @@ def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str])
 
 
 def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by their names, in files of their own or else in this tokenizer_config.json.
-
-    Raises:
-        ValueError: if one of them is no text; the message names the file.
-    """
+    """The chat templates of a folder by name, in files of their own or else in this tokenizer_config.json."""
     found: dict[str, str] = {}
     for file in (TEMPLATE, *template_names(folder)):
         if (path := file_in(folder, file)) is not None:

@@ -48,11 +48,7 @@ class WholeTokenizer:
     end_of_text: int | None
 
     def check(self, vocabulary_size: int, end_of_text: int) -> None:
-        """Checks that this can be the tokenizer of a model with a vocabulary of this size.
-
-        Raises:
-            ValueError: if its own is larger, or far smaller; or if the end-of-text token is a piece of ordinary text.
-        """
+        """Raises a `ValueError` if no model with this vocabulary and end-of-text token can have this tokenizer."""
         if not self.size <= vocabulary_size <= self.size + _MOST_SPARE:
             raise InvalidInput(
                 f"{self.source}: the tokenizer has {self.size} entries, but the model, in config.json's vocab_size, "
@@ -117,11 +113,7 @@ def tokenizer_options(folder: Path) -> str | None:
 
 
 def read_end_of_text(path: Path) -> int:
-    """Reads the id of the end-of-text token in a file that `from-huggingface` wrote.
-
-    Raises:
-        ValueError: if the file is missing or holds something else; the message names it.
-    """
+    """Reads the id of the end-of-text token in a file that `from-huggingface` wrote, or raises a `ValueError`."""
     value: Any = read_json(path).get("end_of_text")
     if not is_id(value):
         raise InvalidInput(f"{path}: end_of_text is {str(value)[:200]}; it must be a whole number")
@@ -129,11 +121,7 @@ def read_end_of_text(path: Path) -> int:
 
 
 def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Reads the added tokens of a tokenizer.json, each with its content and id.
-
-    Raises:
-        ValueError: if they are something else; the message names the file.
-    """
+    """Reads the added tokens of a tokenizer.json, each with its content and id, or raises a `ValueError`."""
     entries = content.get("added_tokens") or []
     if not isinstance(entries, list):
         raise InvalidInput(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
@@ -145,15 +133,7 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
 
 
 def open_tokenizer(path: Path, text: str | None = None) -> Any:
-    """Opens a tokenizer.
-
-    Args:
-        path: its file.
-        text: the contents to use in place of the file's; None to read them.
-
-    Raises:
-        ValueError: if it is no tokenizer, or the package `tokenizers` is not installed; the message names the file.
-    """
+    """Opens the tokenizer in a file, or with this text in its place, without truncation, padding and dropout."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

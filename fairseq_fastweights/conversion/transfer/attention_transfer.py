@@ -6,8 +6,9 @@ RADLADS, step 1). No text is predicted, and only the mixers are trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fairseq_fastweights.conversion.transfer.base_model import BaseModel
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Mixer, State
+from fairseq_fastweights.mixers.mixer import State
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 
 
@@ -54,49 +55,42 @@ class AttentionTransfer:
         """
         errors: list[Tensor] = []
         wanted = torch.is_grad_enabled()
-        with torch.no_grad(), self._taught(errors, wanted), suppress(_NoMore):
-            model(**inputs, features_only=True)
-        return torch.stack(errors)
-
-    @contextmanager
-    def _taught(self, errors: list[Tensor], gradients: bool) -> Iterator[None]:
-        """Replaces the mixers' outputs by those of attention, and collects the mixers' errors."""
-        last, _ = self._pairs[-1]
         for mixer, attention in self._pairs:
-            mixer.forward = _Taught(mixer, attention, errors, gradients, mixer is last)
+            mixer.forward = partial(self._teach, mixer.forward, attention, errors, wanted)
         try:
-            yield
+            with torch.no_grad(), suppress(_AllCompared):
+                model(**inputs, features_only=True)
         finally:
             for mixer, _ in self._pairs:
                 del mixer.forward
+        return torch.stack(errors)
 
-
-class _NoMore(Exception):
-    """Ends a forward pass after the last layer that is compared."""
-
-
-class _Taught:
-    """Replaces a mixer's `forward`; that of the last one ends the model's."""
-
-    def __init__(
-        self, mixer: Mixer, attention: SoftmaxAttention, errors: list[Tensor], gradients: bool, last: bool
-    ) -> None:
-        self._forward, self._attention, self._errors, self._gradients = mixer.forward, attention, errors, gradients
-        self._last = last
-
-    def __call__(
-        self, x: Tensor, state: State | None = None, padding: Tensor | None = None, **options: Any
+    def _teach(
+        self,
+        forward: Callable[..., tuple[Tensor, State]],
+        attention: SoftmaxAttention,
+        errors: list[Tensor],
+        gradients: bool,
+        x: Tensor,
+        state: State | None = None,
+        padding: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, State]:
-        target, _ = self._attention.to(x)(x, None, padding, **options)
-        with torch.set_grad_enabled(self._gradients):
-            given, state = self._forward(x, state, padding, **options)
+        """In place of a mixer's `forward`: returns the attention's output, and adds the mixer's error to `errors`."""
+        target, _ = attention.to(x)(x, None, padding, **options)
+        with torch.set_grad_enabled(gradients):
+            given, state = forward(x, state, padding, **options)
             difference, size = (given - target).float().square(), target.float().square()
             if padding is not None:
                 difference, size = (y.masked_fill(padding.t()[..., None], 0) for y in (difference, size))
-            self._errors.append(difference.sum() / size.sum())
-        if self._last:
-            raise _NoMore
+            errors.append(difference.sum() / size.sum())
+        if len(errors) == len(self._pairs):  # the last mixer: the rest of the pass is not needed
+            raise _AllCompared
         return target, state
+
+
+class _AllCompared(Exception):
+    """Ends a forward pass after the last mixer that is compared."""
 
 
 def build_attention(teacher: BaseModel, layer: int) -> SoftmaxAttention:

@@ -45,11 +45,7 @@ class BaseModel:
 
 
 def find_files(path: str) -> tuple[Path, Path]:
-    """Finds the checkpoint and the dictionary of `path`, a folder with model.pt and dict.txt or a file beside dict.txt.
-
-    Raises:
-        ValueError: if one of them is missing.
-    """
+    """Finds the checkpoint and the dictionary of `--transfer-from`, or raises a `ValueError`."""
     given = Path(path)
     file = given / "model.pt" if given.is_dir() else given
     if not file.is_file():
@@ -66,11 +62,7 @@ def find_files(path: str) -> tuple[Path, Path]:
 
 
 def check_dictionary(file: Path, dictionary: Dictionary) -> None:
-    """Checks that the dictionary in `file` is `dictionary`, symbol by symbol.
-
-    Raises:
-        ValueError: if they differ; the message has the first difference and a remedy.
-    """
+    """Raises a `ValueError` with the first difference if the dictionary in `file` is not `dictionary`."""
     theirs, ours = Dictionary.load(str(file)).symbols, dictionary.symbols
     if theirs == ours:
         return
@@ -87,11 +79,7 @@ def check_dictionary(file: Path, dictionary: Dictionary) -> None:
 
 
 def read_base_model(file: Path) -> BaseModel:
-    """Reads the model in a checkpoint.
-
-    Raises:
-        ValueError: if the file is damaged or no checkpoint, or its model is no Transformer.
-    """
+    """Reads the model in a checkpoint; raises a `ValueError` if the file is damaged or holds no Transformer."""
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(str(file))
     except (AttributeError, IndexError, KeyError, TypeError) as error:

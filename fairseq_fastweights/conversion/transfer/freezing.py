@@ -29,14 +29,8 @@ class LossImprovement:
 
     def __init__(self, threshold: float, patience: int, interval: int) -> None:
         self.threshold, self.patience, self.interval = threshold, patience, interval
-        self.state: dict[str, Any] = {
-            "updates": 0,
-            "loss": 0.0,
-            "weight": 0.0,
-            "average": None,
-            "stalled": 0,
-            "over": False,
-        }
+        self.state: dict[str, Any] = {"updates": 0, "loss": 0.0, "weight": 0.0}
+        self.state |= {"average": None, "stalled": 0, "over": False}
 
     @property
     def over(self) -> bool:
@@ -56,7 +50,7 @@ class LossImprovement:
         if self.over or before is None:
             return
         improvement = (before - average) / before if before else 0.0
-        # A loss that is no number has not improved.
+        # A loss of NaN has not improved.
         state["stalled"] = 0 if improvement >= self.threshold else state["stalled"] + 1
         logger.info(
             "training loss of the last %d updates: %.4f, better by %.2f%%", self.interval, average, 100 * improvement
@@ -91,8 +85,8 @@ class Freezing:
         if state is self._improvement.state:
             return
         self._improvement.state = state
-        said = "are still frozen after" if self.frozen else "were unfrozen after"
-        logger.info("resumed: weights %s %d updates", said, state["updates"])
+        now = "are still frozen after" if self.frozen else "were unfrozen after"
+        logger.info("resumed: weights %s %d updates", now, state["updates"])
 
     def drop_gradients(self, optimizer: Any) -> None:
         """Removes the gradients of frozen parameters."""

@@ -11,43 +11,24 @@ GROUPS = ("embeddings", "output", "feed-forward", "output-projection", "attentio
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
-# By the beginning of a name after `decoder.` or `decoder.layers.<number>.`: the group.
-_OF_DECODER = {
-    "embed_tokens.": "embeddings",
-    "embed_positions.": "embeddings",
-    "project_in_dim.": "embeddings",
-    "layernorm_embedding.": "embeddings",
-    "layer_norm.": "output",
-    "project_out_dim.": "output",
-    "output_projection.": "output",
-    "adaptive_softmax.": "output",
+# By group: the beginnings of names after `decoder.`, and after `decoder.layers.<number>.`
+_OF_DECODER: dict[str, tuple[str, ...]] = {
+    "embeddings": ("embed_tokens.", "embed_positions.", "project_in_dim.", "layernorm_embedding."),
+    "output": ("layer_norm.", "project_out_dim.", "output_projection.", "adaptive_softmax."),
 }
-_OF_LAYER = {
-    "self_attn.q_proj.": "attention",
-    "self_attn.k_proj.": "attention",
-    "self_attn.v_proj.": "attention",
-    "self_attn.q_norm.": "attention",
-    "self_attn.k_norm.": "attention",
-    "self_attn.in_proj.": "attention",
-    "self_attn.out_proj.": "output-projection",
-    "self_attn.o_proj.": "output-projection",
-    # Scales and norms of the attention's output.
-    "self_attn.output_gate_proj.": "output-projection",
-    "attn_ln.": "output-projection",
-    "c_attn": "output-projection",
-    "fc1.": "feed-forward",
-    "fc2.": "feed-forward",
-    "ffn_layernorm.": "feed-forward",
-    "w_resid": "feed-forward",
+_OF_LAYER: dict[str, tuple[str, ...]] = {
+    "attention": tuple(f"self_attn.{part}." for part in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "in_proj")),
+    # With the scales and norms of the attention's output.
+    "output-projection": (
+        *(f"self_attn.{part}_proj." for part in ("out", "o", "output_gate")),
+        *("attn_ln.", "c_attn"),
+    ),
+    "feed-forward": ("fc1.", "fc2.", "ffn_layernorm.", "w_resid"),
 }
 
 
 def parse_groups(argument: str, text: str) -> frozenset[str]:
-    """Reads comma-separated groups: "all", or any of `GROUPS`; empty or "none" for none.
-
-    Raises:
-        ValueError: for any other word.
-    """
+    """Reads "all", "none", or comma-separated `GROUPS`; raises a `ValueError` for any other word."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if words == ["all"]:
         return frozenset(GROUPS)
@@ -100,5 +81,5 @@ def count_layers(names: Iterable[str]) -> int:
     return len({match[1] for match in found if match})
 
 
-def _look_up(part: str, table: dict[str, str]) -> str | None:
-    return next((group for start, group in table.items() if part.startswith(start)), None)
+def _look_up(part: str, table: dict[str, tuple[str, ...]]) -> str | None:
+    return next((group for group, starts in table.items() if part.startswith(starts)), None)

@@ -74,11 +74,7 @@ class TransferOptions(FairseqDataclass):
 
 
 def check_options(options: Any) -> None:
-    """Checks the options before anything is read.
-
-    Raises:
-        ValueError: for options that are out of range, contradict each other, or need others.
-    """
+    """Raises a `ValueError` for options that are out of range, contradict each other, or need others."""
     transferred = parse_groups("transfer", options.transfer)
     frozen = parse_groups("freeze", options.freeze)
     if options.transfer_from is None:
