@@ -134,7 +134,7 @@ def find_run(
 
 def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast, Dictionary]:
     """Loads the model of a run, its tokenizer and its dictionary. Raises a `ValueError` if a file cannot be used."""
-    for module in ("models.fast_weight_lm", "tasks.fast_weight_language_modeling"):
+    for module in ("models.fast_weight_lm", "tasks.fast_weight_language_modeling"):  # registers them for fairseq
         import_module(f"fairseq_fastweights.{module}")
     try:
         loaded, _, task = checkpoint_utils.load_model_ensemble_and_task(
