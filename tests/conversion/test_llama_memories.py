@@ -15,72 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer, build_attention
 from fairseq_fastweights.conversion.transfer.base_model import read_base_model
-from fairseq_fastweights.conversion.transfer.swap import ADDITIVE_SCALE, check_swap, fold_map, swap
-from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from tests.conftest import QUIET, TASK, binarise, command, import_plugin
 from tests.conversion import llamas, sources
 
 WIDTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
-SHAPE = {"kv_heads": KV_HEADS, "head_dim": DIM, "projection_bias": "none", "query_key_norm_eps": 1e-3}
-
-
-@pytest.fixture
-def attention() -> SoftmaxAttention:
-    torch.manual_seed(0)
-    made = SoftmaxAttention(WIDTH, HEADS, **SHAPE)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return made
-
-
-def swapped(attention: SoftmaxAttention, **options) -> FastWeightAttention:
-    torch.manual_seed(1)
-    new = FastWeightAttention(WIDTH, HEADS, **SHAPE | options)
-    check_swap(new)
-    weights = {n: p.detach() for n, p in attention.named_parameters() if not n.startswith("out_proj.")}
-    if isinstance(new.q_norm, torch.nn.Identity):
-        weights = {n: p for n, p in weights.items() if "norm" not in n}
-    with torch.no_grad():
-        for name, (values, _) in swap(new, weights).items():
-            new.get_parameter(name).copy_(values)
-        new.out_proj.weight.copy_(attention.out_proj.weight)
-    return new
-
-
-@torch.no_grad()
-def test_at_full_size_a_memory_reads_the_sources_grouped_projections(attention):
-    new = swapped(attention, update_rule="sum", feature_map="identity", normalization=frozenset())
-    x = torch.randn(7, 1, WIDTH)
-    q, k, v = (p(x)[:, 0].unflatten(-1, (-1, DIM)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k, read = attention.q_norm(q), attention.k_norm(k), torch.zeros(7, HEADS, DIM)
-    for t in range(7):
-        for head in range(HEADS):
-            shared = head // 2
-            read[t, head] = sum((q[t, head] @ k[j, shared]) * v[j, shared] for j in range(t + 1)) * ADDITIVE_SCALE
-    expected = attention.out_proj(read.flatten(1))
-    assert torch.allclose(new(x)[0][:, 0], expected, rtol=1e-4, atol=1e-5)  # sums in another order
-
-
-def test_heads_that_share_keys_share_the_folded_map_and_gated_values(attention):
-    q, k = attention.q_proj.weight.detach(), attention.k_proj.weight.detach()
-    fold = fold_map(q, k, HEADS, 3)
-    new = swapped(attention, query_key_norm_eps=None, update_rule="decay", feature_dim=3)
-    for shared in range(KV_HEADS):
-        queries = [q[head * DIM : (head + 1) * DIM] for head in range(HEADS) if head // 2 == shared]
-        both = torch.cat([*queries, k[shared * DIM : (shared + 1) * DIM]], dim=1).double()
-        kept = (fold[shared] @ both).square().sum()
-        # Of all maps with orthonormal rows none keeps more, by the theorem of Eckart and Young.
-        assert torch.allclose(kept, torch.linalg.svdvals(both)[:3].square().sum(), rtol=1e-10)
-    folded = torch.einsum("hmd,hdw->hmw", fold[[0, 0, 1, 1]], q.double().unflatten(0, (HEADS, DIM)))
-    assert torch.allclose(new.q_proj.weight.double(), folded.flatten(0, 1), atol=1e-6)
-    folded = torch.einsum("hmd,hdw->hmw", fold, k.double().unflatten(0, (KV_HEADS, DIM)))
-    assert torch.allclose(new.k_proj.weight.double(), folded.flatten(0, 1), atol=1e-6)
-    let_in = (1 - new.value_decay_proj.bias.sigmoid()).view(KV_HEADS, 2, DIM).mean(1).view(-1, 1)
-    assert torch.allclose(new.v_proj.weight, let_in * attention.v_proj.weight, rtol=1e-5)
-    with pytest.raises(ValueError, match="feature_dim is 3; with query_key_norm_eps it must be the 8 numbers"):
-        swapped(attention, update_rule="gated", feature_dim=3)
 
 
 @pytest.fixture(scope="module")
