@@ -1,9 +1,9 @@
-"""Reads files of `torch.save` without running what is in them, within a small multiple of their size.
+"""Reads files of `torch.save` without running code from them, in memory of a small multiple of their size.
 
-torch's own loader is asked for nothing: it believes what a file says about sizes, and finds other records in it than
-a check before it did. The records (`zip_records`) and pickles (`checkpoint_pickles`) that are checked here are those
-that the tensors are made of, from the file that is open. It knows torch and NumPy alone, so that
-`tools/build_fairseq.py` can put it into fairseq, too.
+torch's own loader is not used: it believes a file about sizes, and may find other records in it than a check that ran
+before it. Here the same open file is parsed once (`zip_records`, `checkpoint_pickles`): the records that are checked
+are those that the tensors are made of. The module imports torch and NumPy alone, so that `tools/build_fairseq.py` can
+put it into fairseq, too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from .digests import name_within, parts_of
 from .zip_records import CheckpointError, Record, is_archive, records_in
 
 _MULTIPLE, _MORE = 3, 2**24
-"""What values may take: so many times the file's size, and these bytes in files of any size."""
+"""The memory that values may take: so many times the file's size, plus these bytes for files of any size."""
 _EXPANDED = 2**26
-"""Bytes that expanded tensors may claim in files of any size."""
+"""Bytes that tensors larger than their storage may claim in files of any size."""
 _DEPTH = 100
-"""The deepest nesting of plain values: what handles them calls itself for each level."""
+"""The deepest nesting of plain values: functions that handle them are recursive."""
 _VALUE, _SHARED, _REPEATED = 100, 2**20, 8
-"""How much one plain value counts for; how much may be there by reference alone; how often all may be, on average."""
+"""Bytes that one plain value counts for; bytes by repeated references that are always allowed; the largest ratio of the
+bytes with repetitions to those without."""
 _ALIGNED = 64
-"""Bytes; what is not where such a multiple begins is read, as no number may lie across two places."""
+"""Bytes: a storage is mapped if it begins at a multiple of this, otherwise read: torch wants aligned numbers."""
 _NUMBERS = (int, float, complex, bool, type(None), torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -44,7 +45,7 @@ def load(file: BinaryIO, mapped: bool = False) -> Any:
 
     Args:
         file: the file.
-        mapped: True for numbers to be read only once they are needed, if it is an archive.
+        mapped: True maps the storages of an archive into memory, so that numbers are read once they are needed.
 
     Raises:
         CheckpointError: if it is damaged, asks for more than it could hold, or for anything that no checkpoint needs.
@@ -56,7 +57,7 @@ def load(file: BinaryIO, mapped: bool = False) -> Any:
 
 
 def outline(file: BinaryIO) -> Any:
-    """As `load`, with None in the place of each tensor, of which nothing is read.
+    """As `load`, with None in the place of each tensor; no storage is read.
 
     Raises:
         CheckpointError: as `load` does.
@@ -131,7 +132,8 @@ def _load_legacy(file: BinaryIO, size: int) -> Any:
         keys, at = unpickler.load(), content.tell()
     if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(storages):
         raise CheckpointError("is damaged: its storages are not those that its tensors need")
-    for key in keys:  # each has its number of numbers before it
+    # After the pickles: for each storage in this order, its number of elements (int64) and its bytes.
+    for key in keys:
         file.seek(at)
         (numel,) = struct.unpack("<q", file.read(8).ljust(8, b"\xff"))
         if numel * itemsizes[key] != len(storages[key]):
@@ -142,7 +144,11 @@ def _load_legacy(file: BinaryIO, size: int) -> Any:
 
 
 def _unpickle_legacy(content: mmap.mmap, size: int, load_storage: Loader) -> tuple[Unpickler, Any]:
-    """The unpickler, which reads the rest, and the value of a file in the format from before torch 1.6."""
+    """The unpickler and the value of a file in the format from before torch 1.6.
+
+    Such a file is five pickles (magic number, version, machine, value, keys of the storages), then the storages. The
+    unpickler is at the fourth pickle's end.
+    """
     unpickler = Unpickler(cast(IO[bytes], content), _MULTIPLE * size + _MORE, load_storage)
     magic, version, machine = (unpickler.load() for _ in range(3))
     if (magic, version) != (_MAGIC, _VERSION) or type(machine) is not dict:
@@ -164,7 +170,7 @@ def _empty(nbytes: int) -> torch.UntypedStorage:
 
 
 def _fill(storage: torch.UntypedStorage, file: BinaryIO, begin: int) -> None:
-    """Reads all of a storage."""
+    """Reads a storage from the file."""
     file.seek(begin)
     view = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
     if len(view) and file.readinto(view) != len(view):  # type: ignore[attr-defined]  # which every open file has
@@ -172,7 +178,7 @@ def _fill(storage: torch.UntypedStorage, file: BinaryIO, begin: int) -> None:
 
 
 def _check(size: int, state: Any) -> None:
-    """Raises `CheckpointError` if a value of a file of this size claims more, or is none that is saved."""
+    """Raises `CheckpointError` if values claim more than a file of this size may, or have a type that is not saved."""
     counted = _Counted(size)
     written = counted.add("", "", state)
     if written > _REPEATED * counted.there + _SHARED:
@@ -180,18 +186,21 @@ def _check(size: int, state: Any) -> None:
 
 
 class _Counted:
-    """Counts values: where those that are repeated count each time, and where they count once.
+    """Counts bytes of values: `there`, each object once, and in the results of `add`, once for each reference.
+
+    Both are needed: a few nested lists that hold the same list several times are small in a file and in memory, and
+    as large as 9^9 values for code that walks through them.
 
     Args:
-        size: that of the file.
+        size: the file's size.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.there, self.claimed = size, 0, 0
-        self.known = dict[int, int]()  # how much each collection and each text counts, 0 as long as it is being counted
+        self.known = dict[int, int]()  # bytes by the id of a collection or text; 0 while it is being counted
 
     def add(self, name: str, key: Any, value: Any, depth: int = 0) -> int:
-        """Counts the part `key` of what is called `name`."""
+        """Counts the part `key` of the value with this name."""
         self.there += _VALUE
         if type(value) in _NUMBERS:
             return _VALUE
@@ -220,7 +229,7 @@ class _Counted:
         return found
 
     def _claim(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor whose numbers repeat those of a smaller storage may claim any size: most that are meant do not."""
+        """Counts a tensor that is larger than its storage, as an expanded one is: it may claim any size."""
         self.claimed += tensor.nbytes if tensor.nbytes > tensor.untyped_storage().nbytes() else 0
         if self.claimed > max(self.size, _EXPANDED):
             shape = tuple(tensor.shape)

@@ -1,17 +1,17 @@
 """Reads the pickles of checkpoints: plain values, tensors, and the few types that fairseq's checkpoints need.
 
-A pickle is a program. Python's own unpickler, and that of torch, run what Python may write: opcodes that make arrays of
-any size, and types that copy what they are given. Here only what `torch.save` writes for a checkpoint of fairseq is
-known, and everything that is made is counted: a pickle that would make more than it may ends in an error. All that
-read checkpoints, for weights, for digests or for the number of updates, read them here.
+A pickle is a program. The unpicklers of Python and torch run all opcodes: some make arrays of any size, and some types
+copy their arguments. This one knows only the opcodes and names that `torch.save` writes for fairseq, and
+counts the memory of each object before it is made: a pickle that needs too much ends in an error. Weights, digests and
+the number of updates are all read through it.
 
-Besides tensors and plain values, there are in checkpoints:
+Besides tensors and plain values, checkpoints hold:
 
 - `argparse.Namespace`, the options of the run: in every checkpoint before fairseq 0.10, in many since;
 - the meters of a run, whole objects before fairseq 0.9, which nothing reads any more: they become a Namespace;
 - NumPy numbers and arrays, which validation with `--eval-bleu` leaves among the metrics.
 
-It knows torch and NumPy alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
+The module imports torch and NumPy alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 from .zip_records import CheckpointError  # relative, to be found in fairseq, too
 
 _STEP, _OBJECT, _ENTRY, _TENSOR = 48, 160, 100, 400
-"""Bytes: what an opcode, a list or tuple, an entry of a dictionary, and a tensor or its storage take."""
+"""Bytes that count for an opcode, a list or tuple, an entry of a dictionary, and a tensor or its storage."""
 _LARGEST_INT = 2**60
-"""Of keys: larger ones can be chosen so that all have the same hash."""
+"""For keys: Python's hash of a number is its remainder by 2^61 - 1, so larger ones can be made to collide."""
 _TUPLE_KEYS, _TUPLE_PARTS, _TUPLE_TEXT = 1000, 8, 200
 """How many tuples may be keys in one pickle, their parts, and the length of a string among these."""
 _DIMENSIONS = 64
@@ -42,19 +42,19 @@ _NUMBERS = re.compile("[<>=|]?[biufc][0-9]{1,2}")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of tensors; None where tensors are left out."""
+    """The bytes of tensors; None for an outline without tensors."""
 
     content: torch.UntypedStorage | None
     dtype: torch.dtype
 
 
 Loader = Callable[[str, int, int], torch.UntypedStorage | None]
-"""Gives the storage of a key that has so many numbers of so many bytes."""
+"""Returns the storage of a key, for a number of elements and the bytes of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A type or function that a pickle may name; `call` makes what it would, for the unpickler and the arguments."""
+    """A type or function that a pickle may name; `call(unpickler, *arguments)` takes its place."""
 
     path: str
     call: Callable[..., Any]
@@ -68,7 +68,7 @@ class _Kind:
 
 
 class _DType:
-    """Takes the place of `numpy.dtype`: a type of numbers, never one that holds pointers."""
+    """Takes the place of `numpy.dtype`: a type of numbers, never one of objects, whose bytes would be pointers."""
 
     def __init__(self, code: str) -> None:
         if not _NUMBERS.fullmatch(code):
@@ -80,9 +80,10 @@ class Unpickler:
     """Reads pickles, one after the other.
 
     Args:
-        file: where they begin; a read must not take more memory than there is left, as that of a mapping.
-        allowed: bytes that what they make may take.
-        load: gives storages.
+        file: the open file, at the first one; `read` of more bytes than are left must not allocate them, so it is in
+            memory or mapped.
+        allowed: bytes that the values may take.
+        load: returns storages.
     """
 
     def __init__(self, file: IO[bytes], allowed: int, load: Loader) -> None:
@@ -95,6 +96,7 @@ class Unpickler:
         Raises:
             CheckpointError: if it is damaged, or holds anything that is not allowed.
         """
+        # As in Python's unpickler: MARK puts the stack aside, and the memo holds values for later reference.
         self.stack, self.marks, self.memo = list[Any](), list[list[Any]](), list[Any]()
         file, read = self.file, self.file.read
         try:
@@ -108,7 +110,7 @@ class Unpickler:
                 raise ValueError("it ends within a value")
         except CheckpointError:
             raise
-        except Exception as error:  # what a damaged file raises depends on where it is damaged
+        except Exception as error:  # its type depends on the place of the damage
             reason = " ".join((str(error) or type(error).__name__).split())[:200]
             raise CheckpointError(f"cannot be loaded; it is cut short, damaged or no checkpoint ({reason})") from None
         return self.stack.pop()
@@ -126,7 +128,7 @@ class Unpickler:
         self.stack.append(value)
 
     def push_text(self, length: int) -> None:
-        self.spend(_OBJECT + 4 * length)  # as much as one character beyond 2^16 makes of it
+        self.spend(_OBJECT + 4 * length)  # one character beyond 2^16 makes all of them 4 bytes long
         content = self.file.read(length)
         if len(content) < length:
             raise EOFError("a string is cut short")
@@ -157,6 +159,7 @@ class Unpickler:
         return values
 
     def put(self, number: int) -> None:
+        # Pickles number values from 0; a memo by any number would reserve as many places.
         if number != len(self.memo):
             raise ValueError(f"value {number} of the pickle is numbered out of turn")
         self.memo.append(self.stack[-1])
@@ -189,7 +192,10 @@ class Unpickler:
             target[key] = value
 
     def check_key(self, key: Any, within: bool = False) -> None:
-        """Raises an error for a key whose hash could be made that of others, or takes long."""
+        """Raises an error for a key whose hash could be made to collide with others', or takes long to compute.
+
+        Thousands of keys of one hash would make a dictionary quadratic in time.
+        """
         if type(key) is tuple and not within and len(key) <= _TUPLE_PARTS and self.tuple_keys < _TUPLE_KEYS:
             self.tuple_keys += 1
             for part in key:
@@ -277,7 +283,7 @@ _OPCODES = {
 
 
 def _check_shape(shape: Any) -> None:
-    """Raises an error for what is no tuple of a few whole numbers; nothing else is compared or written out."""
+    """Raises an error unless a shape is a tuple of a few whole numbers; anything else is neither compared nor shown."""
     if type(shape) is not tuple or len(shape) > _DIMENSIONS:
         raise ValueError("a shape that is none")
     if not all(type(x) is int and -1 < x < _LARGEST_INT for x in shape):
@@ -302,7 +308,8 @@ def _tensor(
     _check_shape(stride)
     _check_shape((offset,))
     dtype = storage.dtype if dtype is None else dtype
-    offset = 0 if 0 in size else offset  # that of no numbers may be anywhere
+    offset = 0 if 0 in size else offset  # an empty tensor may be anywhere
+    # One more than the index of the last element: `set_` would enlarge a storage that is too small.
     last = 0 if 0 in size else 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     unpickler.spend(_TENSOR)
     if storage.content is None:
@@ -328,7 +335,7 @@ def _tensor_v2(unpickler: Unpickler, *parts: Any) -> torch.Tensor | None:
 
 
 def _parameter(unpickler: Unpickler, data: Any, requires_grad: bool, _hooks: Any, _state: Any = None) -> Any:
-    """A parameter; what a program noted of it beside its numbers is left out."""
+    """A parameter, without its hooks and attributes."""
     unpickler.spend(_TENSOR)
     if data is not None and type(data) is not torch.Tensor:
         raise ValueError("a parameter without a tensor")
@@ -365,7 +372,7 @@ def _dtype(unpickler: Unpickler, code: str, _align: Any = False, _copy: Any = Tr
 
 
 def _bytes(unpickler: Unpickler, text: str, _encoding: str) -> bytes:
-    """By which a pickle of protocol 2 holds bytes."""
+    """The bytes of a string in latin-1, as a pickle of protocol 2 holds them."""
     if type(text) is not str:
         raise ValueError("bytes without a text")
     unpickler.spend(_OBJECT + len(text))
@@ -405,7 +412,7 @@ def _ordered(unpickler: Unpickler) -> OrderedDict[Any, Any]:
 
 
 def _never(_: Unpickler, *arguments: Any) -> None:
-    raise ValueError("a call of what is only named")
+    raise ValueError("a call of a type that is only named")
 
 
 _DTYPES = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
@@ -443,4 +450,4 @@ _NAMES: dict[str, Any] = {
     **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": _Kind(torch.uint8),
 }
-"""All that a pickle may name."""
+"""All types and functions that a pickle may name."""

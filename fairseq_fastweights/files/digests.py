@@ -1,10 +1,10 @@
-"""The digest of a checkpoint's weights, which is kept in it, under "digests" beside "model".
+"""The digest of a checkpoint's weights, which the checkpoint holds under "digests", beside "model".
 
-It shows what the CRC-32 of each record of a zip archive cannot: that a program loaded the file, whole or damaged, and
-saved other weights, whose CRCs are right; and damage where there are no CRCs, in the format of before torch 1.6. It is
-of the names, types, shapes and bytes of the weights, in their order, whatever the format of the file. Bytes count by
-their CRC-32, which is fast and misses no accident of up to 32 bits in a row; it is no proof against intent. isal works
-it out five to ten times as fast as zlib, which does where isal is not installed.
+The CRC-32 of each record of a zip archive shows damage of the file. The digest also shows that a program loaded a
+damaged file and saved its weights again, with right CRCs; and damage in the format from before torch 1.6, which has no
+CRCs. It covers the names, types, shapes and bytes of the weights, in their order, in either format. It includes bytes
+by their CRC-32, which is fast and detects every burst of up to 32 bits; it is no proof against intent. isal computes
+CRCs five to ten times as fast as zlib, which takes its place where isal is not installed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ except ImportError:
     from zlib import crc32 as crc32
 
 DIGESTS = "digests"
-"""The name of the digests in a checkpoint; earlier ones have one of each part."""
+"""The key of the digests in a checkpoint."""
 
 THREADS = min(8, os.cpu_count() or 1)
-"""How many CRCs are worked out at once: they let go of Python's lock."""
+"""CRCs that are computed in parallel: they release Python's lock."""
 
 _COLLECTIONS = (dict, argparse.Namespace, list, tuple, set, frozenset)
 _LONGEST, _LONGEST_TEXT = 200, 10_000
-"""Characters of a tensor's name and of each of its parts, as a file may nest keys of any length; of a short text."""
+"""Characters of a tensor's name and of each of its parts, as a file may nest keys of any length; of a short string."""
 
 
 def with_digests(state: Any) -> Any:
     """A checkpoint, to be saved, with the digest of its weights; other objects as they are."""
     if not isinstance(state, dict) or "model" not in state:
         return state
-    # No part's name stands alone: a pickle would have the string once, and one flipped bit in it would change both.
+    # "model" is part of a longer string: a pickle holds equal strings once, and a flipped bit would change both.
     return {**state, DIGESTS: [f"model {model_digest(state['model'])}"]}
 
 
@@ -48,13 +48,13 @@ def model_digest(model: Any, crcs: dict[tuple[int, int], int] | None = None) -> 
 
     Args:
         model: the weights by name.
-        crcs: those of `storage_crcs`, if they are known.
+        crcs: the result of `storage_crcs`, if it is known.
     """
     return hashlib.sha256(_fingerprint(model, storage_crcs(model) if crcs is None else crcs)).hexdigest()[:16]
 
 
 def is_changed(state: Any, crcs: dict[tuple[int, int], int] | None = None) -> bool | None:
-    """True if a checkpoint's weights do not have the digest that it notes; None if it notes none."""
+    """True if a checkpoint's weights have another digest than the one in it; None if there is none in it."""
     if not isinstance(state, dict) or DIGESTS not in state:
         return None
     noted = state[DIGESTS]
@@ -114,7 +114,7 @@ def tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The parts of a plain value, by keys or numbers; None if it is no collection."""
+    """The parts of a collection, by keys or indices; None for any other value."""
     if isinstance(value, OrderedDict) and vars(value):  # the versions of modules, which torch notes beside weights
         return [*value.items(), *vars(value).items()]
     if isinstance(value, dict):
@@ -125,6 +125,6 @@ def parts_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def name_within(name: str, key: Any) -> str:
-    """The name of a part of what is called `name`; as short as a message needs."""
+    """The name of a part, as "model.weight", cut to the length of a message."""
     shown = str(key)[:_LONGEST]
     return f"{name[:_LONGEST]}.{shown if shown.isprintable() else ascii(shown)}".lstrip(".")

@@ -1,7 +1,7 @@
-"""Digests in safetensors files, which have no checksums of their own: "digest" in the metadata of a file.
+"""Digests in safetensors files, which have no checksums of their own, under "digest" in a file's metadata.
 
 A digest covers the names, types, shapes and bytes of the file's tensors, in any order. Programs that change weights
-write files without it, as they leave out metadata that they do not know.
+write files without a digest, as they leave out metadata that they do not know.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA, _DIGEST = "__metadata__", "digest"
 
 
 def note_digest(path: Path) -> None:
-    """Writes a whole file's digest into it.
+    """Writes the digest of a file's tensors into its metadata.
 
     Raises:
         OSError: if it cannot be written.
@@ -31,7 +31,7 @@ def note_digest(path: Path) -> None:
     header, begin = _read_header(path)
     header[_METADATA] = {**header.get(_METADATA, {}), _DIGEST: _digest(path, header, begin)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # numbers begin at whole words
+    text += b" " * (-len(text) % 8)  # the format asks for tensors at multiples of 8 bytes
     beside = path.with_name(f"{path.name}.tmp")
     beside.unlink(missing_ok=True)  # a link, which would name a file elsewhere
     with path.open("rb") as old, beside.open("xb") as new:
@@ -42,7 +42,7 @@ def note_digest(path: Path) -> None:
 
 
 def why_damaged(path: str | os.PathLike[str]) -> str | None:
-    """Says what is wrong with a file, in words that follow its name; None if its digest is right or missing.
+    """The damage of a file, in words that follow its name; None if its digest is right or missing.
 
     Raises:
         OSError: if it cannot be read.
@@ -77,7 +77,10 @@ def described_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Reads a file's header: the description of its tensors, and the position of their bytes."""
+    """Reads a file's header: the description of its tensors by name, and the position of their bytes.
+
+    A file is the header's length (uint64), the header in JSON, and the tensors' bytes.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         size = int.from_bytes(start, "little")

@@ -1,6 +1,6 @@
-"""Text files are UTF-8: a byte order mark at their beginning is no part of the text, and other bytes are named.
+"""Reads text files as UTF-8, without the byte order mark at their beginning; names bytes that are not UTF-8.
 
-It knows Python's own library alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
+The module imports Python's standard library alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..invalid_input import InvalidInput  # relative, to be found in fairseq, to
 
 
 class FileError(InvalidInput):
-    """An error in a file: one line that names it."""
+    """An error in a file; its message is one line that names the file."""
 
 
 def open_text(path: str | os.PathLike[str], newline: str | None = None) -> TextIO:
@@ -22,25 +22,25 @@ def open_text(path: str | os.PathLike[str], newline: str | None = None) -> TextI
 
     Args:
         path: of a file, or of a pipe.
-        newline: that of `open`.
+        newline: as for `open`.
 
     Raises:
-        FileError: when bytes are read that are not UTF-8; names file, line and byte.
+        FileError: once bytes are read that are not UTF-8; names file, line and byte.
     """
     return _as_text(open(path, "rb", buffering=0), os.fspath(path), newline)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a text; raises what `open_text` does."""
+    """Reads a text; raises as `open_text`."""
     with open_text(path) as file:
         return file.read()
 
 
 def text_of(stream: TextIO) -> TextIO:
-    """The text of a standard stream, decoded as `open_text` does it, whatever the locale.
+    """The text of a standard stream, decoded as by `open_text`, in any locale.
 
     Args:
-        stream: `sys.stdin`, of which nothing has been read; one that has no bytes is returned as it is.
+        stream: `sys.stdin`, from which nothing has been read; a stream without a buffer of bytes is returned as it is.
     """
     content: Any = getattr(stream, "buffer", None)
     if content is None:
@@ -49,10 +49,11 @@ def text_of(stream: TextIO) -> TextIO:
 
 
 def decode(content: bytes, path: str | os.PathLike[str]) -> str:
-    """Decodes whole lines of a file that can be read once more, to say which line is wrong; raises as `open_text`."""
+    """Decodes whole lines of a file; raises as `open_text`."""
     try:
         return content.decode()
     except UnicodeDecodeError:
+        # The file is read once more to find the number of the line.
         with open_text(path) as file:
             while file.read(2**16):
                 pass
@@ -60,7 +61,7 @@ def decode(content: bytes, path: str | os.PathLike[str]) -> str:
 
 
 class _Checked(io.RawIOBase):
-    """The bytes of a file, as long as they are UTF-8."""
+    """Passes on the bytes of a file as long as they are UTF-8, and counts lines for the error."""
 
     def __init__(self, file: Any, name: str, owner: object) -> None:
         self._file, self.name, self._owner = file, name, owner
@@ -76,7 +77,8 @@ class _Checked(io.RawIOBase):
         try:
             self._decoder.decode(content, final=not count)
         except UnicodeDecodeError as error:
-            place = self._read + count - len(error.object) + error.start  # it also has what was left of a character
+            # The decoder's object also begins with the bytes of a character that the last read cut in two.
+            place = self._read + count - len(error.object) + error.start
             before = content[: max(0, place - self._read)]
             self._count(before)
             raise _no_utf8(self.name, self._lines + 1, place - self._line_begins + 1, place, error) from None

@@ -1,8 +1,9 @@
-"""The records of a zip archive of `torch.save`, as the one list that checks, digests and the loader go by.
+"""The records of a zip archive of `torch.save`: one list for the checks, the digests and the loader.
 
-Programs find other records in one file: by one of two directories, by names in capitals, by lengths that are there
-twice. Here each length and name that is there twice must be the same twice, and what `torch.save` never writes is
-refused. It knows Python's own library alone, so that `tools/build_fairseq.py` can put it into fairseq, too.
+Two programs can find different records in one file: by two directories, by names in capitals, or by a length that
+stands in two places with two values. Here a length or name in two places must be the same in both, and anything that
+`torch.save` never writes is refused. The module imports Python's standard library alone, so that
+`tools/build_fairseq.py` can put it into fairseq, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _END64, _LOCATOR64 = b"PK\6\6", b"PK\6\7"
 _FLAGS = 0x0808  # sizes follow the bytes; the name is UTF-8
 _SIZES_FOLLOW, _FOLDER, _STORED = 0x0008, 0x10, 0
 _LONGEST = 100
-"""Characters of a name that a message has."""
+"""Characters of a name in a message."""
 _MOST16, _MOST32 = 2**16 - 1, 2**32 - 1
 
 
@@ -25,7 +26,7 @@ class CheckpointError(ValueError):
 
 
 class Record(NamedTuple):
-    """A record: its name within the archive's folder, where its bytes are, and the CRC-32 that is noted of them."""
+    """A record: its name within the archive's folder, the place of its bytes, and their CRC-32 in the directory."""
 
     name: str
     begin: int
@@ -43,7 +44,7 @@ def records_in(file: BinaryIO) -> dict[str, Record]:
     """The records of an open archive, by name.
 
     Raises:
-        CheckpointError: if anything in it is other than `torch.save` writes it, so that programs could differ.
+        CheckpointError: if it differs from an archive of `torch.save`, so that programs could read it differently.
     """
     size = os.fstat(file.fileno()).st_size
     try:
@@ -71,11 +72,14 @@ def _read(file: BinaryIO, at: int, size: int) -> bytes:
 
 
 def _directory(file: BinaryIO, size: int) -> tuple[int, int, bytes]:
-    """The place of the directory, how many records it has, and its bytes; `struct.error` if it cannot be read."""
+    """The place of the directory, its number of records, and its bytes; `struct.error` if it cannot be read."""
+    # The archive's last 22 bytes: no comment follows.
     end = size - 22
     magic, *disks, here, count, length, begin, comment = struct.unpack("<4s4HIIH", _read(file, end, 22))
     if magic != _END or any(disks) or here != count or comment:
         raise struct.error
+    # Before them, in archives with zip64: the end record of 56 bytes and its locator of 20, which `torch.save` writes
+    # where a number needs more than 32 bits; the numbers that fit must be the same in both end records.
     locator = _read(file, end - 20, 20) if end >= 76 else b""
     if locator.startswith(_LOCATOR64):
         at = end - 76
@@ -132,7 +136,7 @@ def _decoded(name: bytes) -> str:
 
 
 def _sizes64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Sizes and place of a record, where they are too large for their usual place."""
+    """Size, packed size and place of a record, from the zip64 field (id 1) where they need more than 32 bits."""
     if _MOST32 not in (size, packed, header):
         return size, packed, header
     at = 0
@@ -145,7 +149,7 @@ def _sizes64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, in
 
 
 def _begin(file: BinaryIO, header: int, entry: tuple[bytes, int, int, int], shown: str) -> int:
-    """The place of a record's bytes: after its header, which must say what its entry in the directory says."""
+    """The place of a record's bytes: after its header, which must agree with its entry in the directory."""
     name, flags, size, crc = entry
     content = _read(file, header, 30 + len(name))
     if len(content) < 30 or not content.startswith(_HEADER):
@@ -155,6 +159,7 @@ def _begin(file: BinaryIO, header: int, entry: tuple[bytes, int, int, int], show
     )
     if name_size != len(name) or content[30:] != name:
         raise CheckpointError(f"is damaged: its record {shown} is called {content[30:90]!r} where it stands")
+    # `torch.save` may write sizes and CRC after the bytes; the header then has zeros, or 2^32 - 1 with zip64.
     sizes = (
         {(0, 0, 0), (0, _MOST32, _MOST32)} if flags & _SIZES_FOLLOW else {(crc, size, size), (crc, _MOST32, _MOST32)}
     )
