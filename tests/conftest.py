@@ -77,7 +77,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def age(folder: Path) -> None:
-    """Makes the files a second older: what changes now gets another time, however coarse the file system's clock is."""
+    """Makes the files a second older: a change now gets another time, however coarse the file system's clock is."""
     for path in folder.rglob("*"):
         earlier = path.stat().st_mtime_ns - 10**9
         os.utime(path, ns=(earlier, earlier))
@@ -99,7 +99,7 @@ def binarise(folder: Path, *flags: str) -> Path:
 
 
 def import_plugin() -> None:
-    """Does what --user-dir does, also where a test has imported a part of the plugin before.
+    """Imports the plugin as --user-dir does, also where a test has imported a part of it before.
 
     fairseq as released takes a package that is there for one whose tasks and models are registered.
     """
@@ -112,7 +112,7 @@ def import_plugin() -> None:
 
 
 def command(name: str, *arguments: str, program: Callable[[], object] | None = None) -> str:
-    """Runs `fairseq-<name>` within this process, which saves its start, and returns what it logged."""
+    """Runs `fairseq-<name>` within this process, which saves its start, and returns its log."""
     main = program or import_module(f"fairseq_cli.{name}").cli_main
     # Of all trainings in a process fairseq would keep only one best checkpoint.
     vars(import_module("fairseq.checkpoint_utils").save_checkpoint).pop("best", None)
@@ -136,13 +136,13 @@ def command(name: str, *arguments: str, program: Callable[[], object] | None = N
         sys.argv = before
         root.setLevel(level)
         root.removeHandler(handler)
-        # Of fairseq-preprocess, which would log what later calls do in this one's folder.
+        # fairseq-preprocess leaves a handler that would log later calls in this one's folder.
         logging.getLogger("fairseq_cli.preprocess").handlers.clear()
     return "\n".join(lines)
 
 
 def spawn(name: str, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `fairseq-<name>` as a process of its own: for exit codes and for what a crash prints."""
+    """Runs `fairseq-<name>` as a process of its own: for exit codes and for the output of a crash."""
     start = f"import sys; from fairseq_cli.{name} import cli_main; sys.exit(cli_main())"
     return subprocess.run(
         [sys.executable, "-c", start, *arguments],

@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.mark.parametrize(("call", "arguments", "text"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("spawned", [False, True], ids=["", "in a process of its own"])
-def test_what_can_be_mended_is_told(call, arguments, text, spawned):
+def test_errors_that_a_user_can_correct_are_told(call, arguments, text, spawned):
     error = raised(call, *arguments)
     if spawned and call is not misfit:
         trace = "".join(traceback.format_exception(error))

@@ -42,7 +42,7 @@ def page_name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
-def test_examples_of_docstrings_give_what_they_say(module: str) -> None:
+def test_examples_in_docstrings_are_true(module: str) -> None:
     found = doctest.testmod(import_module(module.removesuffix(".__init__")), extraglobs={"torch": torch})
     assert found.attempted and not found.failed
 
@@ -70,7 +70,7 @@ def test_the_reference_has_all_public_operations_maps_and_classes() -> None:
     assert operations | models | {x.__name__ for x in maps} | {kind._made.__name__ for kind in mixers} <= shown
 
 
-def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
+def test_the_guide_agrees_with_the_records_of_rules_and_mixers() -> None:
     options = import_module("fairseq_fastweights.models.description")
     build_mixer = import_module("fairseq_fastweights.mixers.registry").build_mixer
     sizes = {"num_heads": 2, "fast_weight_heads": 2, "max_positions": 9}
@@ -86,7 +86,7 @@ def test_the_guide_says_of_rules_and_mixers_what_their_records_say() -> None:
     for name, rule in RULES.items():
         function = f"{name.replace('-', '_')}_rule"
         assert not hasattr(ops, function) or f"| `{function}` | {rule.equation} | {rule.source} |\n" in reference
-    # What mixers can do follows from the classes.
+    # The abilities of mixers follow from the classes.
     for attribute, value, said in (
         ("carries", False, "- All but (.*) can carry their state"),
         ("takes_starts", False, "- All but (.*) work with `--separate-documents`"),
@@ -125,7 +125,7 @@ def test_all_pages_of_a_git_checkout_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_what_pages_tell_to_run_is_there(page: Path) -> None:
+def test_programs_that_pages_name_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     known = {word for line in targets for word in line.split()}
@@ -141,7 +141,7 @@ def test_what_pages_tell_to_run_is_there(page: Path) -> None:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The names of what a file of the package imports from it, anywhere within."""
+    """The modules of the package that a file of it imports, anywhere within."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module == "fairseq_fastweights":
             yield from (alias.name for alias in node.names)
@@ -196,7 +196,7 @@ def test_fairseq_takes_the_commands_as_the_pages_show_them(name: str, words: lis
         assert options.parse_args_and_arch(parser, words)
 
 
-# What a command or a program in the pages writes, or what they tell to put there.
+# Files that a command or a program in the pages writes, or that they tell to put there.
 WRITES = re.compile(
     r"""--(?:destdir|save-dir|out|tensorboard-logdir|include_path)[ =](\S+) |
     --(?:\w+pref|user-dir|config-dir)[ ](\S+) | (?:to|from)-huggingface[ ]\S+[ ](\S+) |
@@ -208,7 +208,7 @@ WRITES = re.compile(
 )
 
 
-def test_git_and_lint_pass_over_what_the_pages_make() -> None:
+def test_git_and_lint_ignore_files_that_the_pages_make() -> None:
     """A clone in which all commands were typed looks as before to git, and `make lint` to ruff, which asks git."""
     pages = [*GUIDES, *(page for page in PAGES if page.is_relative_to(ROOT / "examples"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)

@@ -1,4 +1,4 @@
-"""`python -m fairseq_fastweights.env` says what there is, and what is missing and how to mend it."""
+"""`python -m fairseq_fastweights.env` reports versions and kernels, and how to build those that are missing."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from fairseq_fastweights.ops import libraries
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_table_is_what_the_operations_take() -> None:
+def test_the_table_has_the_backends_that_operations_choose() -> None:
     rows = env.report()["backends"]
     expected = set(itertools.product(ops.RULES, ("float32", "bfloat16", "float16", "float64")))
     assert {(row["rule"], row["dtype"]) for row in rows if row["device"] == "cpu"} == expected
@@ -28,7 +28,7 @@ def test_the_table_is_what_the_operations_take() -> None:
             assert row[name] == ops.chosen_backend(row["device"], getattr(torch, row["dtype"]), time)
 
 
-def test_the_text_is_of_what_is_here(capsys) -> None:
+def test_the_text_describes_this_machine(capsys) -> None:
     env.main([])
     text, found = capsys.readouterr().out, env.report()
     assert text == f"{env.as_text(found)}\n" and found["versions"]["torch"] == torch.__version__
@@ -121,7 +121,7 @@ def test_a_bare_clone_works_without_fairseq_and_says_how_to_build(tmp_path: Path
 
 
 def test_a_copy_that_is_installed_and_not_imported_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
-    """In a clone, Python imports the clone: what `pip install .` built is elsewhere, and nothing is wrong with it."""
+    """In a clone, Python imports the clone, and an installed copy with kernels may be elsewhere."""
     for folder in ("fairseq_fastweights", "fairseq_fastweights-0.1.0.dist-info", "other-1.dist-info"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "METADATA").write_text(f"Name: {folder.partition('-')[0]}\nVersion: 1\n")

@@ -25,7 +25,7 @@ def openings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_openings_say_what_they_speak_of(folder: str) -> None:
+def test_openings_name_their_subject(folder: str) -> None:
     kinds = (".h", ".cpp", ".cu", ".cuh") if folder in ("native", "cpu", "cuda") else (".py",)
     paths = [path for path in (ROOT / folder).rglob("*.*") if path.suffix in kinds]
     assert paths

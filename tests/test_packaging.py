@@ -1,4 +1,4 @@
-"""setup.py: what pip builds from, what it installs, and what a wheel holds, before auditwheel tags it."""
+"""setup.py: the sources that pip builds from, the files that it installs, and those in a wheel before auditwheel."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def setup(folder: Path, *arguments: str, **environment: str) -> None:
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here")
 @pytest.mark.slow
 def test_installing_builds_against_the_torch_that_pip_hides(project: Path, tmp_path: Path) -> None:
-    """As pip does it: a PYTHONPATH with what the build needs, and a start that hides all else."""
+    """As in pip: a PYTHONPATH with the build's requirements, and a start that hides all other packages."""
     overlay, packages = tmp_path / "overlay", Path(sysconfig.get_path("purelib"))
     overlay.mkdir()
     for name in ("setuptools", "pkg_resources", "_distutils_hack"):
@@ -71,7 +71,7 @@ def test_installing_builds_against_the_torch_that_pip_hides(project: Path, tmp_p
 
 
 def test_a_source_distribution_can_be_built_from(project: Path, tmp_path: Path) -> None:
-    """fairseq too: what tools/build_fairseq.py imports and the constraints that it takes are among the sources."""
+    """fairseq too: the imports of tools/build_fairseq.py and its constraints are among the sources."""
     setup(project, "sdist", "-d", str(tmp_path))
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -106,9 +106,9 @@ def test_a_wheel_holds_the_package_and_kernels_of_the_stable_abi(tmp_path: Path)
     assert held == modules | {f"fairseq_fastweights/{x}" for x in ("_native_build.json", "_native_cpu.so", "py.typed")}
     assert record["cpu"]["oldest torch"] == "2.10" and record["cuda"]["state"] == "missing"
     needed = set(re.findall(r"NEEDED.*\[(.+)\]", read("readelf", "--dynamic", library)))
-    # Of the system, what PEP 600 allows.
+    # Libraries of the system that PEP 600 allows.
     assert needed <= {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6", "libtorch_cpu.so"}
     symbols = re.findall(r" U (\w+)", read("nm", "--dynamic", "--undefined-only", library))
-    # C functions are the stable ABI; C++ names of at, c10 and torch are what changes from release to release.
+    # C functions are the stable ABI; C++ names of at, c10 and torch change from release to release.
     assert "torch_parallel_for" in symbols
     assert not [name for name in symbols if re.match(r"_ZN?K?(2at|3c10|5torch)", name)]

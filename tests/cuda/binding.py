@@ -20,7 +20,7 @@ kernels.INTERVALS["cpu"] = kernels.INTERVALS["cuda"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what a GPU would skip as well."""
+    """Leaves out code that a GPU would skip as well."""
     others = [x for x in items if any(mark.kwargs.get("reason") == CPU_KERNELS for mark in x.iter_markers("skipif"))]
     config.hook.pytest_deselected(items=others)
     items[:] = [x for x in items if x not in others]

@@ -40,7 +40,7 @@ def build(
     binding: bool = False,
     counts: bool = False,
 ) -> Path:
-    """Compiles `sources` (None: cuda/**/*.cu) and the emulator, each file once for what it reads, to a shared library.
+    """Compiles `sources` (None: cuda/**/*.cu) and the emulator, to a shared library; objects are kept by content.
 
     `extra_flags` such as ``-fsanitize=address,undefined`` take the place of the trap for misaligned accesses. With
     `binding` the library has cuda/binding.cpp as well: torch loads it, and runs the operators that this registers, but
@@ -102,7 +102,7 @@ def read_by(source: Path) -> list[Path]:
 
 
 def make(target: Path, command: list[str]) -> None:
-    """Runs a command that writes what it is told by -o, unless that is there."""
+    """Runs a command that writes the file after -o, unless that exists."""
     if target.exists():
         return
     part = target.with_suffix(".part")

@@ -23,9 +23,9 @@ from tests.ops.rules import Inputs, Rule, mapped, state_dtype
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")
-GATES = ("log_gate", "log_key_decay", "log_value_decay", "beta", "erase")  # what there need not be
+GATES = ("log_gate", "log_key_decay", "log_value_decay", "beta", "erase")  # optional inputs
 TOLERANCE = {
-    # Promised is 1e-5 up to T = 4096; this is what the lengths here leave of it, and half a unit in the last place.
+    # The promise is 1e-5 up to T = 4096; these lengths need less, and half a unit in the last place.
     "recurrent": {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float64: 1e-13},
     # Of float16 results are rounded to 2^-11, and a step's decay or write strength likewise.
     "chunked": {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cuda.build import ROOT
 
-# What takes the emulator longest.
+# The slowest cases of the emulator.
 SLOW = "papers_sizes or every_way_to_fill or large_states or even_for_a_moment"
 
 

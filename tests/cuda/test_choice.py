@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # as when its programs are started
 from harness.cases import SHAPES
 
 BF16, SIZES = torch.bfloat16, (2, 4096, 4, 64, 64, 64)
-# Why, sizes, dtype, compute capability, and what is taken.
+# Reason, sizes, dtype, compute capability, and the kernel that is chosen.
 CHOICES = [
     ("no tensor core multiplies float64 here", SIZES, torch.float64, 90, "recurrent"),
     *[("no bfloat16 before 8.0", SIZES, BF16, capability, "recurrent") for capability in (70, 75)],
@@ -60,7 +60,7 @@ def test_a_benchmark_can_ask_for_either(emulator, operation, choice, monkeypatch
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("capability", [70, 80, 86, 90])
-def test_what_is_chosen_is_supported(emulator, operation, capability):
+def test_the_chosen_kernel_supports_the_call(emulator, operation, capability):
     for size, dtype, by_dimension in product((1, 16, 64, 512), DTYPES, (False, True)):
         asked = (operation, (2, 2048, 4, size, size, 64), dtype, capability, by_dimension)
         assert emulator.choose(*asked) == "recurrent" or emulator.supports(*asked), asked
@@ -68,7 +68,7 @@ def test_what_is_chosen_is_supported(emulator, operation, capability):
 
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_says_what_it_takes(emulator, operation, decays):
+def test_supported_sizes_and_types(emulator, operation, decays):
     def supports(dtype, capability, keys=64, interval=64):
         return emulator.supports(operation, (1, 100, 2, keys, 64, interval), dtype, capability, decays)
 
@@ -76,7 +76,7 @@ def test_says_what_it_takes(emulator, operation, decays):
     assert not supports(BF16, 75), "no tf32 before compute capability 8.0"
     assert not supports(torch.float64, 90)
     assert not supports(torch.float32, 90, interval=24), "chunks do not end at 24"
-    # Of keys as many as shared memory has room for, with a correction; without there is room for all.
+    # With a correction, as many keys as shared memory has room for; without, there is room for all.
     forward, backward, f32 = "delta_forward", "delta_backward", torch.float32
     most = {(forward, f32, True): 320, (backward, f32, False): 320, (backward, f32, True): 192}
     most[backward, BF16, True] = 384

@@ -1,4 +1,4 @@
-"""The emulator itself: it runs what is right, and shows what is wrong."""
+"""The emulator itself: it runs correct kernels, and notices faults."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_wgmma_reads_a_left_factor_likewise(probes, width, turned):
 
 
 @pytest.mark.parametrize("fault", GROUP_FAULTS[1:])
-def test_what_wgmma_must_wait_for_is_noticed(probes, fault):
+def test_a_missing_wait_for_wgmma_is_noticed(probes, fault):
     actual, expected = multiply_in_group(probes, 1, False, fault)
     messages = {"no fence": "wgmma without a wgmma.fence", "three warps": "barrier divergence"}
     if fault in messages:

@@ -1,4 +1,4 @@
-"""A GPU's memory that training takes beyond inputs, outputs and gradients, counted from what launches ask for."""
+"""A GPU's memory that training takes beyond inputs, outputs and gradients, counted from the allocations of launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {
     "long": (1, 16384, 8, 64, 64),
     "attention": (8, 1024, 8, 64, 64),
 }
-# What there is beside q, k and v, and how many numbers of them at a step.
+# Inputs beside q, k and v, and their numbers per step.
 GATES = {
     "sum": ((), lambda K, V: 0),
     "gated": (("log_gate",), lambda K, V: 1),
@@ -41,7 +41,7 @@ GATES = {
 def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeypatch):
     """A retention network's states are so large that it takes a little more. Decays of 512 keys with a correction go
     step by step, and leave parts of the keys' gradients, in float. Squares of a chunk's steps are many times as large
-    as its keys and values where these are few: such heads may take what heads of 64 would, up to twice all else."""
+    as its keys and values where these are few: such heads may take as much as heads of 64, up to twice all else."""
     B, T, H, K, V = shape = SHAPES[name]
     gates, numbers = GATES[rule]
     monkeypatch.setitem(kernels.INTERVALS, "meta", kernels.INTERVALS["cuda"])
@@ -58,7 +58,7 @@ def test_training_takes_at_most_half_as_much_again(emulator, name, rule, monkeyp
     state = 4 * B * H * K * V
     kept = (-(-T // interval) - 1) * state
     passed = 2 * B * T * H * (2 * K + V + numbers(K, V) + V)  # bytes of inputs and outputs
-    # The targets are 1 and 1/4; it is kept to what there is.
+    # The targets are 1 and 1/4; these bounds hold the present state.
     by_steps = name == "mt-big-512" and family == "delta" and "log_key_decay" in gates
     allowed = (0.95 if by_steps else 0.55 if name == "retnet" else 0.5) * 2 * passed
     if min(K, V) < 64:

@@ -1,4 +1,4 @@
-"""How the chunked kernels divide their work, and what a benchmark can ask of them."""
+"""How the chunked kernels divide their work, and the plans that a benchmark can ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cuda.emulated import OPERATIONS
 
 @pytest.mark.parametrize("decays", [0, 1, 2])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_plan_is_what_was_asked_for_or_none(emulator, operation, decays, monkeypatch):
+def test_a_plan_is_the_one_asked_for_or_none(emulator, operation, decays, monkeypatch):
     sizes = (2, 300, 3, 40, 90, 128)
     most = 2 if decays and operation == "delta_backward" else 4  # there is no room for more
     for columns, stages, segments in itertools.product((16, 32, 64), (1, 2, most), (1, 2)):

@@ -43,9 +43,9 @@ def test_every_shape_step_by_step(emulator, rule, sizes, dtype):
     check(emulator, rule, "recurrent", interval, B=1, T=T, K=K, V=V, dtype=dtype)
 
 
-# Sizes, and what plan the chunked kernels are asked for: parts of keys and values in the last stage, keys that several
-# warps share, several blocks of a head, one buffer, two and four, slices of time, segments of slices, warps that copy
-# for the others or none.
+# Sizes, and the plan that the chunked kernels are asked for: parts of keys and values in the last stage, keys that
+# several warps share, several blocks of a head, one buffer, two and four, slices of time, segments of slices, warps
+# that copy for the others or none.
 WAYS_BY_CHUNKS = [
     *[((1, 1, 1, 64), ""), ((70, 20, 72, 64), "columns=32"), ((130, 16, 9, 128), "slice=1")],
     *[((200, 9, 17, 64), "segments=2"), ((150, 33, 40, 64), "columns=32 stages=1"), ((65, 130, 20, 64), "stages=1")],
@@ -67,7 +67,7 @@ SHAPES = [
 
 
 def fitting(cases, dtypes):
-    """Not what does not fit backwards, with a correction: over 320 keys in float32, with decays over 192 or 384."""
+    """Cases whose backward pass fits: with a correction up to 320 keys in float32, with decays up to 192 or 384."""
 
     def most_keys(rule, dtype):
         if not rule.corrects:
@@ -97,8 +97,8 @@ def test_every_way_by_chunks_in_any_order_of_threads(emulator, rule, way, dtype,
         assert_same(emulator.run(inputs, interval=interval, algorithm="chunked"), first, "in another order")
 
 
-# Of 64 value columns to a block and 64 keys or more to a warp, which a warpgroup multiplies: a chunk and what does not
-# fill the next, 128 keys to a warp, keys that two warpgroups share.
+# 64 value columns to a block and 64 keys or more to a warp, which a warpgroup multiplies: a chunk and part of the next,
+# 128 keys to a warp, keys that two warpgroups share.
 GROUPS = [
     *[((80, 64, 40, 64), "columns=64 stages=1"), ((66, 90, 64, 0), "columns=64")],
     *[((70, 130, 33, 64), "columns=64"), ((140, 64, 50, 0), "columns=64 threads=128")],
@@ -112,7 +112,7 @@ GROUPS = [
         short=[(rule, GROUPS[i % len(GROUPS)], BF16) for i, rule in enumerate(CHUNKED)],
     ),
 )
-def test_warpgroups_compute_what_warps_compute(emulator, rule, way, dtype, monkeypatch):
+def test_warpgroups_agree_with_warps(emulator, rule, way, dtype, monkeypatch):
     (T, K, V, interval), plan = way
     monkeypatch.setenv("FASTWEIGHTS_CUDA_PLAN", plan)
     inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=dtype)
@@ -129,7 +129,7 @@ def test_where_a_slice_of_time_is_too_much_heads_follow_one_another(emulator):
     inputs = rule.inputs(B=2, T=5, H=40, K=3, V=2)
     actual = emulator.run(inputs, interval=64, algorithm="chunked")
     assert_close(actual, expected(rule, inputs), TOLERANCE["chunked"][F32])
-    # For each head two squares' lower blocks, two states, two of 64 steps, and what is found of gates.
+    # For each head two squares' lower blocks, two states, two of 64 steps, and values derived from gates.
     of_all = 80 * (2 * 10 * 16 * 16 + 2 * 16 * (16 + 64) + 1800) * 4
     assert emulator.workspaces["delta_backward"] < of_all * 0.6
 
@@ -144,8 +144,8 @@ def test_steps_in_any_order_of_threads(emulator, rule, T, K, V):
             assert_same(emulator.run(inputs, interval=6), first, f"in order {seed}")
 
 
-# With the plan that is asked for: where time is divided among blocks, gates near one show what passes from one to the
-# next. Of steps the second divides it.
+# With the plan that is asked for: where time is divided among blocks, gates near one show errors in the
+# states that pass from one to the next. In STEPS the second case divides it.
 STEPS = [(67, 6, 7, 16, ""), (384, 3, 4, 64, "")]
 CHUNKS = [(67, 6, 7, 64, "segments=2"), (100, 20, 9, 64, ""), (540, 12, 10, 128, "")]
 REGIMES = [
@@ -165,13 +165,13 @@ def test_every_regime(emulator, algorithm, rule, sizes, dtype, monkeypatch):
     inputs = rule.in_regimes(rule.regimes, B=1, T=T, H=1, K=K, V=V, dtype=dtype, extras_dtype=torch.float32)
     found = parts(emulator.run(inputs, interval=interval, algorithm=algorithm), rule.regimes)
     wanted = parts(expected(rule, inputs), rule.regimes)
-    # What tiny gates leave has few digits in float16.
+    # After tiny gates, states have few digits in float16.
     allowed = {name: 0.03 if dtype == F16 and "(tiny)" in name else TOLERANCE[algorithm][dtype] for name in wanted}
     errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
     assert not {name: error for name, error in errors.items() if not error <= allowed[name]}
 
 
-# Factors of inputs, and of the gradients of outputs and final states, by what they put out of float16's range.
+# Factors of inputs, and of the gradients of outputs and final states, by the values that leave float16's range.
 BEYOND_FLOAT16 = {
     "states and updates": {"initial_state": 18, "v": 10, "q": -8, "d_out": -9, "d_final_state": -16},
     "gradients of states": {"q": 7, "k": -9, "v": -9, "erase": -9, "d_out": 10, "d_final_state": 17},
@@ -366,9 +366,9 @@ def test_a_nan_is_passed_on_in_its_column_alone(emulator, rule, dtype):
     ),
 )
 def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, shape):
-    """Results are rounded, which makes an error of 0.0017, and so is what products read of states and scores. States
-    are read so, but kept in float32: those of the delta rule, whose writes depend on what is read, get some of it, and
-    so do those of decays by dimension, which scale what is written."""
+    """Rounding of results makes an error of 0.0017; products also round states and scores. States are kept in float32:
+    some error reaches those of the delta rule, whose writes depend on rounded reads, and those with decays by
+    dimension, which scale rounded writes."""
     T, K, V = shape
     inputs = rule.inputs(B=1, T=T, H=1, K=K, V=V, dtype=torch.bfloat16)
     actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
@@ -378,20 +378,20 @@ def test_bfloat16_costs_its_own_rounding_and_states_hardly_any(emulator, rule, s
         if key == "gradient of log_gate":
             allowed = 0.0055  # one number to a step: of eight lengths the mean is 0.0026, this one's by far the most
         if rule.name == "gated" and key == "gradient of q":
-            allowed = 0.0019  # scores are multiplied with what rounding leaves out of them
+            allowed = 0.0019  # scores are multiplied with their own rounding errors
         assert value is None or relative_error(actual[key], value) <= allowed, key
 
 
 @pytest.mark.parametrize("rule", BY_HEAD[2:])
-def test_what_float16_multiplies_in_tf32_is_rounded_to_it(emulator, rule):
+def test_float16_products_in_tf32_are_rounded_to_it(emulator, rule):
     """The inverse and scores are rounded, too: tensor cores would cut them off, and the error would be above 5e-4."""
     inputs = rule.inputs(B=1, T=40, H=1, K=16, V=16, dtype=F16, extras_dtype=F32)
     actual, wanted = emulator.run(inputs, interval=64, algorithm="chunked"), expected(rule, inputs)
     assert relative_error(actual["gradient of v"], wanted["gradient of v"]) <= 4.5e-4
 
 
-# Of 4096 steps: what is allowed of results, and of states and their gradients. With repeated keys the state's gradient
-# grows in directions that no key erases, while what is read of it along keys stays small.
+# 4096 steps: tolerances of results, and of states and their gradients. With repeated keys the state's gradient
+# grows in directions that no key erases, while outputs, which read it along keys, stay small.
 THOUSANDS = [
     *(("recurrent", rule, regime, "", F32, 1e-5, 1e-5) for rule, regime in RULES_AND_REGIMES),
     *(

@@ -51,7 +51,7 @@ def test_targets_without_an_output_are_unknown_words_and_inputs_keep_them():
 
 
 @pytest.mark.parametrize(("reader", "options"), [(SegmentStreams, (2, 4, PAD)), (SlidingWindows, (4, 4))])
-def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader, options):
+def test_readers_prefetch_lines_that_must_be(reader, options):
     data = reader(corpus_of(5, 0, 20, 7, supports_prefetch=True), *options)
     assert torch.cat([data[i]["target"] for i in range(len(data))]).sort()[0].tolist() == list(range(10, 42))
     assert data.collater([]) == {}
@@ -67,7 +67,7 @@ def test_lines_that_must_be_prefetched_are_by_what_reads_them(reader, options):
         (lambda: SlidingWindows(corpus_of(8), 1, 0), "tokens_per_sample is 1 and context_window 0"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(make, message):
+def test_sizes_that_cannot_be_read_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -117,7 +117,7 @@ def test_streams_cover_the_corpus_once_and_each_row_goes_on_where_it_was(tokens,
 
 
 def read_before(data: SlidingWindows) -> dict[int, list[int]]:
-    """For each token that windows score, once, what is read before it."""
+    """The inputs before each token that windows score; each is scored once."""
     read: dict[int, list[int]] = {}
     batches = data.batches(max_windows=4)
     assert sorted(itertools.chain(*batches)) == list(range(len(data))) and max(map(len, batches)) <= 4

@@ -94,7 +94,7 @@ def test_other_streams_are_refused_within_an_epoch(state, options, told):
 
 
 def read_on(carriers: list[Mock], state: dict[str, object], stop: int | None = None, **layout: int) -> list[list[int]]:
-    """The tokens that each stream predicts next, in the order of the streams; where it continues, what comes first."""
+    """The targets of each stream in the streams' order, after the number of the stream that it continues, or -1."""
     shards, rows = len(carriers), []
     for shard, carrier in enumerate(carriers):
         iterator = iterate(carrier, shards=shards, shard=shard, **layout)
@@ -143,7 +143,7 @@ def test_the_same_segments_start_empty_in_any_processes_and_after_a_stop():
     """Each epoch has others, another seed has others, and an evaluation has none."""
 
     def read(shards=1, seed=5, stop=None, state=None, evaluates=False):
-        """The iterator of each process, and what the segments that continue begin with."""
+        """The iterator of each process, and the first tokens of the segments that continue."""
         found, iterators = set(), []
         for shard in range(shards):
             data = SegmentStreams(corpus_of(400), 4, 4, PAD, reset_probability=0.3, seed=seed)

@@ -38,7 +38,7 @@ from fairseq_fastweights.files.zip_records import CheckpointError
 
 
 class Call:
-    """Unpickled, it is what a function returns."""
+    """Unpickled, it is the result of a function call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -75,7 +75,7 @@ def attributed() -> torch.Tensor:
 
 LOST, NEEDLESS = "cannot be loaded; it is cut short, damaged or no checkpoint", ", which no checkpoint needs"
 COSTLY = r"is refused: its values would take more than 1\d,\d+,\d+ bytes of memory"
-# What Python writes in either format, and what is said of it.
+# Values that Python writes in either format, and the message about each.
 WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes": (lambda: Call(bytearray, 10**8), f"is refused: it asks for .*bytearray{NEEDLESS}"),
     "a string": (
@@ -142,7 +142,7 @@ def tensor(
 
 
 def copied(path: str, argument: bytes, call: bytes) -> bytes:
-    """Many calls, each of which would copy what is there once."""
+    """Many calls that would each copy one argument."""
     return name(path) + b"q\0" + argument + b"q\1](" + (b"h\0h\1" + call) * 2000 + b"e\x87"
 
 
@@ -162,7 +162,7 @@ HUGE = struct.pack("<Q", 2**62)
 MANY = b"(" + b"".join(number(n + 300) for n in range(20_000)) + b"t"
 LIST = MANY.replace(b"(", b"](", 1)[:-1] + b"e"
 OPTIONS = b"}(" + b"".join(text(f"{n}") + b"N" for n in range(2000)) + b"u"
-# What only an attacker writes: a value of a pickle, and what is said of it.
+# Values of pickles that only an attacker writes, and the message about each.
 FORGED: dict[str, tuple[bytes, str]] = {
     "copies of a shape": (copied("torch.Size", MANY + b"\x85", b"R"), rf"{LOST} \(a shape that is none\)"),
     "copies of a dictionary": (copied("collections.OrderedDict", LIST + b"\x85", b"R"), rf"{LOST} \(.*positional arg"),
@@ -254,12 +254,12 @@ def check_refused(path: Path, content: bytes, says: str) -> None:
     whole, told = integrity.describe(path)
     assert not whole and re.match(rf"{re.escape(str(path))} {says}", told)
     assert num_updates(path) == -1
-    assert time.process_time() - began < 20  # of what is traced
+    assert time.process_time() - began < 20  # with tracing
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_what_asks_for_more_than_the_file_holds_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_value_larger_than_the_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     make, says = WRITTEN[kind]
     for zipped in (True, False):
         check_refused(tmp_path / "model.pt", saved(make(), zipped), says)
@@ -272,7 +272,7 @@ def test_a_forged_pickle_is_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 
 STATE = {"model": {"w": torch.arange(4.0), "v": torch.ones(2, dtype=torch.int64)}, "cfg": {"lr": [0.25]}}
-# How an archive lies, by `fuzz_checkpoints.changes`, and what is said of one of its records; None: nothing is wrong.
+# How an archive lies, by `fuzz_checkpoints.changes`, and the message about one of its records; None: nothing is wrong.
 LIES = {
     **dict.fromkeys(("none", "with zip64")),
     "in capitals": "its record .* has no|its records are not in one",
@@ -328,7 +328,7 @@ def test_two_names_that_differ_in_capitals_are_refused(tmp_path: Path) -> None:
 def test_the_old_format_has_the_numbers_of_each_tensor_once(
     tmp_path: Path, lie: Callable[[list[str]], list[str]]
 ) -> None:
-    """A tensor whose numbers are missing would have what memory held by chance."""
+    """Missing numbers of a tensor would be left over from other memory."""
     path, content = tmp_path / "model.pt", saved({"w": torch.ones(4)}, zipped=False)
     start = content.rindex(b"\x80\x02]q\x00")
     [key] = re.findall(rb"(\d{6,})", content[start:-24])
@@ -383,7 +383,7 @@ def many_kinds() -> dict[str, Any]:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("mapped", [True, False])
-def test_what_checkpoints_hold_is_loaded(tmp_path: Path, zipped: bool, mapped: bool) -> None:
+def test_every_kind_of_value_in_checkpoints_is_loaded(tmp_path: Path, zipped: bool, mapped: bool) -> None:
     path, content = tmp_path / "model.pt", many_kinds()
     path.write_bytes(saved(with_digests(content), zipped))
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint's weights says what they are, and nothing of how they are stored."""
+"""The digest of a checkpoint's weights depends on their values, not on how they are stored."""
 
 import io
 import zlib
@@ -57,7 +57,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
-def test_whatever_is_other_has_another_digest(other):
+def test_other_weights_have_another_digest(other):
     assert model_digest(other) != model_digest(MODEL) == model_digest(dict(MODEL))
     assert is_changed({**with_digests({"model": MODEL}), "model": other}) is True
 
@@ -71,5 +71,5 @@ def test_weights_count_as_they_are_and_not_as_they_are_stored():
     )
 
 
-def test_what_is_no_checkpoint_or_has_none_is_left_alone():
+def test_other_objects_and_checkpoints_without_digests_pass():
     assert with_digests(MODEL) is MODEL and is_changed(MODEL) is is_changed([1]) is is_changed({"model": MODEL}) is None

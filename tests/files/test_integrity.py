@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(whole):
 
 @pytest.mark.parametrize(("byte", "bit"), [(8, 0), (8, 5), (8, 6), (9, 5), (38, 4)])
 def test_a_record_that_torch_would_not_read_is_noticed(whole, byte, bit):
-    """One that is marked as encrypted, or as a folder: of that torch loads what memory holds by chance."""
+    """For a record that is marked as encrypted or as a folder, torch returns uninitialised memory."""
     records = [match.start() for match in re.finditer(rb"PK\x01\x02", whole.read_bytes())]
     assert len(records) > len(STATE["model"])
     for begin in records:
@@ -80,7 +80,7 @@ def test_a_record_that_torch_would_not_read_is_noticed(whole, byte, bit):
             assert integrity.why_damaged(whole), begin
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about what the bits make of the pickle
+@pytest.mark.filterwarnings("ignore")  # of torch, about pickles with flipped bits
 def test_a_flipped_bit_of_the_old_format_is_noticed_or_changes_nothing(whole):
     torch.save(with_digests(STATE), whole, _use_new_zipfile_serialization=False)
     size = whole.stat().st_size
@@ -98,8 +98,8 @@ def test_a_flipped_bit_of_the_old_format_is_noticed_or_changes_nothing(whole):
     assert noticed > 700
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about what the bits make of the pickle
-def test_what_was_loaded_is_checked_by_its_crcs_and_not_read_again(whole, monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # of torch, about pickles with flipped bits
+def test_loaded_weights_are_checked_by_their_crcs_without_a_second_read(whole, monkeypatch):
     # Three storages of the same numbers, one of which may be damaged.
     state = {"model": {f"same{i}": torch.ones(50) for i in range(3)} | {"tied": STATE["model"]["layer0"]}}
     torch.save(state, whole)
@@ -132,7 +132,7 @@ def test_every_flipped_bit_of_a_weight_is_told_with_its_record(whole):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_is_cut_short_is_noticed(tmp_path, zipped):
+def test_a_file_that_is_cut_short_is_noticed(tmp_path, zipped):
     path = tmp_path / "checkpoint.pt"
     torch.save(STATE, path, _use_new_zipfile_serialization=zipped)
     assert integrity.why_damaged(path) is None
@@ -141,7 +141,7 @@ def test_what_is_cut_short_is_noticed(tmp_path, zipped):
         assert integrity.why_damaged(path), size
 
 
-def test_what_other_programs_write_is_whole(tmp_path):
+def test_files_of_other_programs_are_whole(tmp_path):
     path = tmp_path / "x.pt"
     for content in ({"args": Namespace(a=1)}, {"path": Path("x")}):  # the safe loader knows one of these classes
         torch.save(content, path)
@@ -166,7 +166,7 @@ def test_what_other_programs_write_is_whole(tmp_path):
         (lambda path: path.write_bytes(b"PK\3\4" * 99), "is cut short or damaged: the directory at its end cannot"),
     ],
 )
-def test_what_is_no_checkpoint_is_said_and_never_waited_for(tmp_path, make, reason):
+def test_other_files_are_named_and_never_waited_for(tmp_path, make, reason):
     make(tmp_path / "model.pt")
     assert str(integrity.why_damaged(tmp_path / "model.pt")).startswith(reason)
 
@@ -209,7 +209,7 @@ def change(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "model": {**state["model"], "half": torch.zeros(6).bfloat16()}}
 
 
-def test_what_a_program_changed_and_saved_again_is_said_and_loaded(whole, caplog):
+def test_weights_that_a_program_changed_are_loaded_with_a_warning(whole, caplog):
     def check() -> None:
         with whole.open("rb") as file:
             state = torch.load(file)
@@ -229,7 +229,7 @@ def test_what_a_program_changed_and_saved_again_is_said_and_loaded(whole, caplog
     assert "under model has not the digest" in str(integrity.why_damaged(whole))  # no other is advised to be taken
 
 
-def test_the_command_says_what_is_whole_and_shows_the_digests(whole, capsys):
+def test_the_command_tells_whole_checkpoints_and_their_digests(whole, capsys):
     def told(content: Any) -> tuple[int, str]:
         torch.save(content, whole)
         status = integrity.main([str(whole)])

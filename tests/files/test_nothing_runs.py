@@ -1,4 +1,4 @@
-"""Calls that could run what is in a file, or write where a file says, are not made, or stand in a list with a reason.
+"""No call can run code from a file or write where a file says, except those in a list, each with a reason.
 
 Searched are this project's Python files and those of fairseq as it is installed.
 """
@@ -36,7 +36,7 @@ HANDED_ON = RUNS | {"torch.load", "yaml.load"}
 
 
 OF_ITS_OWN = "its name comes from this project or from fairseq, not from a file"
-BETWEEN_PROCESSES = "what another process of the same run sends"
+BETWEEN_PROCESSES = "data from another process of the same run"
 MEDIA = "a program of its own for audio or video, with files of its own or that its user names; no command for text"
 CORPORA = "a program of its own that downloads published corpora; its lines have names that it or its user sets"
 HUB = "downloads a published model, when its user asks for that one"
@@ -81,7 +81,7 @@ LISTED = {
     "fairseq/examples/textless_nlp/gslm/speech2unit/clustering/quantize_with_kmeans.py: joblib.load": MEDIA,
     "fairseq/examples/textless_nlp/gslm/tools/resynthesize_speech.py: joblib.load": MEDIA,
 }
-"""What remains, by file, and why."""
+"""The calls that remain, by file, each with the reason."""
 
 
 def is_literal(node: ast.expr | None, *values: object) -> bool:
@@ -123,8 +123,7 @@ def danger(call: ast.Call, name: str) -> str | None:
 
 
 def found_in(text: str) -> list[str]:
-    """Calls in a program that could run what is in a file, by names that do not depend on how it is
-    imported."""
+    """The dangerous calls in a program, by names that do not depend on how they are imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old programs of fairseq, about their strings
         nodes = list(ast.walk(ast.parse(text)))
@@ -142,7 +141,7 @@ def found_in(text: str) -> list[str]:
 
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     dangers = [danger(call, full(call.func)) for call in calls]
-    # What is not called where it is named is called elsewhere, with arguments that are not known here.
+    # A function that is passed on is called elsewhere, with arguments that are not known here.
     called = {id(call.func) for call in calls}
     others = [node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in called]
     own = {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -190,10 +189,10 @@ def listed(folders):
     return [place for place in LISTED if place.partition("/")[0] in folders]
 
 
-def test_what_could_run_what_is_in_a_file_is_listed():
+def test_dangerous_calls_of_this_project_are_listed():
     own = FOLDERS.keys() - {"fairseq", "fairseq_cli"}
     assert sorted(search(own)) == sorted(listed(own)) and not found_in((ROOT / "setup.py").read_text())
 
 
-def test_what_of_fairseq_could_run_what_is_in_a_file_is_listed(our_fairseq):
+def test_dangerous_calls_of_fairseq_are_listed(our_fairseq):
     assert sorted(search(["fairseq", "fairseq_cli"])) == sorted(listed(["fairseq", "fairseq_cli"]))

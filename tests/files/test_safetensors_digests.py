@@ -69,11 +69,11 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(path):
                     found = load_file(path)
                     assert found.keys() == WEIGHTS.keys()
                     assert all(torch.equal(x, WEIGHTS[name]) for name, x in found.items())
-    # In the digest's own name and in what else is said of the file, as "format", there is nothing to be noticed.
+    # The key "digest" itself, and other metadata as "format", are not covered.
     assert missed < len(content) * 8 / 3 / 4
 
 
-def test_what_is_cut_short_says_absurd_sizes_or_is_no_file_is_told(path):
+def test_short_files_absurd_sizes_and_other_kinds_are_told(path):
     note_digest(path)
     content = path.read_bytes()
     for size in range(len(content)):

@@ -1,4 +1,4 @@
-"""Text files are UTF-8, a byte order mark is no part of them, and what is no UTF-8 is named."""
+"""Text is read as UTF-8 without a byte order mark; other bytes are named."""
 
 import codecs
 import io
@@ -16,7 +16,7 @@ LONG = b"a\n" * 32767  # as much as is read at once, but for two bytes
 
 
 @pytest.mark.parametrize("content", ["", "a b\nc\n", "a", "日本\r\nb\rc", " \x85\u2028\n\ufeff"])
-def test_texts_are_what_python_reads_but_for_the_mark(tmp_path: Path, content: str) -> None:
+def test_texts_are_as_python_reads_them_without_the_mark(tmp_path: Path, content: str) -> None:
     path = tmp_path / "text"
     for newline in ("\n", None):
         path.write_bytes(content.encode())
@@ -39,7 +39,7 @@ def test_texts_are_what_python_reads_but_for_the_mark(tmp_path: Path, content: s
         (LONG + LONG + b"x\n\x80", "line 65536: not UTF-8, byte 1 of the line is 0x80 (byte 131071 of the file)"),
     ],
 )
-def test_what_is_no_utf8_is_named_with_its_line_and_byte(tmp_path: Path, content: bytes, says: str) -> None:
+def test_other_bytes_are_named_with_their_line_and_place(tmp_path: Path, content: bytes, says: str) -> None:
     path, pipe = tmp_path / "text", tmp_path / "pipe"
     path.write_bytes(content)
     os.mkfifo(pipe)

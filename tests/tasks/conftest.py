@@ -91,7 +91,7 @@ def loss_alone(data: Path, checkpoint: Path, *, apart: bool = False, new: int = 
 def train_in_processes(folder: Path, *arguments: str, processes: int, prepare: Callable[[], object] = int) -> str:
     """fairseq-train in so many processes, which call `prepare` first.
 
-    Returns what the first logs; checkpoints go to `folder`.
+    Returns the first one's log; checkpoints go to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meeting").unlink(missing_ok=True)  # of a run before

@@ -24,7 +24,7 @@ MISFIT, NEW = r"checkpoint_last\.pt does not fit the model", "another model need
 CARRY, APART = "--carry-over-state", "--separate-documents"
 
 
-# What the model's options may be is in tests/models/test_architectures.py.
+# The model's options: tests/models/test_architectures.py.
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -149,7 +149,7 @@ def test_contexts_that_cannot_be_are_named(corpus, model, flags, message):
 
 
 def printed(error: pytest.ExceptionInfo[Exception]) -> str:
-    """The text that Python prints where nothing catches it: fairseq wraps what a model says of a checkpoint."""
+    """The traceback that Python prints: fairseq wraps a model's error about a checkpoint in another one."""
     return "".join(traceback.format_exception(error.value))
 
 

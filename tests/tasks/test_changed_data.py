@@ -88,7 +88,7 @@ def test_the_last_update_is_kept_and_the_run_goes_on_as_before(data, tmp_path, c
 
 
 def test_the_last_updates_place_is_kept_when_the_next_is_read_in_part(data, monkeypatch):
-    """And what something else has open does not matter."""
+    """Data that is open elsewhere in the process does not matter."""
     saved: list[int] = []
     monkeypatch.setattr(
         checkpoint_utils, "save_checkpoint", lambda cfg, trainer, epochs, _: saved.append(epochs._cur_epoch_itr.n)
@@ -116,7 +116,7 @@ def test_both_of_two_processes_end_and_the_last_update_is_kept(data, tmp_path, c
 def test_a_run_is_not_taken_up_with_other_data_unless_an_epoch_begins(data, tmp_path, change):
     flags = [*SMALL, "--max-update"]
     change(2, lambda: replace(data / "train.bin"))
-    train(data, tmp_path / "run", *flags, "4")  # it reads on what it had
+    train(data, tmp_path / "run", *flags, "4")  # it goes on with the data that it opened
     assert updates(tmp_path / "run") == 4
     with pytest.raises(
         ValueError, match=r"train\.bin is not what the checkpoint stopped in .*--reset-dataloader"

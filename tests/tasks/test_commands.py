@@ -38,7 +38,7 @@ def test_models_train_in_every_way(request, corpus, tmp_path, kind):
 
 
 GPT2 = "fast_weight_lm_gpt2_small"
-# Of a model in a yaml file; what its architecture sets is left to it.
+# Models' settings in a yaml file, beside those that the architecture sets.
 DESCRIBED = {
     "fast_weight_lm": {"update_rule": "decay", "share_decoder_input_output_embed": True, "decoder_attention_heads": 2}
     | {f"decoder_{name}_dim": 32 for name in ("input", "embed", "output", "ffn_embed")},
@@ -76,12 +76,12 @@ def train_as_described(corpus, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", DESCRIBED)
-def test_hydra_trains_what_a_yaml_file_describes(request, corpus, tmp_path, train_as_described, arch):
+def test_hydra_trains_a_model_from_a_yaml_file(request, corpus, tmp_path, train_as_described, arch):
     if arch != "fast_weight_lm":
         request.getfixturevalue("our_fairseq")
     settings, carried = DESCRIBED[arch], arch.startswith("fast_weight_lm")
     criterion = "adaptive_loss" if "adaptive_softmax_cutoff" in settings else "cross_entropy"
-    # What a task says of a model is said before the architecture, too.
+    # The task's max_target_positions must reach the model before the architecture's defaults.
     state = train_as_described(arch, settings, criterion, carry_over_state=carried, max_target_positions=24)
     assert state["cfg"]["model"]["_name"] == arch
     assert state["last_optimizer_state"] is not None and state["optimizer_history"][-1]["num_updates"] == 3
@@ -126,7 +126,7 @@ def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path,
 
 
 @pytest.mark.parametrize("off", ["mask_special_symbols", "share_decoder_input_output_embed"])
-def test_a_yaml_file_may_turn_off_what_an_architecture_turns_on(our_fairseq, train_as_described, off):
+def test_a_yaml_file_may_turn_off_an_architectures_switch(our_fairseq, train_as_described, off):
     model = train_as_described(GPT2, {**DESCRIBED[GPT2], off: False})["cfg"]["model"]
     assert not model[off] and model["decoder_learned_pos"] and model["decoder_output_dim"] == 16
 
@@ -148,7 +148,7 @@ def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
                 assert torch.allclose(x, (before[name] + last[name]) / 2, atol=1e-7), name
         before = averaged
     assert not torch.equal(before["decoder.layers.0.fc1.weight"], last["decoder.layers.0.fc1.weight"])
-    # What fairseq makes a checkpoint of is the model's.
+    # fairseq can save the average as a checkpoint of its own.
     checkpoint_utils.save_ema_as_checkpoint(str(path), str(tmp_path / "averaged.pt"))
     last, average = (evaluate(corpus, x, "--tokens-per-sample", "16")[0] for x in (path, tmp_path / "averaged.pt"))
     assert math.isfinite(average) and average != last
@@ -189,7 +189,7 @@ def test_generate_scores_as_evaluation_does(corpus, model, capsys, contexts):
     assert -sum(values) / len(values) == pytest.approx(loss, abs=1e-3)
 
 
-def test_prompts_read_together_give_what_each_gives(our_fairseq, corpus, model, tmp_path, capsys):
+def test_a_batch_of_prompts_is_continued_as_each_alone(our_fairseq, corpus, model, tmp_path, capsys):
     """fairseq-interactive with a buffer, and fairseq-generate with batches, of samples that hold several lines."""
     (tmp_path / "input").write_text("w1 w2 w3 w4 w5\n\nw7\nw8 w9 w8\n")
     flags = ["--path", str(model()), "--beam", "2", "--max-len-b", "25", "--min-len", "9", *TASK, *QUIET]

@@ -1,4 +1,4 @@
-"""Contexts that are carried over and contexts that slide: what is trained on, and what the perplexities mean."""
+"""Carried states and sliding windows: which contexts training reads, and which perplexity evaluation gives."""
 
 import math
 from unittest.mock import patch
@@ -43,7 +43,7 @@ def test_contexts_that_are_the_whole_text_give_the_perplexity_of_one_pass(corpus
     [
         ([], []),
         slow(ADAPTIVE, []),
-        # What fairseq changes: another model, <s> before each sample, lines cut to a sample's length, fewer words.
+        # Settings that change fairseq's samples: another model, <s> before each, lines cut to a length, fewer words.
         slow(["--arch", "transformer_lm"], []),
         slow(["--max-target-positions", "32"], ["--add-bos-token"]),
         slow(["--max-target-positions", "32"], ["--shorten-method", "truncate"]),
@@ -95,7 +95,7 @@ def test_training_and_validation_read_whole_streams(corpus, model, tmp_path, fla
     flags, _, in_two = flags.partition(" in two")
     checkpoint, streams = model(*NO_POSITIONS), 8 if in_two else 4
     reads = [*CARRY, *["--separate-documents"] * ("--separate-documents" in flags)]
-    # --batch-size streams, each from its start to its end: what fairseq-eval-lm computes for as many streams.
+    # --batch-size streams, each from its start to its end, as fairseq-eval-lm scores as many streams.
     wanted = {}
     for split, number in (("train", streams), ("valid", 2 if "--batch-size-valid" in flags else streams)):
         reading = ["--tokens-per-sample", "23", "--batch-size", str(number), "--gen-subset", split]

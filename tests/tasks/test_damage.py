@@ -46,7 +46,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_flipped_bit_is_refused_and_what_is_whole_is_named(corpus, run, way):
+def test_a_flipped_bit_is_refused_and_a_whole_checkpoint_is_named(corpus, run, way):
     path = run / "checkpoint_last.pt"
     flip(path)
     with pytest.raises(ValueError) as error:
@@ -72,7 +72,7 @@ def test_checkpoints_have_digests_by_which_the_old_format_is_checked(corpus, tmp
     assert integrity.why_damaged(path)
 
 
-def test_digests_go_with_what_fairseq_makes_of_a_checkpoint(corpus, run):
+def test_checkpoints_of_averaged_weights_have_their_own_digest(corpus, run):
     from fairseq import checkpoint_utils
 
     path = run / "checkpoint_last.pt"
@@ -80,7 +80,7 @@ def test_digests_go_with_what_fairseq_makes_of_a_checkpoint(corpus, run):
     checkpoint_utils.save_ema_as_checkpoint(str(run / "ema" / "checkpoint_last.pt"), str(path))
     state = torch.load(path, weights_only=True)
     assert is_changed(state) is False
-    # What scripts make of it with torch alone has the digests of before.
+    # A script that changes weights with torch alone keeps the former digest.
     state["model"]["decoder.layers.1.fc1.weight"] /= 2
     torch.save(state, path)
     assert DIGESTS in state and is_changed(state)

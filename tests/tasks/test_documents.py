@@ -37,13 +37,13 @@ def test_a_packed_corpus_is_scored_as_its_documents_alone(corpus, model, made_wi
 
 
 # With streams: tests/tasks/test_contexts.py.
-def test_training_reads_what_evaluation_does(corpus, model, tmp_path):
+def test_training_reads_documents_as_evaluation_does(corpus, model, tmp_path):
     checkpoint, reading = model(NO_POSITIONS), "--tokens-per-sample 16 --batch-size 4 --gen-subset train".split()
     wanted, _ = evaluate(corpus, checkpoint, APART, *reading)
     # An epoch of training that changes nothing, so that its loss is that of the checkpoint.
     start = f"--finetune-from-model {checkpoint} --lr 0 --max-epoch 1 --max-update 0 --num-workers 2 --no-save"
     log = train(corpus, tmp_path, *start.split(), NO_POSITIONS, APART)
-    # The log has three decimals; what would be lost if documents were not told apart is more.
+    # The log has three decimals; without separate documents the loss differs by more.
     assert losses(log, "train_loss") == pytest.approx([wanted], abs=6e-4)
     assert abs(evaluate(corpus, checkpoint, *reading)[0] - wanted) > 2e-3
 

@@ -45,7 +45,7 @@ def check_same(folder: Path, other: Path, tolerance: float = 1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, str]]:
-    """`one(*flags)`: where one process, with the whole model, has trained, and what it logged."""
+    """`one(*flags)`: the folder and the log of a training in one process, with the whole model."""
     known: dict[tuple[str, ...], tuple[Path, str]] = {}
 
     def trained(*flags: str) -> tuple[Path, str]:
@@ -124,7 +124,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_options_do_what_they_do_in_one_process(case, our_fairseq, corpus, one, tmp_path):
+def test_options_do_the_same_as_in_one_process(case, our_fairseq, corpus, one, tmp_path):
     flags, tolerance = CASES[case]
     whole, log = one(*flags.split())
     sharded = run(corpus, tmp_path, 2, *flags.split(), *SHARDED)
@@ -151,7 +151,7 @@ def test_a_trained_translator_whose_embeddings_are_shared_gets_memories(our_fair
     data, flags = pairs.parent / "joined", "--share-all-embeddings --clip-norm 0.5 --no-epoch-checkpoints".split()
     train_translation(data, tmp_path / "source", *flags, "--arch", "transformer_tiny")
     flags += ["--finetune-from-model", str(tmp_path / "source" / "checkpoint_last.pt"), "--max-tokens", "80"]
-    # Two processes read in turns what one reads.
+    # Two processes read alternate batches of the one.
     log = train_translation(data, tmp_path / "one", *flags, "--update-freq", "2")
     sharded = train_translation(data, tmp_path / "two", *flags, *SHARDED, processes=2)
     for name in ("loss", "gnorm"):
@@ -171,7 +171,7 @@ def test_a_trained_translator_whose_embeddings_are_shared_gets_memories(our_fair
         ({"fp16": True}, "--fp16-no-flatten-grads must be set too"),
     ],
 )
-def test_what_parts_cannot_do_is_refused(flags, complaint, our_fairseq):
+def test_options_that_sharding_does_not_support_are_refused(flags, complaint, our_fairseq):
     names = "amp cpu_offload use_sharded_state store_ema eval_bleu fp16 memory_efficient_fp16 fp16_no_flatten_grads"
     options = Namespace(**(dict.fromkeys(names.split(), False) | {"zero_sharding": "none"} | flags))
     cfg = Namespace(common=options, distributed_training=options, ema=options, task=options)

@@ -172,7 +172,7 @@ def test_a_forked_process_notes_its_own_signals_alone():
         interruption.end()
 
 
-def test_signals_do_what_they_did_after_a_run(corpus, tmp_path):
+def test_signals_are_handled_as_before_after_a_run(corpus, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     train(corpus, tmp_path, *FLAGS, "--max-epoch", "1", "--max-update", "0", "--batch-size", "32", "--no-save")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -215,14 +215,14 @@ def test_a_link_in_the_folder_lets_a_training_write_to_no_file_elsewhere(corpus,
         save_dir.claim(str(folder))
     (folder / save_dir.LOCK).unlink()
     (folder / save_dir.LOCK).hardlink_to(precious)
-    # Of each link what the training makes takes the place; the folder may be named by one.
+    # The training replaces each link by a file of its own; a link to the folder is allowed.
     train(corpus, tmp_path / "link", *FLAGS, *"--max-update 2 --save-interval-updates 2".split())
     for name in LINKS:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(precious)
     train(corpus, tmp_path / "link", *FLAGS, *"--max-update 4 --save-interval-updates 2".split())
     assert precious.read_text() == "precious" and last_update(folder) == 4
-    assert (folder / LINKS[2]).readlink() == precious  # what was damaged is kept, though it was a link
+    assert (folder / LINKS[2]).readlink() == precious  # the damaged one is kept, though it is a link
     assert not list(folder.glob("*.tmp"))
 
 

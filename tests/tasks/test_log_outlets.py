@@ -62,11 +62,11 @@ LOGS: dict[str, Callable[[], tuple[int, Callable[[], object]]]] = {
     "hung up": hung_up,
     "disk full": lambda: (os.open("/dev/full", os.O_WRONLY), int),
 }
-"""Each makes a log, and what lets it take no more."""
+"""Each makes a log, and a function after which it takes no more."""
 
 
 def log_to(name: str) -> Callable[[], object]:
-    """Puts a log in the place of stdout and stderr; returns what lets it take no more."""
+    """Puts a log in the place of stdout and stderr; returns the function after which it takes no more."""
     file, spoil = LOGS[name]()
     for number in (1, 2):
         os.dup2(file, number)
@@ -95,7 +95,7 @@ def test_a_log_that_does_not_take_more_keeps_nothing_from_going_on(log):
     assert forked(run) == 7
 
 
-def test_what_is_read_arrives_in_its_order_and_outputs_are_given_back(tmp_path):
+def test_a_log_that_is_read_has_all_lines_in_order(tmp_path):
     def run() -> None:
         os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 1)
         outlets = LogOutlets()
@@ -139,7 +139,7 @@ def test_a_closed_output_whose_number_another_file_may_have_is_let_alone(tmp_pat
     assert (tmp_path / "data").read_bytes() == b"12345"
 
 
-def test_an_output_that_is_closed_takes_what_is_written():
+def test_a_closed_output_takes_text_after_all():
     def run() -> None:
         outlets = LogOutlets()
         outlets.begin()

@@ -43,7 +43,7 @@ def test_masked_symbols_in_the_text_are_told(tmp_path, kind, model, reading):
     for split, found in (("test", told), ("valid", False)):
         log = command("eval_lm", str(data), *TASK, *QUIET, *flags, "--gen-subset", split)
         assert WARNING.findall(log) == [("test", "1", "4", "<unk>")] * found
-        # What the warning is about.
+        # The reason for the warning.
         assert ("Perplexity: inf" in log) == found and "Perplexity: " in log
 
 

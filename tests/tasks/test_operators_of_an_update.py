@@ -71,7 +71,7 @@ def assert_replayed(corpus: Path, folder: Path, *flags: str) -> None:
     assert len(update.waits) == 1, update.waits
 
 
-# What a layer of these adds: its mixer, two norms, a feed-forward network and what is around them.
+# Operators of one layer: its mixer, two norms, a feed-forward network, residual connections and dropout.
 LAYERS = {
     "--update-rule delta --feature-map dpfp --dpfp-nu 3": 52,
     "--update-rule delta --feature-map favor --favor-features 4": 68,

@@ -1,4 +1,4 @@
-"""--amp and --bf16 do on a CPU what they say, in training, evaluation and generation."""
+"""--amp and --bf16 on a CPU set the precision of training, evaluation and generation."""
 
 from __future__ import annotations
 

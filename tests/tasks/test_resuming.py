@@ -63,7 +63,7 @@ def test_another_update_frequency_reads_all_that_is_left_of_an_epoch(our_fairseq
     read = (batches - done) // chunk * chunk if whole_updates else batches - done
     assert [x for update in found for x in update] == list(range(done, done + read))
     assert all(len(update) == chunk for update in found[: -1 if not whole_updates else None])
-    assert not left.has_next()  # what is left is not for the next epoch
+    assert not left.has_next()  # nothing is left for the next epoch
 
 
 @pytest.mark.slow

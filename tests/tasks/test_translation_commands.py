@@ -92,7 +92,7 @@ def save_as_of_old(checkpoint: Path, path: Path, names: bool) -> Path:
     With `names` also one matrix for queries, keys and values, and none of the copies that came later.
     """
     state = torch.load(checkpoint, weights_only=True)
-    # The model of a parser's arguments has all of them, as of old; but for what the tasks and models said themselves.
+    # The model of a parser's arguments has all of them, as of old, except those that tasks and models set themselves.
     args = Namespace(**{**state["cfg"]["task"], **vars(state["cfg"]["model"])})
     weights = {name: x for name, x in state["model"].items() if not (names and FUSED.search(name))}
     for name in list(weights):
@@ -123,7 +123,7 @@ def test_training_starts_from_a_checkpoint_with_a_new_optimizer(pairs, translato
     new = weights(tmp_path / "new" / "checkpoint_last.pt")
     for name in of_source.keys() & new.keys():
         assert torch.allclose(new[name], of_source[name], atol=1e-6), name
-    # What came of it is a model of ours.
+    # The result is a model of this project.
     assert_all_translated(generate(pairs, tmp_path / "new" / "checkpoint_last.pt", tmp_path / "out"))
 
 
@@ -140,7 +140,7 @@ def test_translations_depend_on_neither_the_batch_nor_the_checkpoints_age(pairs,
 
 
 @pytest.mark.parametrize(("buffer", "batch"), [slow("1", "1"), ("10", "3")])
-def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, capsys, buffer, batch):
+def test_interactive_translates_each_line(pairs, translator, tmp_path, capsys, buffer, batch):
     given = ["e1 e2 e3", "", "e4 ünïcödé 漢字 e5 \u2028 🙂", " ", "e6"]
     (tmp_path / "input").write_text("\n".join(given) + "\n", encoding="utf-8")
     flags = ["--max-len-b", "12", "--input", str(tmp_path / "input"), "--buffer-size", buffer, "--batch-size", batch]
@@ -152,7 +152,7 @@ def test_interactive_translates_what_it_is_given(pairs, translator, tmp_path, ca
     assert found[1] == found[3] != found[0]
 
 
-def test_interactive_skips_a_byte_order_mark_and_names_what_is_no_utf8(
+def test_interactive_skips_a_byte_order_mark_and_names_invalid_utf8(
     our_fairseq, pairs, translator, tmp_path, capsys, monkeypatch
 ):
     def translate(content: bytes, *flags: str) -> str:
@@ -169,7 +169,7 @@ def test_interactive_skips_a_byte_order_mark_and_names_what_is_no_utf8(
             translate(text + b"e3 \xff\n", *flags)
 
 
-# What generation refuses of alignments is in tests/models/test_fast_weight_transformer.py.
+# Alignments in generation: tests/models/test_fast_weight_transformer.py.
 def test_a_memory_does_not_learn_from_alignments(pairs, tmp_path):
     flags = "--load-alignments --label-smoothing 0.1 --criterion label_smoothed_cross_entropy_with_alignment"
     with pytest.raises(ValueError, match="load_alignments is True; it must be left out"):

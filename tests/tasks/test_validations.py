@@ -103,7 +103,7 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize(("folder", "options", "goes_on"), BEGINNINGS)
-def test_only_a_run_that_goes_on_knows_what_was_the_best(tmp_path, monkeypatch, folder, options, goes_on):
+def test_only_a_run_that_goes_on_knows_the_best_checkpoint(tmp_path, monkeypatch, folder, options, goes_on):
     monkeypatch.chdir(tmp_path)
     first = Run(tmp_path / "first", patience=3)
     first.start()
