@@ -60,7 +60,7 @@ def install() -> None:
     )
     if not commanded:
         return
-    # How fairseq uses hydra and torch: nothing that its user could change. What -W says comes before.
+    # fairseq's own use of hydra and torch, which a user cannot change. Filters of -W come first.
     for message, category, module in _NOISE:
         warnings.filterwarnings("ignore", message, category, module, append=True)
     if not tracebacks_wanted():

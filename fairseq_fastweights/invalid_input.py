@@ -15,7 +15,7 @@ class InvalidInput(ValueError):
     """An argument, an option or a setting that a user gave is not allowed.
 
     Args:
-        message: one line that names it, its value and what is allowed. A command ends with it, without a traceback.
+        message: one line that names it, its value and the allowed values. A command ends with it, without a traceback.
     """
 
     def __init__(self, message: str) -> None:
@@ -34,21 +34,21 @@ def check_number(
     below: float = math.inf,
     whole: bool = False,
 ) -> None:
-    """Raises `InvalidInput`, which names the setting, its value and what is allowed, unless it is a finite number.
+    """Raises `InvalidInput`, with the setting's name, value and limits, unless it is a finite number within them.
 
-    Infinity and NaN are refused whatever the limits, and so is a bool: NaN passes a test as `value < 0`.
+    Infinity, NaN (which passes tests such as `not value < 0`) and bools are always refused.
 
     Args:
-        name: of the setting.
-        value: what was given.
-        least: the smallest value that is allowed.
-        most: the largest.
-        above: the limit that is too small itself.
-        below: the limit that is too large itself.
-        whole: whether it must be an integer.
+        name: the setting's name.
+        value: the given value.
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        above: an exclusive lower limit.
+        below: an exclusive upper limit.
+        whole: True to allow integers alone.
 
     Raises:
-        InvalidInput: if it is none of these.
+        InvalidInput: if the value is not allowed.
 
     Examples:
         >>> check_number("dropout", 0.1, 0, 1)

@@ -18,9 +18,9 @@ class TokenCorpus(FairseqDataset):
 
     Args:
         lines: an indexed data set of one-dimensional token tensors, with `sizes`.
-        eos: the input from which the first token is predicted.
-        name: of the split, for messages.
-        output_dictionary: of the words that are predicted; None for all.
+        eos: the input that predicts the first token.
+        name: the split's name, for messages.
+        output_dictionary: the dictionary of targets; None for all tokens.
 
     Raises:
         ValueError: if there are no tokens.
@@ -43,7 +43,7 @@ class TokenCorpus(FairseqDataset):
         return self.read(index, index + 1)
 
     def load(self) -> None:
-        """Loads lines, if they cannot be read before (--dataset-impl cached, fairseq's default for lazy)."""
+        """Loads lines that must be prefetched (--dataset-impl cached, fairseq's default for lazy)."""
         if getattr(self.lines, "supports_prefetch", False):
             self.lines.prefetch(range(len(self.lines)))
 
@@ -54,6 +54,7 @@ class TokenCorpus(FairseqDataset):
         line = int(np.searchsorted(self.ends, start, side="right"))
         pieces = []
         while start < stop:
+            # Line `line` holds the tokens from ends[line - 1] to ends[line].
             first = int(self.ends[line - 1]) if line else 0
             end = min(stop, int(self.ends[line]))
             if end > start:
@@ -88,15 +89,15 @@ class Documents:
     """The places where the documents of a corpus begin.
 
     Empty lines, which consist of the token that ends the line, separate documents, as in fairseq's
-    `--sample-break-mode complete_doc`. This token is the last one to predict of the document before it, and the input
-    from which the first word of the next document is predicted. Of several successive empty lines the last ends the
+    `--sample-break-mode complete_doc`. This token is the last target of the document before it, and the input that
+    predicts the first token of the next document. If several empty lines follow each other, the last one ends the
     document.
 
     Args:
         corpus: the text.
 
     Attributes:
-        bounds: the position of the first token of each, and the number of all tokens.
+        bounds: the position of the first token of each document, then the number of tokens.
 
     Raises:
         ValueError: if there is no empty line.
@@ -111,6 +112,7 @@ class Documents:
                 f"separate_documents is set, but split {corpus.name!r} has no empty line, which ends a document; there "
                 "must be at least one, or separate_documents must not be set"
             )
+        # A document begins after an empty line that no other empty line follows.
         begins = ends[:-1][empty[:-1] & ~empty[1:]]
         self.bounds: npt.NDArray[np.int64] = np.concatenate([[0], begins, [len(corpus)]]).astype(np.int64)
 
@@ -130,7 +132,7 @@ class PackedDocuments(BaseWrapperDataset):
 
     Args:
         samples: successive blocks of the corpus, with all of its tokens and no others.
-        documents: those of the corpus.
+        documents: the documents of the corpus.
     """
 
     dataset: MonolingualDataset

@@ -48,7 +48,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         super().__init__(dataset=streams, collate_fn=streams.collater, disable_shuffling=True, **others)
         self._carrier = carrier
         self._gathered: States | None = None
-        # How many of the epoch's batches came before those of `dataset`, and how many segments before those.
+        # Batches of the epoch before those of `dataset`, and segments before these.
         self._before, self._segments_before = 0, 0
 
     def gather_states(self) -> None:
@@ -56,14 +56,14 @@ class SegmentIterator(iterators.EpochBatchIterator):
         if self._carrier is None or self.num_shards == 1 or self.end_of_epoch():
             return
         everyone: list[Any] | None = [None] * self.num_shards if self.shard_id == 0 else None
-        # States need not pass through a GPU once more.
+        # On CPUs: the states are there already, and need not pass through a GPU.
         group = dist.new_group(backend="gloo")
         dist.gather_object(self._carrier.carried_states(), everyone, group=group)
         dist.destroy_process_group(group)
         self._gathered = None if everyone is None else join(everyone)
 
     def state_dict(self) -> dict[str, Any]:
-        # Of no use: a segment is no sample of the next run's if its streams are others.
+        # Not kept: with other streams, the next run's samples are other segments.
         state = super().state_dict() | {"samples": None}
         if self._carrier is None:
             batches = self.frozen_batches[: state["iterations_in_epoch"] * self.num_shards]
@@ -72,7 +72,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         if state["iterations_in_epoch"] == 0:
             return state
         states = self._carrier.carried_states() if self.num_shards == 1 else self._gathered
-        self._gathered = None  # as large as all processes' states
+        self._gathered = None  # frees memory of the size of all processes' states
         if states is None:
             logger.warning("the states of other processes were not gathered; the checkpoint has none")
             return state
@@ -93,7 +93,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
             self._leave_out(state_dict["segments_read"], read, state_dict["layout"])
         elif "carried_states" in state_dict:
             self._refuse("carry_over_state", False, True)
-        # Another iterator's samples are refused there.
+        # fairseq's method refuses the samples of another kind of iterator.
         super().load_state_dict({name: x for name, x in state_dict.items() if name != "samples" or x is not None})
 
     @property
@@ -146,7 +146,7 @@ class SegmentIterator(iterators.EpochBatchIterator):
         self.collate_fn, self._before = self.dataset.collater, read
         # fairseq drops as many batches as were read.
         self._frozen_batches = ((),) * (read * self.num_shards) + tuple(self.dataset.batches(self.num_shards))
-        # Where a stream begins anew, whatever is there is left aside.
+        # A stream without a source gets any state: its first segment says that it does not continue.
         own = torch.tensor([source or 0 for source in sources]).chunk(self.num_shards)[self.shard_id]
         carrier.restore_carried_states([{name: x[own] for name, x in layer.items()} for layer in carried["states"]])
 

@@ -30,12 +30,12 @@ class SegmentStreams(SamplesInOrder):
         streams: number of streams of all processes; process p of n has the p-th of n equal parts of them.
         segment_length: tokens of a segment.
         pad: the padding symbol, for the ends of streams that are shorter than others.
-        documents: those of the corpus, to be kept apart; None if they are not.
-        carried: whether states are carried over. If not, every segment starts in an empty state.
+        documents: the documents of the corpus, to be kept apart; None for one text.
+        carried: True if states are carried over. Otherwise every segment starts in an empty state.
         reset_probability: the probability with which a segment starts in an empty state though another came before it.
             Only in training, that is, once `set_epoch` was called: fairseq does so for training alone.
-        seed: with the epoch and the segment's place in the text it decides which segments these are, so that they are
-            the same however often a run is interrupted, and however its streams are divided among processes.
+        seed: decides, with the epoch and the segment's place in the text, which segments these are: the same ones
+            after an interruption, and for any number of processes.
 
     Raises:
         ValueError: if there are more streams than tokens, or the segment length is not positive.
@@ -95,10 +95,12 @@ class SegmentStreams(SamplesInOrder):
         return self.segments * self.streams
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        # Samples are numbered segment by segment: streams 0, 1, ... of segment 0, then those of segment 1.
         segment, stream = divmod(index, self.streams)
         row, rest = self.rows[stream], self.rest(stream, segment)
         start, end = rest[0] if rest else (0, 0)
         stop = min(start + self.length, end)
+        # A segment continues the one before unless it is the first of a span: rest[0] is then a whole span of the row.
         continues = self.begun[stream] if segment == 0 else rest[:1] == [] or rest[0] not in row
         sample = {
             "id": index,

@@ -22,7 +22,7 @@ class SlidingWindows(SamplesInOrder):
         corpus: the text.
         new: tokens to score in each window.
         context: tokens to read before them.
-        documents: those of the corpus, each of which gets windows of its own; None for windows over the whole corpus.
+        documents: the documents of the corpus, each with windows of its own; None for windows over the whole corpus.
     """
 
     def __init__(self, corpus: TokenCorpus, new: int, context: int, documents: Documents | None = None) -> None:
@@ -37,7 +37,7 @@ class SlidingWindows(SamplesInOrder):
         self.context = context
         self.length = new + context
         bounds = np.array([0, len(corpus)]) if documents is None else documents.bounds
-        # As many whole steps as fit into the context all start at the text's beginning: one window holds them.
+        # The first windows all begin at the text's start, as long as the context has room: one window holds them.
         first = np.minimum(np.diff(bounds), (context // new + 1) * new)
         windows = 1 - (first - np.diff(bounds)) // new
         number = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)  # from 0 in each text
@@ -59,6 +59,7 @@ class SlidingWindows(SamplesInOrder):
 
     def batches(self, max_windows: int) -> list[list[int]]:
         """Batches of windows with equal lengths and equal numbers of scored tokens, in order."""
+        # One number for each pair of a length and a number of scored tokens.
         kind = (self.ends - self.starts) * (self.length + 1) + self.ends - self.scored_from
         _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
         alike = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])

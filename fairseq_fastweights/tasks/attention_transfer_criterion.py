@@ -19,7 +19,7 @@ from fairseq_fastweights.invalid_input import InvalidInput
 
 @register_criterion("attention_transfer", dataclass=FairseqDataclass)
 class AttentionTransferCriterion(FairseqCriterion):
-    """The mean over the layers of the relative error |y - y'|^2 / |y'|^2 of mixers' outputs y, y' those of attention.
+    """The mean over the layers of |y - y'|^2 / |y'|^2, for outputs y of the mixers and y' of the teacher's attention.
 
     Raises:
         ValueError: unless the task has `transfer_from`, `transfer` is "all", and `carry_over_state` is not set.
@@ -41,7 +41,7 @@ class AttentionTransferCriterion(FairseqCriterion):
         self._transfer: AttentionTransfer | None = None
 
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """Returns the loss, summed over the tokens as in fairseq, their number, and what to log."""
+        """The loss, summed over the tokens as in fairseq, their number, and the values to log."""
         plain = _unwrapped(model)
         if self._transfer is None:
             self._transfer = AttentionTransfer(read_base_model(find_files(self._source)[0]), plain.decoder)

@@ -24,15 +24,15 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 CHANGED = 1000
-"""Among the numbers of signals: data has changed."""
+"""Stands among the numbers of signals for data that has changed."""
 
 
 class LastUpdate:
-    """The place of a training of one epoch in its data, to be kept in a checkpoint.
+    """The place in the data after the last update of an epoch, for a checkpoint.
 
     Attributes:
-        all_end: whether all processes know that the data has changed. Otherwise the others wait for this one's part of
-            the next update, and not for its part of a checkpoint.
+        all_end: True once all processes know that the data has changed. Before, the others wait for this one's part
+            of the next update, so that no checkpoint can be written together.
     """
 
     def __init__(self, epoch_itr: Any) -> None:
@@ -57,7 +57,7 @@ class LastUpdate:
     def keep(self, cfg: Any, trainer: Any, epoch_itr: Any) -> None:
         """Saves the last update."""
         current = getattr(epoch_itr, "_cur_epoch_itr", None)
-        if current is None or current is self._former:  # not even begun: what came before is in a checkpoint
+        if current is None or current is self._former:  # not begun: the checkpoint of the epoch before holds
             return
         current.n = self._batches  # some batches of the next update may have been read
         try:

@@ -15,7 +15,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """Notes the first of these signals, `number`; 0 before it. A second SIGINT ends the process at once."""
+    """Notes the first of these signals in `number`, which is 0 before. A second SIGINT ends the process at once."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -35,7 +35,7 @@ class Interruption:
                 self._former[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Restores what signals did before `begin`."""
+        """Restores the handlers from before `begin`."""
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former, self.number = {}, 0

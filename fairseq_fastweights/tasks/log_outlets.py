@@ -1,6 +1,6 @@
-"""Lets a training go on where its log does not: what it prints neither fails nor waits for who reads it.
+"""Lets a training go on when its log cannot: prints neither fail nor wait for a reader.
 
-A signal often comes when nobody does so any more: Ctrl-C also ends the `tee` of `fairseq-train ... | tee log`, and a
+A signal often comes when nobody reads any more: Ctrl-C also ends the `tee` of `fairseq-train ... | tee log`, and a
 terminal that is closed sends SIGHUP. A reader may also have stopped, so that its pipe is full.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 _STDOUT, _STDERR = 1, 2
 _GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 _PATIENCE = 1.0
-"""Seconds that a reader has for making room, before what was printed is dropped."""
+"""Seconds that a full pipe's reader has for making room, before text is dropped."""
 
 
 class LogOutlets:
@@ -26,13 +26,13 @@ class LogOutlets:
         self._open: dict[int, _Outlet] = {}
 
     def begin(self) -> None:
-        """Notes what stdout and stderr are: where they are closed, files that are opened later get their numbers."""
+        """Notes the files behind stdout and stderr: if these close, files that are opened later get their numbers."""
         if not self._open:
             streams = {_STDOUT: sys.__stdout__, _STDERR: sys.__stderr__}
             self._files = {fd: _file(fd) for fd, stream in streams.items() if stream is not None}
 
     def open(self) -> None:
-        """Frees this process of those who read its log."""
+        """Puts pipes with threads in the place of stdout and stderr, so that no print depends on their readers."""
         ours = [fd for fd, file in self._files.items() if fd not in self._open and _file(fd) in (file, None)]
         with suppress(OSError):  # no more files can be opened
             for fd in ours:  # all, before a file that is opened gets their numbers
@@ -42,7 +42,7 @@ class LogOutlets:
                 self._open[fd] = _Outlet(fd)
 
     def open_if_unread(self) -> None:
-        """Does so if nobody will read stdout or stderr any more."""
+        """As `open`, if nobody will read stdout or stderr any more."""
         if any(fd not in self._open and _gone(fd) for fd in self._files):
             self.open()
 
@@ -52,14 +52,14 @@ class LogOutlets:
             os.write(_STDERR, f"{text}\n".encode())
 
     def close(self) -> None:
-        """Gives stdout and stderr back, when what was printed is read, or is not read in time."""
+        """Gives stdout and stderr back, once the text is read or its time is over."""
         for outlet in self._open.values():
             outlet.close()
         self._open = {}
 
 
 class _Outlet:
-    """A pipe in the place of an output, and a thread that passes on what comes through it, if that is read."""
+    """A pipe in the place of an output, and a thread that passes on its text as long as the output takes it."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._target = fd, os.dup(fd)
@@ -73,7 +73,8 @@ class _Outlet:
     def _pass_on(self) -> None:
         room, patience = select.poll(), _PATIENCE
         room.register(self._target, select.POLLOUT)
-        while printed := os.read(self._source, select.PIPE_BUF):  # there is room for all of it, if for any
+        # A write of up to PIPE_BUF bytes does not wait once poll says that there is room.
+        while printed := os.read(self._source, select.PIPE_BUF):
             with suppress(OSError):
                 if room.poll(patience * 1000):
                     os.write(self._target, printed)

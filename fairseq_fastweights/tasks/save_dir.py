@@ -61,7 +61,7 @@ def claim(save_dir: str) -> None:
 
 
 def _open_lock(path: str) -> IO[str]:
-    """Opens it beside what another process is reading; never a file elsewhere, which a link would name."""
+    """Opens the lock file while other processes may read it; refuses a link, which could name a file elsewhere."""
     if os.path.islink(path):
         raise SystemExit(f"{path} is a link; it must be a regular file")
     if os.path.exists(path) and (complaint := why_not_regular(path)):
