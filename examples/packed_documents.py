@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Fine-tunes a model of Hugging Face's transformers on documents that are streamed from local files and packed.
 
-A row of a batch holds several documents, whose places (`position_ids`) begin again with each: no document sees what is
+A row of a batch holds several documents, whose places (`position_ids`) begin again with each: no document sees the one
 before it, and nothing is padded. MODEL is a folder that `to-huggingface` made, or another causal model of transformers
 that keeps such documents apart. FILES are .jsonl or .json (field "text"), or .txt with documents between blank lines.
 """
@@ -21,11 +21,11 @@ from fairseq_fastweights.invalid_input import check_number
 from fairseq_fastweights.suggestions import ArgumentParser
 
 NOTHING = -100
-"""The label of what is not to be predicted."""
+"""The label of tokens that are not to be predicted."""
 
 
 class Packer:
-    """Cuts documents, one after the other, into rows of one length; what is left over begins the next row.
+    """Cuts documents, one after the other, into rows of one length; the rest begins the next row.
 
     Args:
         length: of rows, in tokens.
@@ -65,7 +65,7 @@ def stream(files: list[str], tokenizer: Any, length: int, buffer: int, seed: int
 
     Args:
         files: their names, as `check` takes them.
-        tokenizer: gives each document what begins a text.
+        tokenizer: puts the token that begins a text before each document.
         length: of rows, in tokens.
         buffer: number of documents from which the next is drawn.
         seed: of the draws.
@@ -86,14 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("target", metavar="TARGET", type=Path, help="the new folder")
     parser.add_argument("files", metavar="FILES", nargs="+")
-    for name, default, what in (
+    for name, default, meaning in (
         ("length", 512, "tokens in a row"),
         ("batch-size", 8, "rows in a batch"),
         ("updates", 100, "number of updates"),
         ("buffer", 1000, "documents from which the next is drawn"),
         ("seed", 1, "seed of the order"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate at its peak (default: 1e-4)")
     options = parser.parse_args(arguments)
     try:

@@ -2,23 +2,23 @@
 """Trains rows of the papers' tables, and scores them as the papers do.
 
     reproduce.py TABLE ROW train [SOURCE] DATA OUT [OPTION ...]    called again, it goes on where it stopped
-    reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          what is scored so is not scored again
+    reproduce.py TABLE ROW evaluate DATA OUT [OPTION ...]          a score that is there is not computed again
     reproduce.py --print TABLE ROW ...                             the commands that this would run, to copy
     reproduce.py --list [TABLE]                                    the tables and their rows, with the paper's numbers
     reproduce.py run TABLE DATA OUT [--rows ROW ...] ...           trains and scores rows with several seeds; run --help
-    reproduce.py report [TABLE]                                    the tables of what was run
+    reproduce.py report [TABLE]                                    the tables of the results
     reproduce.py estimate [TABLE] [--gpu NAME]                     hours, memory and disk of its rows on a GPU
 
-Among the tables are those of the papers scaled down to what two CPU cores do in hours; `run` is for these.
+Among the tables are those of the papers scaled down to hours of two CPU cores; `run` is for these.
 
-SOURCE  what the model starts from, in the tables where it does (Mao's and Choi's)
+SOURCE  the model to start from, in the tables where it does (Mao's and Choi's)
 DATA    text as the experiment's prepare.sh leaves it
 OUT     where checkpoints, logs and translations of this model go
 OPTION  of fairseq-train (--fp16, --cpu, --seed 2, ...), fairseq-eval-lm or fairseq-generate; it overrides the row's
 
 In the environment: GPUS, those that train (default 1); UPDATE_FREQ, batches that each of them adds up for one update
 (default 1, of translations 48 / GPUS), the paper's batch being divided among them; PRECISION of the training, where the
-table has one (fp16, bf16 or fp32); of what is scored, CHECKPOINT, its name in OUT, SPLITS and MODE (sliding, carried,
+table has one (fp16, bf16 or fp32); of an evaluation, CHECKPOINT, its name in OUT, SPLITS and MODE (sliding, carried,
 context-N), and of translations SUBSETS; DEVICE=gpu, with which `run` takes --cpu out of rows that are scaled down.
 """
 
@@ -87,7 +87,7 @@ def _find(kind: str, name: str, known: dict[str, Any]) -> Any:
 
 
 def _run_rows(arguments: list[str]) -> int:
-    """Reads what follows `run`, and does it; returns the exit status."""
+    """Runs `reproduce.py run` with these arguments; returns the exit status."""
     words, given, scoring = _parted(arguments)
     parser = ArgumentParser(
         prog="reproduce.py run",
@@ -147,7 +147,7 @@ def _parted(words: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _report(arguments: list[str]) -> int:
-    """Reads what follows `report`, and does it; returns the exit status."""
+    """Runs `reproduce.py report` with these arguments; returns the exit status."""
     parser = ArgumentParser(
         prog="reproduce.py report",
         description="Prints a table of the results of `run`. Without TABLE it makes those of the pages in docs/.",
@@ -181,7 +181,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _reproduce(words: list[str], only_print: bool) -> None:
-    """Does what the words on the command line say; nothing is done before all of it is known to be right."""
+    """Trains or scores a row by hand; nothing is done before all of it is known to be right."""
     if len(words) < 3:
         raise UserError("it takes TABLE ROW train|evaluate ...; --list shows tables and rows, --help says more")
     table, name, verb, *rest = words

@@ -23,7 +23,7 @@ class Training:
     medians of the reports, or of the epochs of a training that is shorter than the time to its first report. `seconds`:
     that its updates took, all parts of an interrupted training together. `finished`: whether the training came to the
     end. `gpus`: the name of each, of the last part. `gpu_memory`: GiB that torch had of the first GPU at most, in the
-    updates that were reported. `backends`: what the fast weight rules ran by; `without_kernels`, those of them that
+    updates that were reported. `backends`: those that computed the update rules; `without_kernels`, those of them that
     took the place of kernels which were missing.
     """
 
@@ -41,7 +41,7 @@ class Training:
 
 
 def parse_training(log: str) -> Training:
-    """Reads what there is, which may be nothing."""
+    """Reads a log, which may be empty or end anywhere."""
     training, speeds, steps, free, epochs = Training(), [], [], [], []
     if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
         training.parameters = int(parameters[-1].replace(",", ""))
@@ -102,9 +102,9 @@ def time_left(seconds: float | None) -> str:
     return f", about {seconds:.0f} s left" if seconds < 90 else f", about {seconds / 60:.0f} min left"
 
 
-def find_in(log: str, what: str, pattern: str) -> list[Any]:
-    """The part of a log that a pattern matches; ValueError, which says `what` is missing, if nothing matches."""
+def find_in(log: str, name: str, pattern: str) -> list[Any]:
+    """The parts of a log that a pattern matches. Raises ValueError, with `name` as missing, if there are none."""
     found = re.findall(pattern, log, re.MULTILINE)
     if not found:
-        raise ValueError(f"its log has no {what} in it")
+        raise ValueError(f"its log has no {name} in it")
     return found

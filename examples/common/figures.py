@@ -79,7 +79,7 @@ def draw_curves(
     """Draws a line for each model, with its name on the right.
 
     `axes`: with its scales and limits set, which names and bands do not change. `curves`: by model; where points have a
-    lower and an upper end there is a band, which a note of `say` has to explain. `labels`: what to write beside a line
+    lower and an upper end there is a band, which a note of `say` has to explain. `labels`: the text beside a line
     instead of its name; "" for nothing. `levels`: values to compare with, by name; dotted lines. `marker`: of the
     points. `size`: of the letters.
     """
@@ -110,7 +110,7 @@ def draw_points(
     for (x, y, *bar), style in zip(points.values(), styles([*points]), strict=True):
         bars = [[y - bar[0]], [bar[1] - y]] if bar else None
         axes.errorbar([x], [y], bars, fmt="o", color=style["color"], markersize=6, capsize=3, linewidth=1.2)
-    axes.figure.draw_without_rendering()  # what overlaps is known only then
+    axes.figure.draw_without_rendering()  # only then is it known which names overlap
     dots = [axes.transData.transform(point[:2]) for point in points.values()]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
     inside = axes.bbox.extents
@@ -130,7 +130,7 @@ def draw_points(
 
 
 def say(figure: Any, message: str, *notes: str) -> None:
-    """Writes the figure's message above it, and below it what is to be known: what bands are, what was measured."""
+    """Writes the figure's message above it, and below it notes: the meaning of bands, the measurement."""
     width = figure.get_figwidth()
     figure.suptitle(textwrap.fill(message, int(9.8 * width)), x=0.01, ha="left", fontsize=12, fontweight="bold")
     if notes:
@@ -177,7 +177,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     Nearest by the sum of squares: those that would touch move as a block, to where its members want to be on average.
     """
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    blocks: list[list[float]] = []  # of what each wants, less the gaps below it
+    blocks: list[list[float]] = []  # of the places wanted, less the gaps below them
     for rank, index in enumerate(order):
         blocks.append([wanted[index] - rank * gap])
         while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):

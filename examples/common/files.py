@@ -65,7 +65,7 @@ def refuse_to_overwrite(*files: Path) -> None:
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
 
-    Only a line feed ends a line: what else Unicode and Python take for an end of line occurs within sentences. Raises
+    Only a line feed ends a line: the other line ends of Unicode and Python occur within sentences. Raises
     UserError if the file cannot be read, or is not UTF-8.
     """
     try:
@@ -79,7 +79,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def decode_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Each line of what is in a file: its text, to which a byte order mark does not belong, and its bytes.
+    """Each of these lines of a file: its text, to which a byte order mark does not belong, and its bytes.
 
     Raises UserError if it is not UTF-8.
     """

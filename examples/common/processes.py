@@ -15,7 +15,7 @@ from typing import Any
 def pool(workers: int, start: Callable[..., None] | None = None, *arguments: Any) -> Iterator[Processes]:
     """So many processes; each calls `start(*arguments)` first. They leave signals to this one, which ends them.
 
-    What ends them is SIGTERM, and Python forgets a signal that comes between a fork and the new process's first
+    They are ended by SIGTERM, and Python forgets a signal that comes between a fork and the new process's first
     steps, if this one has a handler for it: the process would live on, and be waited for without end. So the signal
     is held back until the process has none. (The pool's threads hold it back for good, and so processes that these
     start later have it held back, too.)

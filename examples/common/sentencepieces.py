@@ -11,9 +11,9 @@ from common.files import UserError
 
 
 class SentencePieces:
-    """sentencepiece's BPE, on the text as it is: what is decoded is what was encoded, to the letter.
+    """sentencepiece's BPE, on the text as it is: decoding restores the encoded text to the letter.
 
-    The text is not normalised. What is too rare for the vocabulary is spelled out in bytes, so nothing is unknown.
+    The text is not normalised. Characters too rare for the vocabulary are spelled out in bytes: nothing is unknown.
     """
 
     file = "subwords.model"

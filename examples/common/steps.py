@@ -321,7 +321,7 @@ class Runner(Screen):
         left = []
         for step in waiting:
             if any(before in self._failed for before in step.after):
-                self._failed[step] = f"{step.title} was not run, as it uses what failed"
+                self._failed[step] = f"{step.title} was not run, as it uses a step that failed"
             else:
                 left.append(step)
         for lock in self._held.keys() - {step.lock for step in [*left, *(process.step for process in running)]}:

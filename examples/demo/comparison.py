@@ -1,4 +1,4 @@
-"""The end of the demo: a table of perplexities, and what they are compared with."""
+"""The end of the demo: a table of perplexities, and the unigram model that they are compared with."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ WIDTH = 70
 """The column at which the articles are wrapped."""
 
 FEWEST_TOKENS = 100
-"""What a split must hold: enough for every stream of a batch to have some."""
+"""Of a split: enough for every stream of a batch to have some."""
 
 _TOKEN = re.compile(r"\w+(?:['’]\w+)*|([^\w\s])\1*")
 _RULER = re.compile(r"\W{4,}")
@@ -145,7 +145,7 @@ def english_corpus() -> Corpus:
 
 
 def corpus_in(folder: Path) -> Corpus:
-    """A user's texts, taken as they are: tokens are what stands between white space. Raises UserError if a file is
+    """A user's texts, taken as they are: tokens stand between white space. Raises UserError if a file is
     missing, there twice, empty, too short or no UTF-8 text.
     """
     files = find_texts(folder)
@@ -186,7 +186,7 @@ def _read(path: Path) -> Iterator[str]:
 
 
 def _survey(origin: str, lines: Callable[[str], Iterator[str]]) -> Corpus:
-    """Reads all of a corpus once, for its size and digest and for what is wrong with it."""
+    """Reads all of a corpus once, for its size, its digest and its errors."""
     digest = hashlib.sha256()
     tokens = dict.fromkeys(SPLITS, 0)
     for split in SPLITS:

@@ -12,7 +12,7 @@ from common.tables import format_table
 EXAMPLES = 3
 """Translations to look at, besides a wrong one."""
 
-# What a layer of fairseq's encoder holds of its weights a second time, side by side for a fused kernel.
+# Weights that a layer of fairseq's encoder holds a second time, side by side for a fused kernel.
 _COPY = re.compile(r"\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 
 

@@ -3,9 +3,9 @@
 
     encode.py SOURCE FOLDER OUT [--train-tokens N] [--valid-tokens N] [--test-tokens N] [--workers N]
 
-Makes OUT/{train,valid,test}.bpe of the text in FOLDER, which may be without test. Beside a file that is whole lies what
-it was made from, as OUT/train.json; it is not made again of the same. OUT/words.json has the words and the subwords of
-each split, line ends among them.
+Makes OUT/{train,valid,test}.bpe of the text in FOLDER, which may be without test. Beside a file that is whole lies a
+record of its sources, as OUT/train.json; it is not made again of the same. OUT/words.json has the words and the
+subwords of each split, line ends among them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEPARATOR = "<|endoftext|>"
 """The line between two documents of a text file."""
 KINDS = tuple(f".{kind}{packed}" for kind in ("txt", "jsonl") for packed in ("", ".gz", ".zst"))
 NAMES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
-"""What the files, or folders of files, of a split may be called."""
+"""Names of the files, or folders of files, of a split."""
 OPTIONAL = "test"
 TOKENIZER = ("tokenizer.json", "tokenizer_words.json")
 """The files of a tokenizer that from-huggingface writes."""
@@ -199,7 +199,7 @@ def _encode(document: str) -> tuple[str, int]:
 
 
 def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[tuple[str, int]]:
-    """Encodes texts, in order, without reading far ahead of what is taken, and counts words with line ends."""
+    """Encodes texts, in order, without reading far ahead, and counts words with line ends."""
     _start_worker(source)  # its imports and its errors, once and here
     if workers == 1:
         yield from map(_encode, texts)

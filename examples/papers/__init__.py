@@ -1,4 +1,4 @@
-"""The papers' tables, a module for each paper, the same scaled down, and what their rows have in common."""
+"""The papers' tables, a module for each paper, the same scaled down, and the code that runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of Choi 2024: what a Pythia passes on to a model with retention, and what of it stays frozen."""
+"""The tables of Choi 2024: a Pythia's weights in a model with retention, and those of them that stay frozen."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ TABLES = {
             ),
         },
     ),
-    # What is transferred into RetNet-430M stays frozen, always or for a time (LIT).
+    # The weights transferred into RetNet-430M stay frozen, always or for a time (LIT).
     "choi-table3": Table(
         title="Choi 2024, Table 3: accuracy in six tests, what is transferred is frozen",
         folder="xatl",

@@ -1,4 +1,4 @@
-"""Figures of what a ledger has of a table."""
+"""Figures of a table's results in a ledger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAND = "Bands and bars are 95% intervals over seeds, by Student's t; what has no
 
 
 def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) -> None:
-    """Draws what there is of a table: validation by update, the differences that its claims are about, and scores by
+    """Draws the results of a table: validation by update, the differences that its claims are about, and scores by
     the size of the state.
     """
     found = [entry for entry in entries if entry.table == name]
@@ -48,7 +48,7 @@ def draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
             ]
     figure, axes = new_figure(figsize=(8, 4.8))
     ends = {row: curve[-1][1] for row, curve in curves.items()}
-    # What others start from was trained for longer than there would be room for.
+    # A model that others start from was trained for longer than there would be room for.
     levels = {row: ends[row] for row in {row.source for row in table.rows.values()} & {*curves}}
     best = min(ends, key=ends.__getitem__)
     among = f"of {len(ends)} models {best} has the lowest" if len(ends) > 1 else f"{best} has this"
@@ -99,7 +99,7 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
 
 
 def _draw_states(table: Table, entries: Sequence[Entry], path: Path) -> None:
-    """The lower one of each row's test perplexities by what it remembers; of rows with one mixer, of the first."""
+    """The lower one of each row's test perplexities by the size of its state; of rows with one mixer, of the first."""
     points: dict[str, Sequence[float]] = {}
     drawn: set[str] = set()
     for row, of_table in table.rows.items():

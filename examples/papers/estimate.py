@@ -1,6 +1,6 @@
-"""How long a row would train on a GPU, and what it would take of memory and disk, before it is tried.
+"""How long a row would train on a GPU, and its memory and disk, before it is tried.
 
-Hours have two bounds. At most: what was measured of a small model (speeds.json), scaled by operations, and by the
+Hours have two bounds. At most: the measurements of a small model (speeds.json), scaled by operations, and by the
 memory's bandwidth to another GPU; wider models reach higher rates. At least: half the rate of the GPU's tensor cores,
 and every number that is kept for the backward pass moved three times; no training here has come near. The operations
 are those of matrix products with weights, forwards and backwards; the mixers' own are a few percent more.
@@ -94,7 +94,7 @@ def size_of(table: Table, row: Row) -> Size:
     more = TYPES[table.folder] - len(dictionary)
     dictionary.symbols += map(str, range(more))
     dictionary.count += [1] * more
-    logging.disable(logging.WARNING)  # what its paper says of a row is no news here
+    logging.disable(logging.WARNING)  # the warnings about a row are in its paper
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
@@ -159,7 +159,7 @@ def estimate(size: Size, gpu: dict[str, Any], precision: str, speeds: Sequence[S
     least = size.operations / rate + MOVED * size.words * size.kept * bytes_of / bandwidth
     most = 0.0
     for speed in speeds:
-        # The CPU starts operators for every batch and layer; what is measured of the GPU was bound by its memory.
+        # The CPU starts operators for every batch and layer; the measured GPU was bound by its memory.
         on_cpu = speed.seconds * batches * size.layers / speed.size.layers
         on_gpu = speed.busy * size.operations / speed.size.operations
         on_gpu *= speed.bandwidth / gpu["terabytes per second"] * bytes_of / 2
@@ -220,12 +220,12 @@ def _rounded(hours: float) -> str:
 
 
 def main(arguments: list[str], tables: dict[str, Table]) -> int:
-    """Reads what follows `reproduce.py estimate`, and does it; returns the exit status."""
+    """Runs `reproduce.py estimate` with these arguments; returns the exit status."""
     parser = ArgumentParser(
         prog="reproduce.py estimate",
-        description="Estimates what the rows of a paper's table take on one GPU: hours of the training, from the least "
-        "that the GPU allows to the most by what was measured; its memory; the disk. Nothing is trained. What the "
-        "paper says of its own training stands beside it.",
+        description="Estimates the rows of a paper's table on one GPU: hours of the training, from the least "
+        "that the GPU allows to the most by measurements; its memory; the disk. Nothing is trained. The paper's "
+        "statement about its own training stands beside it.",
         epilog="From the speeds in examples/papers/speeds.json, of one small model on an H200. Most trainings should "
         "lie between the two numbers; memory may be wrong by a factor of two.",
     )

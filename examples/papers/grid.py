@@ -67,7 +67,7 @@ class Run:
         return all(step.result() is not None for step in self.steps)
 
     def entry(self, told: dict[str, Any]) -> Entry:
-        """The ledger's entry, once all of it is done; `told` is what `circumstances` was before."""
+        """The ledger's entry, once all of it is done; `told` is the result of `circumstances` before."""
         train, *evaluations = (step.finished_result() for step in self.steps)
         curve = train["train"]
         every = max(1, -(-len(curve) // _POINTS))
@@ -106,8 +106,8 @@ def plan(
     """The runs of these rows, those of the first seed first.
 
     `seeds`: for each row; the table's if there are none. `places`: `out` is for all of them. `options`: of
-    fairseq-train; `scoring`: of the programs that score. `checked`: whether the folders must hold what a training
-    needs. Raises UserError if a row cannot be run so.
+    fairseq-train; `scoring`: of the programs that score. `checked`: whether the folders must hold the files that a
+    training needs. Raises UserError if a row cannot be run so.
     """
     found = {}
     for row in rows:
@@ -245,7 +245,7 @@ def _on_device(words: list[str]) -> list[str]:
 
 
 def _machine_options(options: Sequence[str]) -> list[str]:
-    """The options of a training that say with what a program runs, not what it computes."""
+    """The options of a training that choose the machine's part that a program uses, not its results."""
     found = [["--cpu"] for word in options if word == "--cpu"][:1]
     for at, word in enumerate(options):
         if word.split("=")[0] == "--num-workers":
@@ -347,7 +347,7 @@ def _gpus(steps: Sequence[Step]) -> list[str]:
 
 
 def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, environment: Mapping[str, str]) -> None:
-    """Says how long it will take: by what the ledger has of a row, else by a few updates with this environment."""
+    """Says how long it will take: by the ledger's run of a row, else by a few updates with this environment."""
     hours: dict[str, float] = {}
     left = list({run.steps[0]: run for run in reversed(left)}.values())[::-1]  # of each training one
     for run in left:
@@ -360,14 +360,14 @@ def _estimate(left: Sequence[Run], entries: Sequence[Entry], jobs: int, environm
         print(f"{name}: about {each:.1f} hours for each of seeds {', '.join(seeds)}")
     total = sum(hours.get(run.name, 0.0) for run in left)
     if left:
-        unknown = " and what has no --max-update" if any(run.name not in hours for run in left) else ""
+        unknown = " and of rows without --max-update" if any(run.name not in hours for run in left) else ""
         print(f"all: about {total / jobs:.1f} hours of training with {jobs} at a time{unknown}", flush=True)
 
 
 def _seconds_of_an_update(run: Run, environment: Mapping[str, str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if word == str(run.places.out) else word for word in run.steps[0].command]
-        # What it starts from may not be trained yet.
+        # The model that it starts from may not be trained yet.
         of_source = ("--transfer-from .*", "--finetune-from-model .*", "--criterion attention_transfer")
         for at in range(len(words) - 2, -1, -1):
             if any(re.fullmatch(option, " ".join(words[at : at + 2])) for option in of_source):

@@ -18,7 +18,7 @@ from papers.rows import BEST, Places, Scoring, plugin, positive, require, traini
 TASK = "fast_weight_language_modeling"
 STATE_SIZE = ROOT / "examples" / "wikitext103" / "state_size.py"
 STATE = "state"
-"""What its number is called among the scores."""
+"""The name of its number among the scores."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class LanguageModel:
             scored; carried: segments, each starting with the state that the one before left; context-N: windows, of
             which the first N tokens are only read, but for the text's first window; memory-M-N: segments of N, with a
             Transformer-XL's memory of M positions, in which longer distances than `length` count as `length`.
-        splits: what is scored.
+        splits: those that are scored.
         checkpoint: which of OUT is scored.
         precisions: options by precision; the first is the default.
         sources: whether a training starts from a model.
         same_dictionary: whether the data must be cut into the source's subwords.
         becomes_source: whether other models can start from a trained one.
-        counts_state: whether what a trained model remembers is counted, too.
+        counts_state: whether the size of a trained model's state is counted, too.
         evaluate: options of fairseq-eval-lm.
     """
 
@@ -103,9 +103,8 @@ class LanguageModel:
         return calls
 
     def scores(self, title: str, places: Places, log: str) -> dict[str, float]:
-        """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable.
-
-        Of what counts the state, its size.
+        """Perplexity, and if prepare.sh cut words into subwords that of a word, too: the text is equally probable. Of
+        `STATE` the size of the state.
         """
         if title == STATE:
             return {STATE: float(find_in(log, "state", r"State: ([\d,]+)")[-1].replace(",", ""))}
@@ -205,7 +204,7 @@ def transformer_xl(memory: int, target: int) -> LanguageModel:
 
 
 # Mao 2022, Sec. 5 and App. B: the checkpoint of Baevski and Auli on WikiText-103. "At the end of the training", says
-# the paper of what is scored, and not at its best.
+# the paper of the scored checkpoint, and not at its best.
 BAEVSKI = LanguageModel(
     f"--transfer-from SOURCE --arch fast_weight_lm_baevski_wiki103 {_ADAPTIVE} --clip-norm 0.1",
     batch=26,

@@ -35,12 +35,12 @@ class Entry:
 
     Attributes:
         table, row, seed: which.
-        commands: what was run, with DATA, OUT and SOURCE for the folders.
+        commands: those that ran, with DATA, OUT and SOURCE for the folders.
         commit, code: of this repository, and a digest of the code that computes; empty outside a checkout.
         versions: of Python and of the packages that compute.
         processor: as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`).
         data: a digest of the dictionary and the binarised training text.
-        inputs: a digest of what else was read: the text that is scored, and the model that the training started from;
+        inputs: a digest of the other inputs: the text that is scored, and the model that the training started from;
             empty in lines that were written before it was noted.
         seconds: that the training took.
         parameters: of the model.
@@ -51,11 +51,11 @@ class Entry:
         words_per_second: that it read, the median of its reports.
         memory_gib: that it took at most, of the first GPU, or on a CPU of the largest process.
         kernels: by part, the compiled kernels that there were: a digest of their sources.
-        backends: what the fast weight rules ran by, as the training's log has it.
+        backends: those that computed the update rules, as the training's log has them.
         without_kernels: those of them that ran because kernels were missing.
 
-    What stands after `scores` is empty or None in lines that were written before it was noted. Speed and memory are not
-    compared: they differ from one run to the next.
+    The attributes after `scores` are empty or None in lines that were written before it was noted. Speed and memory are
+    not compared: they differ from one run to the next.
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""Tables and verdicts of what a ledger has, and those of the pages in docs/."""
+"""Tables and verdicts of a ledger, and those of the pages in docs/."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def has_curves(entries: Iterable[Entry]) -> bool:
 def _cell(values: Sequence[float], measure: str = "") -> str:
     if measure == STATE:  # which has no chance in it
         return f"{values[0]:,.0f}" if values else ""
-    if values and max(values) > 2 * min(values):  # of what broke down a mean says nothing
+    if values and max(values) > 2 * min(values):  # a mean of runs that broke down says nothing
         return f"{min(values):,.0f} – {max(values):,.0f}"
     return str(interval(values)) if values else ""
 
@@ -156,7 +156,7 @@ def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
 
 
 def _made_by(entries: Sequence[Entry]) -> str:
-    """With what, and on what."""
+    """The code, the machines and the versions of these runs."""
     versions: dict[str, set[str]] = {}
     for entry in entries:
         for name, version in entry.versions.items():
@@ -175,8 +175,8 @@ def _made_by(entries: Sequence[Entry]) -> str:
 
 
 def page(name: str, text: str, entries: Iterable[Entry]) -> str:
-    """The page of this name in `DOCS` with its blocks made anew. Raises UserError if what was run has no block, or a
-    block has nothing.
+    """The page of this name in `DOCS` with its blocks made anew. Raises UserError if a table that was run has no block,
+    or a block has no run.
     """
     entries = current(entries)
     tables = {name_of: table for name_of, table in SCALED.items() if table.page == name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ CONVERTED = "model.pt"
 class Places:
     """The folders of a call.
 
-    `data`: as the experiment's prepare.sh leaves it. `out`: for the checkpoints and logs of this model. `source`: what
-    a model starts from, a folder or a checkpoint, if it starts from one.
+    `data`: as the experiment's prepare.sh leaves it. `out`: for the checkpoints and logs of this model. `source`: the
+    folder or checkpoint that a model starts from, if it starts from one.
     """
 
     data: Path
@@ -83,10 +84,10 @@ class Recipe(Protocol):
 class Row:
     """A row of a table.
 
-    `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: what fairseq-train is
-    told besides; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the order of
-    the table's measures. `seeds`: those that `reproduce.py run` trains it with. `source`: the row of whose first seed's
-    model it starts.
+    `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: further ones
+    of fairseq-train; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the
+    order of the table's measures. `seeds`: those that `reproduce.py run` trains it with. `source`: the row of whose
+    first seed's model it starts.
     """
 
     model: str
@@ -112,13 +113,30 @@ class Claim:
     at_most: float | None = None
 
 
+def read_claims(measure: str, text: str, **measures: str) -> tuple[Claim, ...]:
+    """Claims of lines `TEXT: ROW [- ROW] >= NUMBER`, or `<= NUMBER`, or `in NUMBER..NUMBER`. A row's score is
+    `measure`, or the one of `measures` that a name after @ stands for.
+    """
+
+    def claim(line: str) -> Claim:
+        told, _, formula = line.strip().rpartition(": ")
+        sides, relation, bound = re.split(" (>=|<=|in) ", formula)
+        rows = [row.partition("@") for row in sides.split(" - ")]
+        scores = [(row, measures[name] if name else measure) for row, _, name in rows]
+        low, _, high = bound.partition("..") if relation == "in" else (bound, "", bound)
+        least, most = None if relation == "<=" else float(low), None if relation == ">=" else float(high)
+        return Claim(told, scores[0], scores[1] if len(scores) > 1 else None, least, most)
+
+    return tuple(map(claim, text.strip().splitlines()))
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a paper.
 
-    `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: what the paper's
-    numbers are. `rows`: by their names on the command line. `claims`: of tables that are scaled down. `page`: of docs/,
-    where the results are. `baseline`: the row, and its perplexity, that the losses of all are compared with.
+    `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: the names of the
+    paper's numbers. `rows`: by their names on the command line. `claims`: of tables that are scaled down. `page`: of
+    docs/, where the results are. `baseline`: the row, and its perplexity, that the losses of all are compared with.
     """
 
     title: str

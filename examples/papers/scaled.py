@@ -1,11 +1,11 @@
-"""The papers' tables, scaled down to what two CPU cores do in hours. `reproduce.py run` trains and scores them."""
+"""The papers' tables, scaled down to hours of two CPU cores. `reproduce.py run` trains and scores them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from papers.language_models import LanguageModel
-from papers.rows import Claim, Row, Table
+from papers.rows import Row, Table, read_claims
 from papers.smollm2 import SMOLLM2
 from papers.translation import Translation
 
@@ -18,7 +18,6 @@ _MULTI30K = Translation(
     tokens=4096,
     generate="--cpu",
 )
-_BLEU = "test BLEU"
 
 
 def _multi30k(model: str, options: str, numbers: str) -> Row:
@@ -47,7 +46,6 @@ _WIKITEXT2 = LanguageModel(
 # Softmax attention and the Linformer have no state of one size to carry.
 _WINDOWS = replace(_WIKITEXT2, modes=("context-192",))
 _CARRIED = replace(_WIKITEXT2, options=f"{_WIKITEXT2.options} --no-token-positional-embeddings --carry-over-state")
-_WINDOW, _STREAM = "test, context-192", "test, carried"
 
 
 def _wikitext2(
@@ -56,8 +54,8 @@ def _wikitext2(
     return Row(model, recipe, options, tuple(numbers.split()), tuple(range(1, seeds + 1)))
 
 
-# Schlag et al. 2021, Table 4: what trains states that are carried over, in models so small that three seeds of each row
-# take minutes. Their windows are as short as the segments; a stream is as long as 636 of them.
+# Schlag et al. 2021, Table 4: ways to train states that are carried over, in models so small that three seeds of each
+# row take minutes. Their windows are as short as the segments; a stream is as long as 636 of them.
 _STATES = LanguageModel(
     "--cpu --num-workers 0 --arch fast_weight_lm --no-token-positional-embeddings --decoder-layers 2"
     " --decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-dim 64 --decoder-ffn-embed-dim 256"
@@ -69,7 +67,6 @@ _STATES = LanguageModel(
     splits="test",
     evaluate="--cpu",
 )
-_SHORT = "test, context-32"
 
 
 def _states() -> dict[str, Row]:
@@ -86,8 +83,8 @@ def _states() -> dict[str, Row]:
     }
 
 
-# Mao 2022, Table 2, on the same text: a Transformer, trained for 8,000 updates, and what becomes of it in a tenth of
-# that, or three tenths, when a memory takes its attention's place.
+# Mao 2022, Table 2, on the same text: a Transformer, trained for 8,000 updates, and its conversion in a tenth of
+# that, or three tenths, with linear attention in its attention's place.
 _CONVERSION = (
     f"--arch fast_weight_lm_baevski_wiki103 {_WORDS} --decoder-attention-heads 4 --decoder-embed-dim 128"
     " --decoder-input-dim 128 --decoder-output-dim 128 --adaptive-input-factor 2 --adaptive-softmax-factor 2"
@@ -115,7 +112,7 @@ def _converted(
     schedule: str = "--lr 0.001",
     becomes_source: bool = False,
 ) -> Row:
-    """`memory`: options of the row. `start`: those that say what it begins from, the model of the row `source`.
+    """`memory`: options of the row. `start`: those that name the model it begins from, of the row `source`.
     `becomes_source`: whether others begin from it, for which one seed is enough."""
     schedule = f"{schedule} --warmup-updates {updates // 20} --max-update {updates}"
     recipe = replace(
@@ -140,9 +137,6 @@ _LINEAR = _memory("sum", 32, "relu", "attention")
 _TRANSFER = "--criterion attention_transfer --clip-norm 0 --dropout 0 --attention-dropout 0"
 
 
-_HALF = "test, context-128"
-
-
 SCALED = {
     "multi30k": Table(
         title="Schlag et al. 2021, Table 1, scaled down: BLEU on Multi30k, English to German",
@@ -155,12 +149,15 @@ SCALED = {
             "linear": _multi30k("linear (ELU + 1)", "--feature-map elu", "25.5 26.8"),
             "favor": _multi30k("FAVOR+, m = 64", "--feature-map favor --favor-features 64", "24.9 25.3"),
         },
-        claims=(
-            Claim("softmax reaches 38 BLEU", ("softmax", _BLEU), at_least=38),
-            Claim("DPFP is within 1.5 BLEU of softmax", ("softmax", _BLEU), ("dpfp", _BLEU), at_most=1.5),
-            Claim("softmax is ahead of DPFP", ("softmax", _BLEU), ("dpfp", _BLEU), at_least=0),
-            Claim("DPFP is ahead of linear", ("dpfp", _BLEU), ("linear", _BLEU), at_least=0),
-            Claim("linear is ahead of FAVOR+", ("linear", _BLEU), ("favor", _BLEU), at_least=0),
+        claims=read_claims(
+            "test BLEU",
+            """
+            softmax reaches 38 BLEU: softmax >= 38
+            DPFP is within 1.5 BLEU of softmax: softmax - dpfp <= 1.5
+            softmax is ahead of DPFP: softmax - dpfp >= 0
+            DPFP is ahead of linear: dpfp - linear >= 0
+            linear is ahead of FAVOR+: linear - favor >= 0
+            """,
         ),
     ),
     "wikitext2": Table(
@@ -182,7 +179,7 @@ SCALED = {
             "delta-no-positions": _wikitext2(
                 "delta, no positional embeddings", "--update-rule delta --no-token-positional-embeddings", seeds=1
             ),
-            # What carrying the state over does to the order of the batches, without a state that is carried over.
+            # The order of batches of a state that is carried over, without carrying it over.
             "delta-in-order": _wikitext2(
                 "delta, no positional embeddings, batches in the text's order",
                 "--update-rule delta --no-token-positional-embeddings --curriculum 5",
@@ -199,27 +196,16 @@ SCALED = {
                 seeds=1,
             ),
         },
-        claims=(
-            Claim("softmax is ahead of delta", ("delta", _WINDOW), ("softmax", _WINDOW), at_least=0),
-            Claim("delta is ahead of sum", ("sum", _WINDOW), ("delta", _WINDOW), at_least=0),
-            Claim(
-                "delta, carried over, is no worse than in windows",
-                ("delta-carried", _STREAM),
-                ("delta", _WINDOW),
-                at_most=0,
-            ),
-            Claim(
-                "sum, carried over, is worse than in windows",
-                ("sum-carried", _STREAM),
-                ("sum", _WINDOW),
-                at_least=0,
-            ),
-            Claim(
-                "delta is worse for batches in the text's order",
-                ("delta-in-order", _WINDOW),
-                ("delta-no-positions", _WINDOW),
-                at_least=0,
-            ),
+        claims=read_claims(
+            "test, context-192",
+            """
+            softmax is ahead of delta: delta - softmax >= 0
+            delta is ahead of sum: sum - delta >= 0
+            delta, carried over, is no worse than in windows: delta-carried@carried - delta <= 0
+            sum, carried over, is worse than in windows: sum-carried@carried - sum >= 0
+            delta is worse for batches in the text's order: delta-in-order - delta-no-positions >= 0
+            """,
+            carried="test, carried",
         ),
     ),
     "carried": Table(
@@ -227,25 +213,17 @@ SCALED = {
         folder="wikitext103",
         measures=(),
         rows=_states(),
-        claims=(
-            *(
-                Claim(f"{name}, {way}, is no worse than in windows", (row, _STREAM), (rule, _SHORT), at_most=0)
-                for name, way, row, rule in (
-                    ("delta", "carried over", "delta-carried", "delta"),
-                    ("delta", "emptied by chance", "delta-reset", "delta"),
-                    ("gated delta", "carried over", "gated-delta-carried", "gated-delta"),
-                    ("gated", "carried over", "gated-carried", "gated"),
-                )
-            ),
-            *(
-                Claim(
-                    f"delta is better {where} for states emptied by chance",
-                    ("delta-carried", measure),
-                    ("delta-reset", measure),
-                    at_least=0,
-                )
-                for where, measure in (("as one stream", _STREAM), ("in windows", _SHORT))
-            ),
+        claims=read_claims(
+            "test, carried",
+            """
+            delta, carried over, is no worse than in windows: delta-carried - delta@short <= 0
+            delta, emptied by chance, is no worse than in windows: delta-reset - delta@short <= 0
+            gated delta, carried over, is no worse than in windows: gated-delta-carried - gated-delta@short <= 0
+            gated, carried over, is no worse than in windows: gated-carried - gated@short <= 0
+            delta is better as one stream for states emptied by chance: delta-carried - delta-reset >= 0
+            delta is better in windows for states emptied by chance: delta-carried@short - delta-reset@short >= 0
+            """,
+            short="test, context-32",
         ),
     ),
     "conversion": Table(
@@ -287,30 +265,21 @@ SCALED = {
                 schedule="--lr 0.0001",
             ),
         },
-        claims=tuple(
-            Claim(text, (less, _HALF), (more, _HALF), least, most)
-            for text, more, less, least, most in (
-                *(
-                    (
-                        f"{more} is ahead of {less} after {updates:,} updates",
-                        f"{more}-{updates}",
-                        f"{less}-{updates}",
-                        0,
-                        None,
-                    )
-                    for updates in (800, 2400)
-                    for more, less in (("decay", "gated"), ("gated", "add"))
-                ),
-                ("decay and gated are equal at m = 4, within 1", "decay-m4", "gated-m4", -1, 1),
-                ("add is level with delta, within 1", "add-800", "delta-800", -1, 1),
-                ("decay, m = 16, is ahead of decay, m = 4", "decay-800", "decay-m4", 0, None),
-                ("gated is ahead of gated from scratch", "gated-800", "gated-scratch", 0, None),
-                *(
-                    (f"{rule} is ahead of {rule} without --scale-read-out", f"{rule}-800", f"{rule}-unscaled", 0, None)
-                    for rule in ("decay", "gated")
-                ),
-                ("linear is better after attention was transferred", "linear-aligned", "linear", 0, None),
-            )
+        claims=read_claims(
+            "test, context-128",
+            """
+            decay is ahead of gated after 800 updates: gated-800 - decay-800 >= 0
+            gated is ahead of add after 800 updates: add-800 - gated-800 >= 0
+            decay is ahead of gated after 2,400 updates: gated-2400 - decay-2400 >= 0
+            gated is ahead of add after 2,400 updates: add-2400 - gated-2400 >= 0
+            decay and gated are equal at m = 4, within 1: gated-m4 - decay-m4 in -1..1
+            add is level with delta, within 1: delta-800 - add-800 in -1..1
+            decay, m = 16, is ahead of decay, m = 4: decay-m4 - decay-800 >= 0
+            gated is ahead of gated from scratch: gated-scratch - gated-800 >= 0
+            decay is ahead of decay without --scale-read-out: decay-unscaled - decay-800 >= 0
+            gated is ahead of gated without --scale-read-out: gated-unscaled - gated-800 >= 0
+            linear is better after attention was transferred: linear - linear-aligned >= 0
+            """,
         ),
     ),
     "smollm2": SMOLLM2,

@@ -46,7 +46,7 @@ _LAYERS = {6: "5,10,15,20,25,30", 12: "3,5,8,10,13,15,18,20,23,25,28,30", 30: "1
 
 
 def _trained(start: str, updates: int, schedule: str, becomes_source: bool = False) -> LanguageModel:
-    """`start`: options that say what it begins from. `becomes_source`: whether others begin from it."""
+    """`start`: options that name the model it begins from. `becomes_source`: whether others begin from it."""
     schedule = f"--optimizer adam {schedule} --max-update {updates}"
     # A training of minutes is saved at its end alone, for its model.
     ends = f"--validate-interval-updates {updates} --no-last-checkpoints --no-save-optimizer-state"

@@ -1,13 +1,13 @@
 """Fast weight rules over a text whose segments lie in several processes, each a segment.
 
-Every process runs its own segment from an empty state. What a segment does to the state that enters it is linear,
+Every process runs its own segment from an empty state. The effect of a segment on the state that enters it is linear,
 
     S_out = A S_in + F,
 
 with F the state that it ends with, and A a decay for each number of the state (`diagonal_rule`) or, where the rule
-takes out what a key retrieves, a matrix of (key_dim, key_dim) for each head (`delta_rule`). The processes exchange A
-and F, once; from those before it each computes the state that enters its segment, and adds what its queries read of it.
-docs/sequence-parallelism.md says what this costs.
+removes the value that a key retrieves, a matrix of (key_dim, key_dim) for each head (`delta_rule`). The processes
+exchange A and F, once; from those before it each computes the state that enters its segment, and adds its queries'
+outputs from it. docs/sequence-parallelism.md has the costs.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def diagonal_rule(
     out, final = ops.fast_weight_rule(
         q, k, v, log_key_decay=log_key_decay, log_value_decay=log_value_decay, backend=backend
     )
-    # Logs of what is left, at each step, of a state that entered: (batch, time, heads, key_dim or 1) and (batch, time,
-    # heads, value_dim or 1). They are sums of numbers that are at most 0, so that exp cannot overflow.
+    # Logs of the remaining share, at each step, of a state that entered: (batch, time, heads, key_dim or 1) and (batch,
+    # time, heads, value_dim or 1). They are sums of numbers that are at most 0, so that exp cannot overflow.
     whole = torch.zeros_like(v[..., :1], dtype=final.dtype)
     keys = whole if log_key_decay is None else log_key_decay.reshape(*v.shape[:3], -1).to(final.dtype).cumsum(dim=1)
     values = whole if log_value_decay is None else log_value_decay.to(final.dtype).cumsum(dim=1)
@@ -140,6 +140,6 @@ def delta_rule(
     )
     sent = _AllGather.apply(final, group)
     state = _entering(start[..., :width], lambda rank, x: sent[rank, ..., width:] @ x + sent[rank, ..., :width], group)
-    # What a query reads of the state that entered, as a vector of its keys.
+    # A query's output from the state that entered, as a vector of its keys.
     read = torch.einsum("bthk,bhkv->bthv", both[..., width:].to(dtype), state)
     return both[..., :width] + read.to(both.dtype)

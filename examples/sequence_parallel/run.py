@@ -1,4 +1,4 @@
-"""Runs each rule in several processes, compares it with one process, and says what was sent and how long it took.
+"""Runs each rule in several processes, compares it with one process, and prints the bytes sent and the times.
 
     python examples/sequence_parallel/run.py [--processes 2] [--time 2048] [--heads 8] [--key-dim 64] [--value-dim 64]
 

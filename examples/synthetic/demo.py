@@ -1,8 +1,8 @@
-"""The smallest grid that shows both effects of the synthetic experiments: what `make demo-synthetic` does.
+"""The smallest grid that shows both effects of the synthetic experiments: the program of `make demo-synthetic`.
 
     python examples/synthetic/demo.py [--out FOLDER] [--jobs N]
 
-What is finished is kept in --out: the same call again, also after an interruption, goes on from there.
+Finished points are kept in --out: the same call again, also after an interruption, goes on from there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ POINTS = [
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
     parser = ArgumentParser(
-        description="Trains a few models to retrieve values by their keys, and shows what their memories can hold and "
-        "which update rule can replace what it holds. The same call again goes on where one was interrupted."
+        description="Trains a few models to retrieve values by their keys, and shows how many pairs their states "
+        "hold and which update rule can replace values. The same call again goes on where one was interrupted."
     )
     add_out(parser, Path(__file__).resolve().parent / "demo-out")
     add_jobs(parser)
@@ -60,7 +60,7 @@ def work(out: Path, jobs: int) -> None:
 
 
 def report(results: Mapping[int, Sequence[Result]]) -> str:
-    """A table of the lowest losses for each setting, with a sentence of what it says."""
+    """A table of the lowest losses for each setting, with a sentence about it."""
     parts = [
         "Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember",
         loss_table(results[1]),
@@ -90,7 +90,7 @@ def rules_sentence(results: Sequence[Result]) -> str:
     """How the rules of Setting 2 compare."""
     loss = {result.point.model: shown_loss(result.best_loss) for result in results}
     return (
-        f"The sum rule, which can only add to what a key has, ends at {loss['sum-dpfp-1']}; "
+        f"The sum rule, which can only add to a key's value, ends at {loss['sum-dpfp-1']}; "
         f"the delta rule, which replaces it, at {loss['delta-dpfp-1']}."
     )
 

@@ -49,7 +49,7 @@ def draw_figures(
     """
     drawn = []
     for setting, curves_at, figures in ((1, max, (2, 4)), (2, min, (5, 3))):
-        # What never was a number has no place on an axis; the table says that it was none.
+        # A loss that never was a number has no place on an axis; the table names it.
         # Those that were evaluated on other sequences than they were trained on are in the table alone, too.
         points = [r for r in results.get(setting, ()) if r.best_loss is not None and not r.point.evaluate_length]
         if not points:
@@ -66,9 +66,9 @@ def _draw(number: int, setting: int, size: int, results: Sequence[Result], path:
     """The lowest losses by size (Figures 2 and 5), or the learning curves at one size (3 and 4)."""
     figure, axes = new_figure(figsize=(8.6, 4.8))
     by_size = number in (2, 5)
-    what = "lowest evaluation loss" if by_size else f"evaluation loss, S = {size}"
+    ylabel = "lowest evaluation loss" if by_size else f"evaluation loss, S = {size}"
     axes.set(xlabel="S, the number of keys, and of values" if by_size else "training steps, of 32 sequences each")
-    axes.set(ylabel=what, yscale="linear" if number == 2 else "log")
+    axes.set(ylabel=ylabel, yscale="linear" if number == 2 else "log")
     curves = (_lowest_losses if by_size else _learning_curves)(setting, size, results)
     labels = {name: _title(setting, name) for name in curves}
     notes = [
@@ -117,7 +117,7 @@ def _of_seeds(x: int, losses: Sequence[float]) -> tuple[float, float, float, flo
 
 
 def _title(setting: int, name: str) -> str:
-    """A model's name, with the number of features of a key where that is what the setting is about."""
+    """A model's name, with the number of features of a key where the setting is about that."""
     model = MODELS[setting][name]
     told = setting == 2 or model.memory == "softmax" or "features" in model.title
     return model.title if told else f"{model.title}, {model.build().features} features"

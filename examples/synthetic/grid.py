@@ -46,7 +46,7 @@ class Estimate:
             return None
         ahead = []
         for point, taken in [*((point, 0.0) for point in waiting), *running]:
-            name = point.model if self._work[point.model] else ""  # what other models take, where there is none of it
+            name = point.model if self._work[point.model] else ""  # the other models' pace, where there is none of it
             # One that takes longer than expected is taken to be done any moment now: nothing better is known.
             ahead.append(max(0.0, self._seconds[name] / self._work[name] * point.work - taken))
         return max([sum(ahead) / jobs, *ahead], default=0.0)

@@ -9,7 +9,7 @@ A query is read once, from the memory that all L pairs have left. Such a read is
 
 with coefficients a_i that depend on the keys, the query and the write strengths only. So the S x d_dot matrix need not
 be built: the L coefficients are found, and each is added to the component of y that its one-hot value names. This is
-exact. What the coefficients are, each memory says.
+exact. Each memory has its own coefficients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Memory(nn.Module):
     """Stores pairs and answers queries.
 
     Attributes:
-        features: d_dot, the size of what keys and queries are mapped to.
+        features: d_dot, the size of mapped keys and queries.
         has_strength: whether pairs are written with strengths beta in [0, 1] (Eq. 21).
     """
 
@@ -113,7 +113,7 @@ class DeltaMemory(MappedMemory):
 
 
 def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "auto") -> Tensor:
-    """With what each value of a delta rule's memory is read in the end.
+    """The coefficient with which each value of a delta rule's memory is read in the end.
 
     Eq. 24 is W_i = W_{i-1} (I - beta_i k_i k_i^T) + beta_i v_i k_i^T. Written out, W_L q has v_i with the coefficient
 
@@ -154,7 +154,7 @@ class CappedMemory(MappedMemory):
     scaled down to 1. Their read-out is layer-normalised (without gain and bias here: the values to be retrieved are
     fixed).
 
-    Layer normalisation takes the mean out of what is read, so that its loss is at least 1 / (2 S): a one-hot vector
+    Layer normalisation removes the mean of the output, so that its loss is at least 1 / (2 S): a one-hot vector
     has the mean 1 / S.
 
     Args:
@@ -187,15 +187,15 @@ def capped_delta_rule(k: Tensor, beta: Tensor, values: Tensor, size: int) -> Ten
         W'_t = W_{t-1} + beta_t (v_t - W_{t-1} k_t) k_t^T,   W_t = W'_t / max(1, |W'_t|)
 
     The norm is the only thing that is not linear in the values, and it is one number a step. Let P_t be the product of
-    what was divided by since the beginning of a chunk of steps. Then M_t = P_t W_t follows the ordinary delta rule for
+    the divisors since the beginning of a chunk of steps. Then M_t = P_t W_t follows the ordinary delta rule for
     the values P_{t-1} v_t, and P_t = max(P_{t-1}, |M_t|). With r_t = P_{t-1} v_t - M_{t-1} k_t and M_0 = W_0,
 
         r_t = P_{t-1} v_t - W_0 k_t - sum_{i<t} beta_i (k_i . k_t) r_i,   so that with U = (I + tril(K K^T, -1) B)^-1
         r_t = sum_i U_ti P_{i-1} v_i - z_t,   Z = U K W_0^T,
         |M_t|^2 = |M_{t-1}|^2 + 2 beta_t P_{t-1} v_t . r_t + (beta_t^2 |k_t|^2 - 2 beta_t) |r_t|^2.
 
-    U and Z are found for the whole chunk at once. As values are one-hot, what the last line needs are sums over i of
-    U_ti P_{i-1} and entries of Z: that is what remains to be done step by step.
+    U and Z are found for the whole chunk at once. As values are one-hot, the last line needs sums over i of
+    U_ti P_{i-1} and entries of Z: that remains to be done step by step.
 
     Args:
         k: (batch, length, dim), the mapped keys.

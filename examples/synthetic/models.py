@@ -21,7 +21,7 @@ class Model:
     """A memory and its feature map.
 
     `title`: for figures and tables. `memory`: "softmax", "sum", "delta" or "capped". `feature_map`: a name of
-    `feature_maps.FEATURE_MAPS`. `dpfp_nu`, `favor_features`: what these maps need. `layer_norm`: of the capped memory.
+    `feature_maps.FEATURE_MAPS`. `dpfp_nu`, `favor_features`: sizes of these maps. `layer_norm`: of the capped memory.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Retriever(nn.Module):
     k = W_K [e(k); v] with a one-hot v is a row of one table for the key plus a row of another for the value, so that
     nothing of size d_emb + S is ever built for a pair. So is the write strength, sigmoid(W_beta [e(k); v]).
 
-    `model`: what remembers. `size`: S, how many keys, and how many values, there are. `key_dim`: d_key.
+    `model`: the memory. `size`: S, how many keys, and how many values, there are. `key_dim`: d_key.
     """
 
     def __init__(self, model: Model, size: int, key_dim: int = KEY_DIM) -> None:

@@ -1,4 +1,4 @@
-"""The two settings' sequences of key-value pairs, and what is asked about them.
+"""The two settings' sequences of key-value pairs, and their queries.
 
 Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (ICML 2021), Sec. 6.1. Keys and
 values are numbers from 0 to S - 1; everything is drawn from torch's global generator of the device.

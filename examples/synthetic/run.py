@@ -1,4 +1,4 @@
-"""Trains any part of the grid of the synthetic experiments, and draws the figures of what is finished.
+"""Trains any part of the grid of the synthetic experiments, and draws the figures of finished points.
 
     python examples/synthetic/run.py --setting 1|2 [--sizes S ...] [--models NAME ...] [--out FOLDER] [--jobs N] ...
     python examples/synthetic/run.py --draw [--out FOLDER] [--figures FOLDER]
@@ -51,10 +51,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "was interrupted.",
         epilog="; ".join(f"models of setting {setting}: {models}" for setting, models in names.items()),
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    either = parser.add_mutually_exclusive_group(required=True)
     help = "which to train: " + "; ".join(f"{number}, {text}" for number, text in SETTINGS.items())
-    what.add_argument("--setting", type=int, choices=SETTINGS, help=help)
-    what.add_argument("--draw", action="store_true", help="train nothing; tables and figures of what is finished")
+    either.add_argument("--setting", type=int, choices=SETTINGS, help=help)
+    either.add_argument("--draw", action="store_true", help="train nothing; tables and figures of finished points")
     help = "numbers of keys (default: 20 to 600 by 20 in setting 1, 20 to 200 by 20 in setting 2)"
     parser.add_argument("--sizes", nargs="+", type=_size, metavar="S", help=help)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="which models (default: all of the setting)")
@@ -102,8 +102,8 @@ def train(options: argparse.Namespace) -> None:
 
 
 def draw(folder: Path, figures: Path) -> list[Path]:
-    """Draws what is finished in `folder`. Raises UserError if there is nothing to draw, or a file of results cannot be
-    used.
+    """Draws the finished points of `folder`. Raises UserError if there is nothing to draw, or a file of results cannot
+    be used.
     """
     require_packages("matplotlib")
     found = {setting: read_results(file_of(folder, setting)).values() for setting in SETTINGS}

@@ -121,7 +121,7 @@ class StopRule:
 def train_point(point: Point, report: Callable[[int, float], None] = lambda step, loss: None) -> dict[str, Any]:
     """Trains and evaluates until `StopRule` ends it.
 
-    `report`: is told of each evaluation: the step and the loss. Returns what goes into the point's line: its key, the
+    `report`: is told of each evaluation: the step and the loss. Returns the content of the point's line: its key, the
     point, the lowest loss and its step, how many steps there were and why they ended, the loss of each evaluation, and
     how long it took where.
     """

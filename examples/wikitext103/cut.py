@@ -21,7 +21,7 @@ from common.files import SPLITS, UserError, read_lines, write_whole
 from common.sentencepieces import SentencePieces
 
 UNKNOWN = "\N{WHITE SQUARE}"
-"""What stands for WikiText's <unk>, which is a word of the text and not a subword that the model does not know."""
+"""The sign for WikiText's <unk>, which is a word of the text and not a subword that the model does not know."""
 
 
 def main(arguments: list[str]) -> int:

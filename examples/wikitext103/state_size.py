@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Counts what a trained language model remembers: the numbers that a generation keeps beside the parameters.
+"""Counts a trained language model's state: the numbers that a generation keeps beside the parameters.
 
     state_size.py DATA CHECKPOINT
 
@@ -26,7 +26,7 @@ WORDS = 256
 def main(arguments: list[str] | None = None) -> int:
     """Prints the number; returns the exit status."""
     parser = ArgumentParser(description="The size of a language model's state.")
-    parser.add_argument("data", type=Path, metavar="DATA", help="what the model was trained on")
+    parser.add_argument("data", type=Path, metavar="DATA", help="the data that the model was trained on")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the trained model")
     options = parser.parse_args(arguments)
     for name, path in (("DATA", options.data / "dict.txt"), ("CHECKPOINT", options.checkpoint)):

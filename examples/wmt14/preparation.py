@@ -2,7 +2,7 @@
 """Makes fairseq's data of checked text: cleans, learns subwords, cuts into them, filters, binarises. See prepare.sh.
 
 Each stage leaves a folder in OUT.unfinished whose name has a digest of all that went in, and which has that name only
-when it is whole; what such a folder holds is not made again.
+when it is whole; it is not made again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from corpus import SPLITS, Corpus, clean, survey, write_text
 from subwords import KINDS, Subwords, learn_subwords, load_subwords, model_file, prepare_lines
 
 VERSION = 1
-"""Of what the stages do: goes into their digests."""
+"""Of the stages' code: goes into their digests."""
 CHUNK = 20_000
 """Lines that one process works on at a time."""
 RECORD = "preparation.json"
-"""In a finished folder: what it was made from."""
+"""In a finished folder: its sources and settings."""
 TO_DO = 3
 """The exit status of --check for an OUT that is not finished."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that decide what the data look like, besides the text."""
+    """The settings that decide the data, besides the text."""
 
     source: str
     target: str
@@ -176,7 +176,7 @@ class Stages:
         return path
 
     def clear(self) -> None:
-        """Removes what `run` made, and the folder if nothing else is in it."""
+        """Removes the stages of `run`, and the folder if nothing else is in it."""
         for name in self._kept:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         if not any(self._folder.iterdir()):
@@ -184,7 +184,7 @@ class Stages:
 
 
 def _clean(corpus: Corpus, kind: str, workers: int, folder: Path) -> None:
-    """All splits as `prepare_lines` gives them; valid and test also as they came, which is what is scored against."""
+    """All splits as `prepare_lines` gives them; valid and test also as they came, as references."""
     for split in SPLITS:
         for language in (corpus.source, corpus.target):
             lines = map(clean, corpus.read(split, language))
@@ -201,7 +201,7 @@ def _learn(text: Path, settings: Settings, folder: Path) -> None:
 
 
 def _encode(text: Path, subwords: Subwords, settings: Settings, workers: int, folder: Path) -> None:
-    """The splits in subwords, of train only what passes the filters; pairs.json counts what did not."""
+    """The splits in subwords, of train only the pairs that pass the filters; pairs.json counts the others."""
     languages = (settings.source, settings.target)
     counts: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     words: Counter[str] = Counter()

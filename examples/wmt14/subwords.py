@@ -80,7 +80,7 @@ def learn_subwords(kind: str, lines: Iterable[str], vocabulary: int) -> bytes:
 
 
 def load_subwords(kind: str, model: bytes, target: str) -> Subwords:
-    """The subwords that were learned; `target` is the language of what is decoded."""
+    """The subwords that were learned; `target` is the language of the decoded text."""
     return SentencePieces(model) if kind == "sentencepiece" else MosesBpe(model, target)
 
 

@@ -24,10 +24,11 @@ from common.files import UserError, read_lines
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task of lm_eval and what it reads.
+    """A task of lm_eval and its data.
 
-    `config`: the task's file among lm_eval's. `hub`: the name of its data on the hub, and of their part. `split`: what
-    is scored. `fields`: of a line in a file, for people. `fits`: whether a line has them; if not, it may raise.
+    `config`: the task's file among lm_eval's. `hub`: the name of its data on the hub, and of their part. `split`: the
+    one that is scored. `fields`: of a line in a file, for people. `fits`: whether a line has them; if not, it may
+    raise.
     """
 
     config: str
@@ -135,7 +136,7 @@ def _is_reached(data: str, part: str | None) -> bool:
 
 
 def check_files(folder: Path) -> None:
-    """Checks every line. Raises UserError naming all files that are missing, or what is wrong with one."""
+    """Checks every line. Raises UserError naming all files that are missing, or the error of one."""
     files = {name: folder / f"{name}.jsonl" for name in BENCHMARKS}
     if missing := [file.name for file in files.values() if not file.is_file()]:
         raise UserError(f"DATA is {folder}, which holds no {', '.join(missing)}")

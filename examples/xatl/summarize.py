@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes Choi's Tables 2, 3 and 4, and his Figure 1, of what benchmarks.sh left in the folders of OUT.
+"""Makes Choi's Tables 2, 3 and 4, and his Figure 1, of the results of benchmarks.sh in OUT.
 
     summarize.py OUT [MODEL ...] [--markdown FILE] [--figure FILE]
 
@@ -35,7 +35,7 @@ METRICS = {
     "ARC-C": ("arc_challenge", "acc_norm"),
     "WinoGrande": ("winogrande", "acc"),
 }
-"""What lm_eval calls the paper's measures, but for their average."""
+"""lm_eval's names for the paper's measures, but for their average."""
 PERPLEXITY = "LAMBADA ppl"
 HERE, PAPER = "here", "the paper"
 
@@ -53,8 +53,8 @@ class Scored:
 class ScoredRun:
     """The results in the files of one model.
 
-    `name`: of its folder. `problems`: what is wrong with the files, for a person. `checkpoints`: in the order of their
-    updates. `best`: what a table shows; None if there is nothing.
+    `name`: of its folder. `problems`: errors of the files, for a person. `checkpoints`: in the order of their
+    updates. `best`: the one in a table; None if there is none.
     """
 
     name: str
@@ -94,7 +94,7 @@ def fail(message: str) -> NoReturn:
 
 
 def read_run(folder: Path) -> ScoredRun:
-    """Reads the results in `folder`; what cannot be read is among the problems of the result."""
+    """Reads the results in `folder`; files that cannot be read are among its problems."""
     run = ScoredRun(folder.name)
     for file in sorted(folder.glob("benchmarks*.json")):
         try:
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> ScoredRun:
 
 
 def read_result(result: dict[str, Any]) -> Scored:
-    """Reads what lm_eval wrote. Raises ValueError, KeyError or TypeError if it is not that."""
+    """Reads a result of lm_eval. Raises ValueError, KeyError or TypeError if it is not that."""
     found = result["results"]
     scores = {name: 100 * found[task][f"{kind},none"] for name, (task, kind) in METRICS.items() if task in found}
     if len(scores) == len(METRICS):

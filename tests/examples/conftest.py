@@ -1,4 +1,4 @@
-"""Small corpora and models for the examples, and ways to see and to run what their commands would."""
+"""Small corpora and models for the examples, and ways to see and to run their commands."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ TINY = {
     "smollm2": SIZES.format("decoder", 2, 32, 64, 4) + WIDTHS + LLAMA,
 }
 TINY["finetuning"] = TINY["wikitext103"]
-"""Small models by the folder of a table: at a call's end these options override what the call sets."""
+"""Small models by the folder of a table: at a call's end these options override the call's."""
 
 
 def tiny(table: str, row: str) -> list[str]:
@@ -85,7 +85,7 @@ def options(words: list[str]) -> dict[str, str]:
 
 
 def run_script(script: Path, *arguments: object, fails: bool = False, cwd: Path = ROOT, **env: object) -> str:
-    """Runs a script, in the repository's root, with this Python's fairseq; returns what it said."""
+    """Runs a script, in the repository's root, with this Python's fairseq; returns its output."""
     settings = {"PATH": PATH, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
     words = [sys.executable if script.suffix == ".py" else "bash", str(script), *map(str, arguments)]
     done = subprocess.run(words, cwd=cwd, env={**os.environ, **settings}, capture_output=True, text=True)
@@ -114,7 +114,7 @@ INTERRUPTION = '[ -z "${INTERRUPT:-}" ] || { kill -"$INTERRUPT" $PPID; sleep 0.5
 
 
 class Programs:
-    """Runs scripts with programs that note how they were called; `bodies` are what they do besides, in bash."""
+    """Runs scripts with programs that note how they were called; `bodies` are their further lines in bash."""
 
     def __init__(self, folder: Path, bodies: Mapping[str, str]) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ class Programs:
         self.path = write_programs(folder, {name: STUB + body for name, body in bodies.items()})
 
     def run(self, script: Path, *arguments: object, **how: Any) -> tuple[str, list]:
-        """Returns what the script said, and the calls in their order; `how` is as of `run_script`."""
+        """Returns the script's output, and the calls in their order; `how` is as of `run_script`."""
         calls = self.folder / "calls"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
@@ -132,7 +132,7 @@ class Programs:
 
 @pytest.fixture
 def run(monkeypatch, capsys) -> Callable[..., tuple[object, str, str]]:
-    """Runs a program; returns its status and what it wrote to stdout and stderr."""
+    """Runs a program; returns its status, stdout and stderr."""
 
     def call(script: Path, *arguments: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
@@ -173,7 +173,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reproduce(forked: None, monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
-    """Runs reproduce.py, and returns what it wrote to stdout and stderr."""
+    """Runs reproduce.py, and returns its stdout and stderr."""
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(steps.Runner, "pause", 0.02)
@@ -233,7 +233,7 @@ DOCUMENTS = {"train": [FIRST, *OTHERS], "valid": ["the mat of the cats\n" * 20, 
 
 
 def convert(folder: Path, neox: bool, script: str, **sizes: int) -> Path:
-    """A model with random weights, through the conversion; beside it, in `data`, what `script` makes of `DOCUMENTS`."""
+    """A converted model with random weights; beside it, in `data`, `DOCUMENTS` as `script` prepares them."""
     import_plugin()
     from fairseq_fastweights.conversion.from_huggingface import from_huggingface
     from tests.conversion import sources

@@ -1,4 +1,4 @@
-"""The demos: what they read, refuse, run and show; steps, figures and logs, which all use."""
+"""The demos: texts, errors, results; steps, figures and logs, which all use."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""examples/reproduce.py: command lines, what is refused and what is kept; pages, tables and estimates of rows."""
+"""examples/reproduce.py: command lines, errors, kept scores; pages, tables and estimates of rows."""
 
 import re
 import shlex
@@ -80,7 +80,7 @@ WANTED = f"""
 --text-streams: schlag-table[14]|mao|choi = -; small|table5 = 96;  = 56
 --max-update: choi.*1b = 50000; choi = 75000
 """
-"""What a row must ask for by its name and the papers: of an option's patterns the first that fits "TABLE ROW" counts; -
+"""The options of a row by its name and the papers: of an option's patterns the first that fits "TABLE ROW" counts; -
 is for nothing. FAVOR+ and DPFP: Table 6, and d_dot = 2 m or 2 nu d_key with d_key = 64."""
 
 
@@ -162,7 +162,7 @@ def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, mo
 
 
 def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
-    """A former one of the same commands on other data is trained and scored again, as far as it read what changed."""
+    """A former one of the same commands on other data is trained and scored again, as far as it read a changed file."""
     data, source = tmp_path / "data", tmp_path / "source.pt"
     data.mkdir()
     (tmp_path / "dict.txt").touch()

@@ -110,7 +110,7 @@ def test_a_row_of_each_table_trains_and_is_scored_once(name, count: int, reprodu
 
 @pytest.fixture
 def run(data: Path, tmp_path: Path, reproduce) -> Callable[..., tuple[str, dict[str, ledger.Entry]]]:
-    """Trains small rows of a table for two updates, and scores them; returns what was said, and the entries by row."""
+    """Trains small rows of a table for two updates, and scores them; returns the output, and the entries by row."""
 
     def call(table: str, rows: Sequence[str], *options: str) -> tuple[str, dict[str, ledger.Entry]]:
         small = [*tiny(table, rows[0]), *"--max-update 2 --warmup-updates 1 --batch-size 2".split(), *options]

@@ -1,4 +1,4 @@
-"""The examples' scripts: what they refuse, the text that they prepare, benchmarks that they run."""
+"""The examples' scripts: errors, prepared text, benchmarks."""
 
 import gzip
 import json
@@ -262,7 +262,7 @@ def test_tables_have_the_papers_numbers_and_below_them_the_measured(tmp_path: Pa
     rows = re.sub(" +", " ", out)
     paper = "E_io + FFN | the paper | | 48.81 | 39.92 | 66.38 | 50.55 | 24.74 | 52.80 | 47.20"
     measured = "50.00 | 25.00 | 50.00 | 50.00 | 25.00 | 40.00 | 40.00 |\n"
-    # In Table 2 and, as what is never frozen, in Table 3.
+    # In Table 2 and, as the row that is never frozen, in Table 3.
     assert rows.count(f"`400m-ffn-retnet`, 400M, RetNet, {paper} |\n| | here | 75,000 | {measured}") == 2
     assert f"| | here | 5,000 | {measured}" in rows and f"| mine | here | – | 12.50 | {measured}" in rows
     assert "benchmarks.x.json is damaged" in err and "of a part of the data, --limit 10" in err

@@ -75,7 +75,7 @@ def test_a_row_that_fails_leaves_the_others_running_and_is_named(run, tmp_path: 
     said, err = run("failing", "--jobs", "2", fails=True)
     assert rows_kept(tmp_path) == ["a", "b"] and "  | what went wrong" in said
     assert err.startswith("error: 2 of 6 commands failed or were not run:\n  broken, seed 1 failed: exit status 1\n")
-    assert err.endswith("  broken, seed 1: test was not run, as it uses what failed\n")
+    assert err.endswith("  broken, seed 1: test was not run, as it uses a step that failed\n")
     said, err = run("failing", fails=True)
     assert said.startswith("2 of 3 runs are in ") and "broken, seed 1 failed: exit status 1" in err
 
@@ -111,7 +111,7 @@ def test_a_run_is_kept_once_with_its_options_and_is_of_no_others(run, tmp_path: 
     assert train == "train a OUT --lr 1 --cpu --num-workers 0 --seed 1"
     assert score == "score a OUT --cpu --num-workers 0 --fp16 --"
     assert run("tiny", *options)[0].startswith("1 of 1 runs are in ")
-    book.unlink()  # as if the run had been ended before it wrote down what it did
+    book.unlink()  # as if the run had been ended before it wrote down its result
     run("tiny", *options)
     assert ledger.read_ledger(book) == [found] and len(jobs(tmp_path)) == 4
     assert "a-1 was begun with another command or data; name another OUT" in run("tiny", fails=True)[1]

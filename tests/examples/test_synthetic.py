@@ -1,4 +1,4 @@
-"""The synthetic experiments: what is drawn, the memories against the reference, when training ends, what is kept."""
+"""The synthetic experiments: sequences, memories against the reference, the end of a training, kept results."""
 
 import json
 import math

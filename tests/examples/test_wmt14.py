@@ -29,10 +29,10 @@ TEST = [
 SUMMARY = "2026-01-01 | INFO | x | Translated 4 sentences (1,234 tokens) in 2.5s (1.60 sentences/s, 493.60 tokens/s)\n"
 STUBS = {
     "fairseq-generate": 'cat "${GENERATED:-/dev/null}"',
-    # What it is given is what it leaves.
+    # Leaves the text that it is given.
     "fairseq-preprocess": f'mkdir -p "$dest" && cp "$encoded"/{{train,valid,test}}.?? "$dest"\n{INTERRUPTION}',
     "sacrebleu": 'cat "$SETS/$2.$6" 2> /dev/null || { echo "no such set"; exit 1; }',
-    # What prepare.sh asks of the archive, unless that is damaged.
+    # The digest that prepare.sh expects of the archive, unless that is damaged.
     "sha256sum": 'name=$(basename "$(readlink /proc/$$/fd/0)" .part); cat > "${DAMAGED:-/dev/null}"\n'
     f'[ -n "${{DAMAGED:-}}" ] || grep -A 1 "/$name " "{PREPARE}" | tail -n 1 | tr -d " "',
 }
@@ -165,7 +165,7 @@ def test_wmt14_is_downloaded_and_a_download_that_was_cut_off_goes_on(parallel, s
     assert not out.exists() and not list(part.parent.glob("*"))
     content = whole.read_bytes()
     part.write_bytes(content[:1000])
-    whole.write_bytes(b"\0" * 1000 + content[1000:])  # what has come must not be fetched again
+    whole.write_bytes(b"\0" * 1000 + content[1000:])  # these bytes must not be fetched again
     said = prepare(programs, out, fails=True, WMT14_URL=url, SETS=tmp_path / "nowhere")
     assert "sacrebleu cannot fetch wmt13" in said and not out.exists()
     shutil.rmtree(tmp_path / "served")  # all of it has come
