@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
 
+from common.command_line import ArgumentParser, positive
+from common.tables import format_table
+
 from fairseq_fastweights import ops
-from fairseq_fastweights.suggestions import ArgumentParser
 from sequence_parallel.rules import delta_rule, diagonal_rule
 
 Inputs = dict[str, Tensor]
 REPEATS = 5
+RULES = ("sum", "retention", "decay", "delta", "gated-delta")
 
 
 def make_inputs(rule: str, sizes: argparse.Namespace, dtype: torch.dtype) -> Inputs:
     """A rule's inputs, the same in every process; gates leave something of each segment's state."""
     draw = torch.Generator().manual_seed(1)
-    shape = (sizes.batch, sizes.time, sizes.heads)
+    shape, keys, values = (sizes.batch, sizes.time, sizes.heads), sizes.key_dim, sizes.value_dim
 
     def normal(*width: int) -> Tensor:
         return torch.randn(*shape, *width, generator=draw, dtype=dtype)
@@ -40,19 +44,16 @@ def make_inputs(rule: str, sizes: argparse.Namespace, dtype: torch.dtype) -> Inp
     def decay(*width: int) -> Tensor:
         return -torch.rand(*shape, *width, generator=draw, dtype=dtype) * 4 / sizes.time
 
-    keys, values = sizes.key_dim, sizes.value_dim
     inputs = {"q": normal(keys), "k": torch.nn.functional.normalize(normal(keys), dim=-1), "v": normal(values)}
-    gates: dict[str, Callable[[], Inputs]] = {
-        "sum": dict,
-        "retention": lambda: {"log_key_decay": decay()},
-        "decay": lambda: {"log_key_decay": decay(keys), "log_value_decay": decay(values)},
-        "delta": lambda: {"beta": torch.rand(*shape, generator=draw, dtype=dtype)},
-        "gated-delta": lambda: {"beta": torch.rand(*shape, generator=draw, dtype=dtype), "log_gate": decay(keys)},
-    }
-    return inputs | gates[rule]()
-
-
-RULES = ("sum", "retention", "decay", "delta", "gated-delta")
+    if rule in ("delta", "gated-delta"):
+        inputs["beta"] = torch.rand(*shape, generator=draw, dtype=dtype)
+    if rule == "gated-delta":
+        inputs["log_gate"] = decay(keys)
+    elif rule == "retention":
+        inputs["log_key_decay"] = decay()
+    elif rule == "decay":
+        inputs |= {"log_key_decay": decay(keys), "log_value_decay": decay(values)}
+    return inputs
 
 
 def in_one_process(**inputs: Tensor) -> Tensor:
@@ -70,12 +71,8 @@ def with_gradients(rule: Callable[..., Tensor], inputs: Inputs, weight: Tensor) 
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), list(leaves.values()))]
 
 
-def distance(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm() / y.norm())
-
-
 def shortest(call: Callable[[], object]) -> float:
-    """The milliseconds that the fastest of some calls took, all processes starting together."""
+    """The milliseconds of the fastest of some calls, all processes starting together."""
     found = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -86,33 +83,30 @@ def shortest(call: Callable[[], object]) -> float:
 
 
 def worker(rank: int, sizes: argparse.Namespace, meeting: str, dtype: torch.dtype, results: Any) -> None:
-    """Compares this process's segment of each rule with that of one process; the first says how long things took."""
+    """Compares this process's segment of each rule with that of one process, and measures times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=sizes.processes)
+    segment = slice(rank * sizes.time // sizes.processes, (rank + 1) * sizes.time // sizes.processes)
     for rule in sizes.rules:
         inputs = make_inputs(rule, sizes, dtype)
         weight = torch.randn(inputs["v"].shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
-        segment = slice(rank * sizes.time // sizes.processes, (rank + 1) * sizes.time // sizes.processes)
-        mine, my_weight = {name: x[:, segment] for name, x in inputs.items()}, weight[:, segment]
-        parallel = delta_rule if "beta" in inputs else diagonal_rule
-        whole = [x[:, segment] for x in with_gradients(in_one_process, inputs, weight)]
-        found = with_gradients(parallel, mine, my_weight)
-        differences = [distance(x, y) for x, y in zip(found, whole, strict=True)]
+        mine = {name: x[:, segment] for name, x in inputs.items()}
+        whole = partial(with_gradients, in_one_process, inputs, weight)
+        part = partial(with_gradients, delta_rule if "beta" in inputs else diagonal_rule, mine, weight[:, segment])
+        pairs = [(x, y[:, segment]) for x, y in zip(part(), whole(), strict=True)]
+        # The delta rule also sends the matrix that its segment applies to a state.
         width = sizes.value_dim + (sizes.key_dim if "beta" in inputs else 0)
         message = torch.zeros(sizes.batch, sizes.heads, sizes.key_dim, width)
-        everyone = [torch.empty_like(message) for _ in range(sizes.processes)]
-        times = (
-            shortest(lambda x=inputs, w=weight: with_gradients(in_one_process, x, w)) if sizes.measure else 0,
-            shortest(lambda x=mine, w=my_weight, r=parallel: with_gradients(r, x, w)) if sizes.measure else 0,
-            shortest(lambda m=message, e=everyone: dist.all_gather(e, m)) if sizes.measure else 0,
-        )
-        results.append((rule, rank, max(differences), message.nbytes, *times))
+        send = partial(dist.all_gather, [torch.empty_like(message) for _ in range(sizes.processes)], message)
+        times = [shortest(call) for call in (whole, part, send)] if sizes.measure else [0.0] * 3
+        difference = max(float((x - y).norm() / y.norm()) for x, y in pairs)
+        results.append((rule, rank, difference, message.nbytes, *times))
         dist.barrier()
     dist.destroy_process_group()
 
 
 def run(sizes: argparse.Namespace, dtype: torch.dtype = torch.float32) -> list[tuple[Any, ...]]:
-    """Rows for each rule and process: names, the largest difference, bytes sent, and three times in milliseconds."""
+    """For each rule and process: names, the largest difference, bytes sent, and three times in milliseconds."""
     with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.list()
         torch.multiprocessing.spawn(worker, (sizes, f"{folder}/meeting", dtype, results), nprocs=sizes.processes)
@@ -124,20 +118,17 @@ def main() -> None:
     parser = ArgumentParser(description="Compares rules in several processes with one process.")
     defaults = {"processes": 2, "batch": 1, "time": 2048, "heads": 8, "key-dim": 64, "value-dim": 64}
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+        parser.add_argument(f"--{name}", type=positive, default=default, help=f"default: {default}")
     parser.set_defaults(rules=RULES, measure=True)
     options = parser.parse_args()
-    for name in defaults:
-        if (value := getattr(options, name.replace("-", "_"))) < 1:
-            parser.error(f"argument --{name}: {value}; it must be at least 1")
     if options.time < options.processes:
         parser.error(f"argument --time: {options.time}; it must be at least --processes, which is {options.processes}")
-    print("| rule | difference | sent | one process | each of them | sending alone |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for rule, rank, difference, size, one, several, sending in run(options):
-        if rank == options.processes - 1:
-            times = f"{one:.0f} ms | {several:.0f} ms | {sending:.2f} ms"
-            print(f"| {rule} | {difference:.1e} | {size / 1024:.0f} KiB | {times} |")
+    rows = [
+        [rule, f"{difference:.1e}", f"{size / 1024:.0f} KiB", f"{one:.0f} ms", f"{several:.0f} ms", f"{sending:.2f} ms"]
+        for rule, rank, difference, size, one, several, sending in run(options)
+        if rank == options.processes - 1
+    ]
+    print(format_table(["rule", "difference", "sent", "one process", "each of them", "sending alone"], rows))
 
 
 if __name__ == "__main__":
