@@ -29,7 +29,7 @@ from papers.translation import Translation
 RECORD = json.loads(Path(__file__).with_name("speeds.json").read_text(encoding="utf-8"))
 
 TYPES = {"wikitext103": 267_735, "wmt14": 32_768, "gpt2": 50_257, "xatl": 50_304}
-"""Word types of the experiments' data, by folder."""
+"""Vocabulary entries of the experiments' data, by folder."""
 TRANSLATED = 130_000_000
 """Target subwords of WMT14's training pairs: 4.5 million pairs of 29, which is an assumption."""
 REACHED = 0.5

@@ -115,7 +115,7 @@ def delta_rule(
         q: (batch, time, heads, key_dim), of this process's segment, as all that follow.
         k: as `q`.
         v: (batch, time, heads, value_dim).
-        beta: (batch, time, heads), the write strength.
+        beta: (batch, time, heads).
         log_gate: (batch, time, heads) or (batch, time, heads, key_dim), at most 0; None for no decay.
         group: the processes; all of them unless it is given.
         backend: of the operation.

@@ -1,4 +1,4 @@
-"""Memories that store key-value pairs, and read-outs of them after the last pair.
+"""Memories that store key-value pairs, and their outputs after the last pair.
 
 Schlag, Irie, Schmidhuber, "Linear Transformers Are Secretly Fast Weight Programmers" (ICML 2021). Equation numbers are
 theirs. A value is one of S one-hot vectors, given by its number.
@@ -7,7 +7,7 @@ A query is read once, from the memory that all L pairs have left. Such a read is
 
     y = sum_i a_i v_i,
 
-with coefficients a_i that depend on the keys, the query and the write strengths only. So the S x d_dot matrix need not
+with coefficients a_i that depend on the keys, the query and the betas only. So the S x d_dot matrix need not
 be built: the L coefficients are found, and each is added to the component of y that its one-hot value names. This is
 exact. Each memory has its own coefficients.
 """
@@ -33,11 +33,11 @@ class Memory(nn.Module):
 
     Attributes:
         features: d_dot, the size of mapped keys and queries.
-        has_strength: whether pairs are written with strengths beta in [0, 1] (Eq. 21).
+        has_beta: whether pairs are written with strengths beta in [0, 1] (Eq. 21).
     """
 
     features: int
-    has_strength = False
+    has_beta = False
 
     def forward(self, k: Tensor, q: Tensor, beta: Tensor | None, values: Tensor, size: int) -> Tensor:
         """Writes all pairs in order, then answers all queries.
@@ -45,7 +45,7 @@ class Memory(nn.Module):
         Args:
             k: (batch, length, d_key).
             q: (batch, queries, d_key).
-            beta: (batch, length); None for memories without write strengths.
+            beta: (batch, length); None for memories without betas.
             values: (batch, length), the values' numbers.
             size: S, how many values there are.
 
@@ -104,7 +104,7 @@ class SumMemory(MappedMemory):
 class DeltaMemory(MappedMemory):
     """The delta rule with sum normalisation (Eq. 20-25, 29)."""
 
-    has_strength = True
+    has_beta = True
 
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         assert beta is not None
@@ -148,10 +148,10 @@ def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "au
 
 
 class CappedMemory(MappedMemory):
-    """The fast weight memory of Schlag, Munkhdalai, Schmidhuber (2021), without its LSTM.
+    """The memory of Schlag, Munkhdalai, Schmidhuber (2021), without its LSTM.
 
     The delta rule without normalisation of keys, but after each write a memory whose Frobenius norm is above 1 is
-    scaled down to 1. Their read-out is layer-normalised (without gain and bias here: the values to be retrieved are
+    scaled down to 1. Their output is layer-normalised (without gain and bias here: the values to be retrieved are
     fixed).
 
     Layer normalisation removes the mean of the output, so that its loss is at least 1 / (2 S): a one-hot vector
@@ -159,10 +159,10 @@ class CappedMemory(MappedMemory):
 
     Args:
         feature_map: tanh in their model.
-        layer_norm: whether the read-out is layer-normalised.
+        layer_norm: whether the output is layer-normalised.
     """
 
-    has_strength = True
+    has_beta = True
 
     def __init__(self, feature_map: FeatureMap, *, layer_norm: bool) -> None:
         super().__init__(feature_map)

@@ -75,7 +75,7 @@ class Retriever(nn.Module):
     """Learned key embeddings and projections around a memory (Sec. 6.1).
 
     k = W_K [e(k); v] with a one-hot v is a row of one table for the key plus a row of another for the value, so that
-    nothing of size d_emb + S is ever built for a pair. So is the write strength, sigmoid(W_beta [e(k); v]).
+    nothing of size d_emb + S is ever built for a pair. So is beta, sigmoid(W_beta [e(k); v]).
 
     `model`: the memory. `size`: S, how many keys, and how many values, there are. `key_dim`: d_key.
     """
@@ -93,9 +93,9 @@ class Retriever(nn.Module):
                 nn.init.xavier_uniform_(weight)
             else:
                 nn.init.uniform_(weight, -(key_dim**-0.5), key_dim**-0.5)
-        if self.memory.has_strength:
+        if self.memory.has_beta:
             bound = 1 / math.sqrt(self.embed_dim + size)
-            self.strength_weight = nn.Parameter(torch.empty(1, self.embed_dim + size).uniform_(-bound, bound))
+            self.beta_weight = nn.Parameter(torch.empty(1, self.embed_dim + size).uniform_(-bound, bound))
 
     def forward(self, sequences: Sequences, queries: Tensor) -> Tensor:
         """Writes the sequences' pairs and answers queries.
@@ -103,13 +103,13 @@ class Retriever(nn.Module):
         `queries`: (batch, queries), keys. Returns (batch, queries, S), the retrieved values.
         """
         weights = [self.key_weight, self.query_weight]
-        if self.memory.has_strength:
-            weights.append(self.strength_weight)
+        if self.memory.has_beta:
+            weights.append(self.beta_weight)
         # One product for all of W_K, W_Q and W_beta that the embeddings meet.
         tables = self.embedding @ torch.cat([weight[:, : self.embed_dim] for weight in weights]).t()
         of_keys = tables.split([len(weight) for weight in weights], dim=1)
         k = self._sum(sequences, of_keys[0], self.key_weight)
-        beta = self._sum(sequences, of_keys[2], self.strength_weight) if self.memory.has_strength else None
+        beta = self._sum(sequences, of_keys[2], self.beta_weight) if self.memory.has_beta else None
         return self.memory(
             k,
             F.embedding(queries, of_keys[1]),

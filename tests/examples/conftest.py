@@ -194,7 +194,7 @@ def reproduce(forked: None, monkeypatch, capsys) -> Callable[..., tuple[str, str
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """wiki.{train,valid,test}.tokens; more than 10,000 word types, for the bands of adaptive softmax."""
+    """wiki.{train,valid,test}.tokens; more than 10,000 vocabulary entries, for the bands of adaptive softmax."""
     folder = tmp_path_factory.mktemp("tokens")
     draw = random.Random(1)
     vocabulary = ["the", "<unk>", ",", ".", "@-@", "–", "日本", "naïve"] + [f"w{i}" for i in range(10_200)]

@@ -75,9 +75,9 @@ def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(name: 
     model = (models.MODELS[1] | models.MODELS[2])[name]
     memory = model.build(DIM).double().eval()  # in evaluation FAVOR+ keeps its features
     p = pairs(length)
-    inputs = [p.k, p.q, p.beta] if memory.has_strength else [p.k, p.q]
+    inputs = [p.k, p.q, p.beta] if memory.has_beta else [p.k, p.q]
     found: list[list[Tensor]] = []
-    beta = p.beta if memory.has_strength else None
+    beta = p.beta if memory.has_beta else None
     for y in (memory(p.k, p.q, beta, p.values, SIZE), by_definition(model.memory, memory, p)):
         weighted = y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)
         found.append([y, *torch.autograd.grad(weighted.sum(), inputs)])
@@ -91,7 +91,7 @@ def test_a_retriever_is_the_papers_projections_of_embedding_and_value() -> None:
     sequences = retrieval.draw_sequences(2, SIZE, 5)
     queries, _ = retrieval.draw_queries(sequences)
     x = torch.cat([retriever.embedding[sequences.keys], F.one_hot(sequences.values, SIZE).double()], dim=-1)
-    k, beta = x @ retriever.key_weight.t(), (x @ retriever.strength_weight.t()).sigmoid()[:, :, 0]
+    k, beta = x @ retriever.key_weight.t(), (x @ retriever.beta_weight.t()).sigmoid()[:, :, 0]
     q = retriever.embedding[queries] @ retriever.query_weight.t()
     expected = retriever.memory(k, q, beta, sequences.values, SIZE)
     torch.testing.assert_close(retriever(sequences, queries), expected, rtol=1e-12, atol=1e-12)
