@@ -6,11 +6,13 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 import socket
+import subprocess
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -63,33 +65,40 @@ def refuse_to_overwrite(*files: Path) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line of a file, plain or gzipped: its text without the line end, and its bytes.
+    """Each line of a file, plain or packed as .gz or .zst: its text without the line end, and its bytes.
 
-    Only a line feed ends a line: the other line ends of Unicode and Python occur within sentences. Raises
-    UserError if the file cannot be read, or is not UTF-8.
+    Only a line feed ends a line: the other line ends of Unicode and Python occur within sentences. A byte order mark is
+    no part of the text. Raises UserError if the file cannot be read, or is not UTF-8.
     """
+    number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for text, raw in decode_lines(path, file):
+        with _open_packed(path) as file:
+            for number, raw in enumerate(file, 1):
+                text = raw.decode("utf-8")
+                text = text.removeprefix("\ufeff") if number == 1 else text
                 yield text.removesuffix("\n").removesuffix("\r"), raw
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start + 1} of the line is 0x{error.object[error.start]:02x}"
+        raise UserError(f"{path}, line {number}: not UTF-8, {place}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is no whole gzip file: {error}") from None
+        raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def decode_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Each of these lines of a file: its text, to which a byte order mark does not belong, and its bytes.
-
-    Raises UserError if it is not UTF-8.
-    """
-    for number, raw in enumerate(lines, 1):
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            told = f"{path}, line {number}: not UTF-8, byte {error.start + 1} of the line is 0x{raw[error.start]:02x}"
-            raise UserError(told) from None
-        yield text.removeprefix("\ufeff") if number == 1 else text, raw
+@contextmanager
+def _open_packed(path: Path) -> Iterator[Iterable[bytes]]:
+    if path.suffix != ".zst":
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+        return
+    if shutil.which("zstd") is None:
+        raise UserError(f"{path} cannot be read: there is no program zstd")
+    with subprocess.Popen(["zstd", "-dcq", path], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process.stdout
+        if process.wait():
+            raise UserError(f"{path} is damaged, or not what its name says")
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

@@ -10,20 +10,17 @@ subwords of each split, line ends among them.
 
 from __future__ import annotations
 
-import gzip
 import json
-import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.command_line import ArgumentParser, positive, run_to_the_end
-from common.files import UserError, decode_lines, open_new, write_whole
+from common.files import UserError, open_new, read_lines, write_whole
 from common.processes import pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,14 +117,12 @@ def documents(path: Path) -> Iterator[str]:
     """The documents of a file; those with nothing in them are left out. Raises UserError naming the file, and the line
     if that is to blame.
     """
-    with _open_text(path) as lines:
-        for document in _in_json_lines(path, lines) if ".jsonl" in path.name else _between_separators(lines):
-            if document.strip():
-                yield document
+    found = _in_json_lines(path) if ".jsonl" in path.name else _between_separators(path)
+    return (document for document in found if document.strip())
 
 
-def _in_json_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
+def _in_json_lines(path: Path) -> Iterator[str]:
+    for number, (line, _) in enumerate(read_lines(path), 1):
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
@@ -137,44 +132,19 @@ def _in_json_lines(path: Path, lines: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _between_separators(lines: Iterable[str]) -> Iterator[str]:
-    document: list[str] = []
-    for line in lines:
-        if _without_end(line) == SEPARATOR:
-            yield _without_end("".join(document))
+def _between_separators(path: Path) -> Iterator[str]:
+    document: list[bytes] = []
+    for line, raw in read_lines(path):
+        if line == SEPARATOR:
+            yield _text(document)
             document = []
         else:
-            document.append(line)
-    yield _without_end("".join(document))
+            document.append(raw)
+    yield _text(document)
 
 
-def _without_end(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def _decoded(path: Path, lines: Iterable[bytes]) -> Iterator[str]:
-    return (text for text, _ in decode_lines(path, lines))
-
-
-@contextmanager
-def _open_text(path: Path) -> Iterator[Iterator[str]]:
-    """The lines of a file, which may be packed; they end at line feeds and nowhere else."""
-    with ExitStack() as stack:
-        try:
-            if path.suffix == ".zst":
-                process = stack.enter_context(subprocess.Popen(["zstd", "-dcq", path], stdout=subprocess.PIPE))
-                assert process.stdout is not None
-                yield _decoded(path, process.stdout)
-                if process.wait():
-                    raise UserError(f"{path} is damaged, or not what its name says")
-            elif path.suffix == ".gz":
-                yield _decoded(path, stack.enter_context(gzip.open(path)))
-            else:
-                yield _decoded(path, stack.enter_context(path.open("rb")))
-        except FileNotFoundError:
-            raise UserError(f"{path} cannot be read: there is no file, or no program zstd to unpack it") from None
-        except (EOFError, OSError) as error:
-            raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
+def _text(document: list[bytes]) -> str:
+    return b"".join(document).decode().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
 
 
 def load_tokenizer(source: Path) -> Callable[[str], str]:
