@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser
+from common.command_line import ArgumentParser, run_to_the_end
 from common.figures import new_figure, plain, save_figure
-from common.files import write_whole
+from common.files import UserError, write_whole
 from common.tables import format_table
 from papers.choi import MEASURES, TABLE_4, TABLES
 from papers.language_models import XATL_400M
@@ -51,16 +51,13 @@ class Scored:
 
 @dataclass
 class ScoredRun:
-    """The results in the files of one model.
-
-    `name`: of its folder. `problems`: errors of the files, for a person. `checkpoints`: in the order of their
-    updates. `best`: the one in a table; None if there is none.
+    """The results in the files of one model: `checkpoints` in the order of their updates, and the `best` of them, which
+    the tables have; None if there is none.
     """
 
     name: str
-    problems: list[str] = field(default_factory=list)
-    checkpoints: list[Scored] = field(default_factory=list)
-    best: Scored | None = None
+    checkpoints: list[Scored]
+    best: Scored | None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,49 +68,41 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the averages (PNG)")
     options = parser.parse_args(arguments)
-    if not options.out.is_dir():
-        fail(f"there is no folder {options.out}")
-    names = options.models or sorted({file.parent.name for file in options.out.glob("*/benchmarks*.json")})
-    runs = [read_run(options.out / name) for name in names]
-    for problem in (problem for run in runs for problem in run.problems):
-        print(f"summarize.py: {problem}", file=sys.stderr)
+    return run_to_the_end(lambda: summarize(options.out, options.models, options.markdown, options.figure))
+
+
+def summarize(out: Path, names: Sequence[str], markdown: Path | None, figure: Path | None) -> None:
+    """Raises UserError if there is nothing to show."""
+    if not out.is_dir():
+        raise UserError(f"there is no folder {out}")
+    names = names or sorted({file.parent.name for file in out.glob("*/benchmarks*.json")})
+    runs = [read_run(out / name) for name in names]
     if all(run.best is None for run in runs):
-        fail(f"{options.out} holds no folder with benchmarks.json")
+        raise UserError(f"{out} holds no folder with benchmarks.json")
     tables = format_tables(runs)
     print(tables)
-    if options.markdown:
-        write_whole(options.markdown, tables + "\n")
-    if options.figure:
-        draw_averages(runs, options.figure)
-    return 0
-
-
-def fail(message: str) -> NoReturn:
-    print(f"summarize.py: {message}", file=sys.stderr)
-    sys.exit(1)
+    if markdown:
+        write_whole(markdown, tables + "\n")
+    if figure:
+        draw_averages(runs, figure)
 
 
 def read_run(folder: Path) -> ScoredRun:
-    """Reads the results in `folder`; files that cannot be read are among its problems."""
-    run = ScoredRun(folder.name)
+    """Reads the results in `folder`; prints the files that cannot be read, or are of a part of the data."""
+    found: dict[str, Scored] = {}
     for file in sorted(folder.glob("benchmarks*.json")):
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
-            scored = read_result(result)
+            found[file.name] = read_result(result)
         except (ValueError, KeyError, TypeError):
-            run.problems.append(f"{file} is damaged: delete it and score again")
+            print(f"summarize.py: {file} is damaged: delete it and score again", file=sys.stderr)
             continue
         if limit := result["config"]["limit"]:
-            run.problems.append(f"{file} is of a part of the data, --limit {limit:g}")
-        run.checkpoints.append(scored)
-        if file.name == "benchmarks.json":
-            run.best = scored
-    if not run.checkpoints:
-        run.problems.append(f"{folder} holds no benchmarks.json: {folder.name} was not scored")
-    run.checkpoints.sort(key=lambda scored: scored.updates or 0)
-    if run.best is None and run.checkpoints:
-        run.best = run.checkpoints[-1]
-    return run
+            print(f"summarize.py: {file} is of a part of the data, --limit {limit:g}", file=sys.stderr)
+    if not found:
+        print(f"summarize.py: {folder} holds no benchmarks.json: {folder.name} was not scored", file=sys.stderr)
+    checkpoints = sorted(found.values(), key=lambda scored: scored.updates or 0)
+    return ScoredRun(folder.name, checkpoints, found.get("benchmarks.json", checkpoints[-1] if checkpoints else None))
 
 
 def read_result(result: dict[str, Any]) -> Scored:
@@ -185,7 +174,7 @@ def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.4, label=run.name)
     if not axis.lines:
-        fail("no checkpoint has both an average and its number of updates")
+        raise UserError("no checkpoint has both an average and its number of updates")
     axis.set_xlabel("tokens of training, in billions")
     axis.set_ylabel("average accuracy of six tests, in %")
     axis.set_xlim(left=0)
