@@ -39,6 +39,7 @@ class Packer:
         """The rows that are full after these `input_ids`, with places in documents, and labels."""
         rows: dict[str, list[list[int]]] = {"input_ids": [], "position_ids": [], "labels": []}
         for document in batch["input_ids"]:
+            # A document's first token has nothing to be predicted from.
             self._rest += [(number, place, number if place else NOTHING) for place, number in enumerate(document)]
             while len(self._rest) >= self.length:
                 row, self._rest = self._rest[: self.length], self._rest[self.length :]

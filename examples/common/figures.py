@@ -176,6 +176,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
     Nearest by the sum of squares: those that would touch move as a block, to where its members want to be on average.
     """
+    # Isotonic regression by pooling adjacent violators: less its gaps, a block's best place is its mean.
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     blocks: list[list[float]] = []  # of the places wanted, less the gaps below them
     for rank, index in enumerate(order):

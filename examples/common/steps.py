@@ -183,6 +183,7 @@ class Process:
     def has_ended(self) -> bool:
         """True if it has; then it is also known how much memory it took."""
         if self.popen.returncode is None:
+            # In place of `poll`, which would not tell the memory.
             process, status, usage = os.wait4(self.popen.pid, os.WNOHANG)
             if process:
                 self.popen.returncode = os.waitstatus_to_exitcode(status)
@@ -326,6 +327,7 @@ class Runner(Screen):
                 left.append(step)
         for lock in self._held.keys() - {step.lock for step in [*left, *(process.step for process in running)]}:
             os.close(self._held.pop(lock))
+        # With nothing running here, and all folders at work elsewhere, there is nothing to wait for.
         locks = dict.fromkeys(step.lock for step in left)
         if running or not locks or not locks.keys() <= self._others.keys():
             return left
@@ -340,6 +342,7 @@ class Runner(Screen):
         if time.monotonic() - self._others.get(lock, -inf) < self.asks:
             return False
         lock.parent.mkdir(parents=True, exist_ok=True)
+        # The system frees the lock when this process and those that inherited it have ended, however they end.
         descriptor = take(lock)
         if descriptor is None:
             self._others[lock] = time.monotonic()

@@ -51,6 +51,7 @@ def split_english(articles: dict[str, str] | None = None) -> dict[str, list[str]
         families.append((family, lines))
     # By a digest of the name: as good as drawn by lot, and the same on every machine.
     families.sort(key=lambda family: hashlib.sha256(family[0][0].encode()).digest())
+    # Test and valid take the first families that have room; the rest is for training.
     room = HELD_OUT * sum(_count(lines) for _, lines in families)
     splits: dict[str, list[str]] = {split: [] for split in SPLITS}
     for _, lines in families:

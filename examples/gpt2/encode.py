@@ -101,7 +101,8 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
             file.write(f"{line}\n".encode("ascii"))
             written += 1
             words += count
-            tokens += line.count(" ") + 2  # with the line end
+            # A space between two tokens; the line end is one, too.
+            tokens += line.count(" ") + 2
             if most is not None and tokens >= most:
                 break
     if not written:

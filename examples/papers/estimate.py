@@ -68,10 +68,12 @@ class Size:
     @property
     def operations(self) -> float:
         """The floating-point operations of an update."""
+        # 2 for a multiplication and an addition, 3 for the forward pass and the gradients of inputs and weights.
         return 6.0 * self.products * self.words
 
     def gigabytes(self, precision: str, batches: int) -> float:
         """Memory of a GPU: weights (and their copies in float32), gradients, Adam's averages, kept numbers."""
+        # Bytes: a weight, its gradient and two averages of 4 each; a weight and gradient in half precision besides.
         of_parameters, of_numbers = (16, 4) if precision == "fp32" else (20, 2)
         return (self.parameters * of_parameters + self.words / batches * self.kept * of_numbers) / 1e9
 

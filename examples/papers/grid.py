@@ -70,7 +70,7 @@ class Run:
         """The ledger's entry, once all of it is done; `told` is the result of `circumstances` before."""
         train, *evaluations = (step.finished_result() for step in self.steps)
         curve = train["train"]
-        every = max(1, -(-len(curve) // _POINTS))
+        every = max(1, -(-len(curve) // _POINTS))  # rounded up
         return Entry(
             table=self.table,
             row=self.name,
@@ -124,6 +124,7 @@ def plan(
     inputs = inputs_digest(data, start, "valid", "test") if checked else ""
     env = {key: value for key, value in os.environ.items() if key in ("GPUS", "UPDATE_FREQ", "PRECISION")}
     runs: dict[tuple[str, int], Run] = {}
+    # By the seeds' order; the sort is stable, and sources, with their negative numbers, come first.
     for label, seed in sorted(found, key=found.__getitem__):
         row = table.rows[label]
         source = runs.get((row.source or "", 1))
@@ -315,6 +316,7 @@ def run_grid(runs: Sequence[Run], out: Path, ledger: Path, way: Way) -> None:
         return
 
     def keep(step: Step) -> None:
+        # A training that several rows share ends a run of each whose own scores are there.
         for run in left:
             if step in run.steps and run.is_done():
                 append_entry(ledger, run.entry(told))
@@ -372,6 +374,7 @@ def _seconds_of_an_update(run: Run, environment: Mapping[str, str]) -> float:
         for at in range(len(words) - 2, -1, -1):
             if any(re.fullmatch(option, " ".join(words[at : at + 2])) for option in of_source):
                 del words[at : at + 2]
+        # Of options that are given twice, argparse takes the last.
         words += ["--max-update", str(TRIED), "--log-interval", str(TRIED // 3), "--no-save", "--disable-validation"]
         env = os.environ | one_thread() | environment
         tried = subprocess.run(words, env=env, capture_output=True, text=True, check=False)

@@ -113,6 +113,7 @@ class LanguageModel:
         counted = places.data / "words.json"
         if counted.exists():
             counts = json.loads(counted.read_text(encoding="utf-8"))[title.split(",")[0]]
+            # The loss of a text in bits, over its words in place of its subwords.
             scores[f"{title}, per word"] = 2 ** (float(found[0]) * counts["subwords"] / counts["words"])
         return scores
 

@@ -33,6 +33,7 @@ class Interval:
     half: float
 
     def __sub__(self, other: Interval) -> Interval:
+        # The errors of independent means add in squares.
         return Interval(self.mean - other.mean, sqrt(self.half**2 + other.half**2))
 
     def __str__(self) -> str:
@@ -119,6 +120,7 @@ def _cell(values: Sequence[float], measure: str = "") -> str:
 
 def _above(of_row: Sequence[Entry], entries: Sequence[Entry], baseline: str, measure: str) -> str:
     """By how many percent the loss of a row is above that of another."""
+    # A loss is the logarithm of a perplexity.
     of_other = [log(entry.scores[measure]) for entry in entries if entry.row == baseline]
     if not of_other:
         return ""
@@ -150,6 +152,7 @@ def verdict(claim: Claim, entries: Sequence[Entry]) -> tuple[str, str]:
     most = inf if claim.at_most is None else claim.at_most
     if found.half == inf:
         return str(found), f"open: one seed{'' if least <= found.mean <= most else ', and against it'}"
+    # The interval lies within the claim's bounds, outside of them, or across one.
     if least <= low and high <= most:
         return str(found), "yes"
     return str(found), "no" if high < least or low > most else "open: the interval holds both"

@@ -85,6 +85,7 @@ def diagonal_rule(
     whole = torch.zeros_like(v[..., :1], dtype=final.dtype)
     keys = whole if log_key_decay is None else log_key_decay.reshape(*v.shape[:3], -1).to(final.dtype).cumsum(dim=1)
     values = whole if log_value_decay is None else log_value_decay.to(final.dtype).cumsum(dim=1)
+    # One message: the final state, and the decays of the whole segment.
     parts = [final.flatten(2), keys[:, -1], values[:, -1]]
     finals, key_decays, value_decays = _AllGather.apply(torch.cat(parts, dim=-1), group).split(
         [part.shape[-1] for part in parts], dim=-1
@@ -127,6 +128,7 @@ def delta_rule(
     width = v.shape[-1]
     dtype = ops.state_dtype(v.dtype)
     identity = torch.eye(key_dim, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
+    # Columns of values start empty, those of A as the identity: the rule turns these into A.
     start = torch.cat([identity.new_zeros(batch, heads, key_dim, width), identity], dim=-1)
     both, final = ops.fast_weight_rule(
         q,

@@ -97,6 +97,7 @@ class SumMemory(MappedMemory):
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         phi_q, phi_k = self.feature_map(q[:, :, None], k[:, :, None], scales="queries and source")
         weights = _products(phi_q.squeeze(2), phi_k.squeeze(2))
+        # Eq. 18: the normaliser is the sum of the weights.
         divisor = weights.sum(-1, keepdim=True) + self.feature_map.sum_eps
         return weights / divisor.masked_fill(divisor < SMALLEST_DIVISOR, 1)
 
@@ -108,6 +109,7 @@ class DeltaMemory(MappedMemory):
 
     def coefficients(self, k: Tensor, q: Tensor, beta: Tensor | None) -> Tensor:
         assert beta is not None
+        # Sum normalisation (Eq. 29): features add up to 1.
         phi_q, phi_k = self.feature_map(q[:, :, None], k[:, :, None], scales="all", normalize=True)
         return delta_coefficients(phi_k, phi_q, beta)
 
@@ -226,10 +228,12 @@ def _write_chunk(memory: Tensor, square: Tensor, k: Tensor, beta: Tensor, values
     u = torch.linalg.solve_triangular(
         eye + (long_k @ long_k.transpose(1, 2)).tril(-1) * beta[:, None], eye.expand(len(k), -1, -1), upper=False
     )
+    # K W_0^T needs the memory once a chunk; the rest are (steps, steps).
     z = u @ (k @ memory.transpose(1, 2)).double()
     z_at = z.gather(2, values[:, None].expand(-1, steps, -1))  # [t, i]: the component of z_t that v_i names
     same = (values[:, :, None] == values[:, None]).double()
 
+    # The factor of |r_t|^2 in the last line.
     of_square = beta.square() * long_k.square().sum(-1) - 2 * beta
     scales, divided_by, square = _Caps.apply(u, same, z_at, z.square().sum(-1), of_square, 2 * beta, square)
 

@@ -88,6 +88,7 @@ class Retriever(nn.Module):
         self.embedding = nn.Parameter(torch.randn(size, self.embed_dim))
         self.key_weight = nn.Parameter(torch.empty(key_dim, self.embed_dim + size))
         self.query_weight = nn.Parameter(torch.empty(key_dim, self.embed_dim))
+        # As in the authors' program.
         for weight in (self.key_weight, self.query_weight):
             if model.memory == "softmax":
                 nn.init.xavier_uniform_(weight)

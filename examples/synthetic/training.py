@@ -199,6 +199,7 @@ def evaluate(retriever: Retriever, point: Point) -> float:
     """The mean loss over all possible queries of `EVALUATED` new sequences."""
     retriever.eval()
     length = point.size if point.evaluate_length else sequence_length(point.setting, point.size)
+    # A query for each of S keys reads all pairs: S x length coefficients a sequence.
     batch = max(1, min(EVALUATED, AT_ONCE // (point.size * length)))
     total = count = 0.0
     for first in range(0, EVALUATED, batch):

@@ -164,6 +164,7 @@ class Stages:
         digest = hashlib.sha256(json.dumps([VERSION, name, inputs]).encode()).hexdigest()
         path = self._folder / f"{name}-{digest[:16]}"
         self._kept.add(path.name)
+        # The folder keeps one version of each stage.
         for other in self._folder.glob(f"{name}-*"):  # of other inputs, or interrupted
             if other.name not in self._kept:
                 shutil.rmtree(other)

@@ -164,6 +164,7 @@ def _shown(value: float | None, form: str) -> str:
 def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
     """Draws the average of each model's checkpoints over the tokens that it had read, and saves a PNG."""
     figure, axis = new_figure(figsize=(7, 4.6))
+    # The recipes of all sizes have the same batch.
     tokens_per_update = XATL_400M.batch * XATL_400M.length
     for run in runs:
         points = [
