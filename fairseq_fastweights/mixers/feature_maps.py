@@ -25,13 +25,13 @@ class FeatureMap(nn.Module):
 
     Args:
         key_dim: numbers per head that the projections of q and k have to produce.
-        output_dim: numbers per head after the map; the state's key dimension.
+        output_dim: numbers per head after the map, the state's key dimension; None for `key_dim`.
 
     Attributes:
         positive: whether every output is at least 0, as attention normalisation (Eq. 26-28) needs.
         may_vanish: whether an output vector can be all zero in exact arithmetic.
-        operation: the name in `ops.elementwise.MAPS` of what is done, in one operation with the normalisation, to what
-            `_prepare` returns.
+        operation: the name in `ops.elementwise.MAPS` of the function that is applied, in one operation with the
+            normalisation, to the tensor that `_prepare` returns.
         nu: that of the operation "dpfp".
 
     Examples:
@@ -45,10 +45,10 @@ class FeatureMap(nn.Module):
     operation: str = "identity"
     nu: int = 1
 
-    def __init__(self, key_dim: int, output_dim: int) -> None:
+    def __init__(self, key_dim: int, output_dim: int | None = None) -> None:
         super().__init__()
         self.key_dim = key_dim
-        self.output_dim = output_dim
+        self.output_dim = output_dim or key_dim
 
     @property
     def sum_eps(self) -> float:
@@ -91,52 +91,39 @@ class FeatureMap(nn.Module):
         Raises:
             ValueError: if q or k does not have four dimensions, the last of size `key_dim`.
         """
+        how: dict[str, Any] = {"dtype": dtype, "backend": backend}
+        if normalize:
+            how |= {"normalization": "sum", "eps": self.sum_eps}
         if k is None:
-            return self._map_alike(q, scales, normalize, dtype, backend), None
-        self._check_inputs(q, k)
+            return self._map_alike(q, scales, **how), None
+        for name, x in (("q", q), ("k", k)):
+            if x.dim() != 4 or x.shape[-1] != self.key_dim:
+                expected = f"(batch, time, heads, {self.key_dim})"
+                raise InvalidInput(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
         # Autocast would run the matrix products of float32 inputs in half precision again.
         with without_autocast(q):
-            return self._map(q, k, scales, normalize, dtype, backend)
-
-    def _map(
-        self, q: Tensor, k: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        q, k = self._prepare(q, k)
-        return self._finish(q, normalize, dtype, backend), self._finish(k, normalize, dtype, backend)
+            return self._map(q, k, scales, **how)
 
     def are_alike(self, scales: Scales) -> bool:
         """True if queries and keys of all heads are mapped alike, so that `forward` can map them in one tensor."""
         return type(self)._prepare is FeatureMap._prepare
 
-    def _map_alike(self, x: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
-        return self._finish(x, normalize, dtype, backend)
+    def _map(self, q: Tensor, k: Tensor, scales: Scales, **how: Any) -> tuple[Tensor, Tensor]:
+        return self._map_alike(q, scales, **how), self._map_alike(k, scales, **how)
 
-    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
-        """Applies the operation, with the normalisation."""
-        return map_features(x, self.operation, nu=self.nu, dtype=dtype, backend=backend, **self._sums(normalize))
+    def _map_alike(self, x: Tensor, scales: Scales, **how: Any) -> Tensor:
+        return map_features(self._prepare(x), self.operation, nu=self.nu, **how)
 
-    def _sums(self, normalize: bool) -> dict[str, Any]:
-        return {"normalization": "sum", "eps": self.sum_eps} if normalize else {}
-
-    def _check_inputs(self, q: Tensor, k: Tensor) -> None:
-        for name, x in (("q", q), ("k", k)):
-            if x.dim() != 4 or x.shape[-1] != self.key_dim:
-                expected = f"(batch, time, heads, {self.key_dim})"
-                raise InvalidInput(f"{name} has shape {tuple(x.shape)}; it must be {expected}")
-
-    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepare(self, x: Tensor) -> Tensor:
         """The tensor that the operation is applied to."""
-        return q, k
+        return x
 
     def extra_repr(self) -> str:
         return f"key_dim={self.key_dim}, output_dim={self.output_dim}"
 
 
 class IdentityMap(FeatureMap):
-    """phi(x) = x, in whatever dtype x has.
-
-    Args:
-        dim: numbers per head, before and after the map.
+    """phi(x) = x; without normalisation in the dtype of x, unless another is asked for.
 
     Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
@@ -147,19 +134,12 @@ class IdentityMap(FeatureMap):
     positive = False
     may_vanish = True
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim)
-
-    def _finish(self, x: Tensor, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
-        """Normalises features, as `FeatureMap` says; without normalisation and dtype it returns x as it is."""
-        return super()._finish(x, normalize, dtype, backend) if normalize else x.to(dtype or x.dtype)
+    def _map_alike(self, x: Tensor, scales: Scales, **how: Any) -> Tensor:
+        return super()._map_alike(x, scales, **how) if "normalization" in how else x.to(how["dtype"] or x.dtype)
 
 
 class EluMap(FeatureMap):
     """phi(x) = ELU(x) + 1, elementwise (Eq. 30; Katharopoulos et al. 2020).
-
-    Args:
-        dim: numbers per head, before and after the map.
 
     Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
@@ -171,15 +151,9 @@ class EluMap(FeatureMap):
     may_vanish = False
     operation = "elu"
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim)
-
 
 class TanhMap(FeatureMap):
     """phi(x) = tanh(x), elementwise (the baseline of Schlag et al. 2021, Sec. 6.1.2).
-
-    Args:
-        dim: numbers per head, before and after the map.
 
     Examples:
         >>> q = k = torch.tensor([-1.0, 0.0, 2.0]).view(1, 1, 1, 3)
@@ -190,11 +164,8 @@ class TanhMap(FeatureMap):
     positive = False
     may_vanish = True
 
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim)
-
-    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return _at_least_float32(q).tanh(), _at_least_float32(k).tanh()
+    def _prepare(self, x: Tensor) -> Tensor:
+        return _at_least_float32(x).tanh()
 
 
 class ReluMap(FeatureMap):
@@ -227,18 +198,16 @@ class ReluMap(FeatureMap):
     def reset_parameters(self) -> None:
         """Draw `weight` from Kaiming's uniform distribution, and set `bias` to 0.
 
-        It makes up for the half that ReLU cuts off, so that features start at the scale of the
-        projections. The bound is written out because `nn.init` would take the number of outputs for
-        the fan of a weight with three dimensions.
+        It makes up for the half that ReLU cuts off, so that features start at the scale of the projections.
         """
+        # By hand, as `nn.init` would take the number of outputs for the fan of a weight with three dimensions.
         bound = math.sqrt(6 / self.key_dim)
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
 
-    def _prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self._project(_at_least_float32(q)), self._project(_at_least_float32(k))
-
-    def _project(self, x: Tensor) -> Tensor:
+    def _prepare(self, x: Tensor) -> Tensor:
+        x = _at_least_float32(x)
+        # One product of matrices for each head: (heads, batch * time, head_dim) @ (heads, head_dim, output_dim).
         vectors = x.flatten(0, 1).transpose(0, 1)
         bias, weight = self.bias.to(x.dtype)[:, None], self.weight.to(x.dtype).transpose(1, 2)
         return torch.baddbmm(bias, vectors, weight).transpose(0, 1).unflatten(0, x.shape[:2])
@@ -305,25 +274,21 @@ class FavorMap(FeatureMap):
     def are_alike(self, scales: Scales) -> bool:
         return scales in ("fixed", "all")
 
-    def _map_alike(self, x: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str) -> Tensor:
-        how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
+    def _map_alike(self, x: Tensor, scales: Scales, **how: Any) -> Tensor:
         with without_autocast(x):
             return self._features_of(x, self._drawn(x), scales == "all", **how)
 
-    def _map(
-        self, q: Tensor, k: Tensor, scales: Scales, normalize: bool, dtype: torch.dtype | None, backend: str
-    ) -> tuple[Tensor, Tensor]:
+    def _map(self, q: Tensor, k: Tensor, scales: Scales, **how: Any) -> tuple[Tensor, Tensor]:
         # The exponents of long vectors lie far below 0: their features would vanish, or leave quotients of numbers
         # so small that gradients overflow.
-        how: dict[str, Any] = {"dtype": dtype, "backend": backend} | self._sums(normalize)
         features = self._drawn(q)
         phi_q = self._features_of(q, features, scales != "fixed", **how)
         if scales != "queries and source" or not k.shape[1]:
             return phi_q, self._features_of(k, features, scales == "all", **how)
-        # Keys of a whole source are divided by one number.
-        projected, k = self._project(k, features)
-        phi_k = divided_by_largest(random_exponents(projected, k, self.scale), self._log_epsilon, (1, 3))
-        return phi_q, map_features(phi_k, **how)
+        # Keys of a whole source are divided by one number, the largest feature of their row and head.
+        k = _at_least_float32(k)
+        exponents = random_exponents(k @ features, k, self.scale)
+        return phi_q, map_features(divided_by_largest(exponents, self._log_epsilon, (1, 3)), **how)
 
     def _drawn(self, x: Tensor) -> Tensor:
         """The rows of R, times the scale of x, as columns, in the precision in which x is mapped."""
@@ -331,15 +296,10 @@ class FavorMap(FeatureMap):
         features = self.draw(precise, x.device) if self.training else self.features.to(precise)
         return (features if self.scale == 1 else features * self.scale).t()
 
-    def _project(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        x = _at_least_float32(x)
-        return x @ features, x
-
     def _features_of(self, x: Tensor, features: Tensor, stabilized: bool, **how: Any) -> Tensor:
-        projected, x = self._project(x, features)
-        return random_features(
-            projected, x, scale=self.scale, log_epsilon=self._log_epsilon, stabilized=stabilized, **how
-        )
+        x = _at_least_float32(x)
+        how |= {"scale": self.scale, "log_epsilon": self._log_epsilon, "stabilized": stabilized}
+        return random_features(x @ features, x, **how)
 
 
 class DpfpMap(FeatureMap):
@@ -434,12 +394,8 @@ def build_feature_map(
         check_number("feature_dim", feature_dim, 1, whole=True)
     dim = head_dim if feature_dim is None else feature_dim
 
-    if name == "identity":
-        return IdentityMap(dim)
-    if name == "elu":
-        return EluMap(dim)
-    if name == "tanh":
-        return TanhMap(dim)
+    if name in ("identity", "elu", "tanh"):
+        return FEATURE_MAPS[name](dim)
     if name == "relu":
         return ReluMap(num_heads, head_dim, dim)
     if is_favor(name):

@@ -105,15 +105,12 @@ class SoftmaxAttention(SoftmaxMixer):
             if self._shape.query_key_norm_eps is None:
                 raise InvalidInput("joint_norm is set; it needs query_key_norm_eps, which is not")
             self.q_norm, self.k_norm = (self._shape.norm(p.out_features) for p in (self.q_proj, self.k_proj))
-        self.joint_norm = joint_norm
-        self.output_gate = output_gate
+        self.joint_norm, self.output_gate = joint_norm, output_gate
         if output_gate:
             self.output_gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
         check_rotary(rotary_dim, rotary_base, self.head_dim)
         self.needs_positions = rotary_dim == 0
-        self.rotary_dim = rotary_dim
-        self.rotary_base = float(rotary_base)
-        self.rotary_scaling = rotary_scaling
+        self.rotary_dim, self.rotary_base, self.rotary_scaling = rotary_dim, float(rotary_base), rotary_scaling
         self._scaling = parse_scaling(rotary_scaling)
         self.reset_parameters()
 
@@ -129,6 +126,7 @@ class SoftmaxAttention(SoftmaxMixer):
     ) -> tuple[Tensor, State]:
         time, batch, _ = x.shape
         q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
+        # (batch, heads, time, head_dim)
         if self.joint_norm:
             q, k, v = map(self._heads, (self.q_norm(q), self.k_norm(k), v))
         else:
@@ -145,14 +143,15 @@ class SoftmaxAttention(SoftmaxMixer):
                 padding = torch.cat(
                     [x.new_zeros(batch, n, dtype=torch.bool) if mask is None else mask for mask, n in parts], dim=1
                 )
-        # Of each key the number of its document in the row; what was there before belongs to number 0.
+        # The number of each key's document in its row; earlier keys belong to number 0.
         documents = None if starts is None else F.pad(starts.cumsum(dim=1), (before, 0))
         # A constant, as torch.compile would make a symbol of the comparison, which attention does not take.
         causal = True if padding is None and documents is None and before == 0 and time > 1 else False  # noqa: SIM210
-        if time == 1:  # heads that share keys are as queries one after the other, and keys need not be repeated
+        if time == 1:  # heads that share keys become queries of one head, so that keys need not be repeated
             q, keys, values = q.reshape(batch, k.shape[1], self.num_heads // k.shape[1], self.head_dim), k, v
         else:
             keys, values = shared(k, self.num_heads, 1), shared(v, self.num_heads, 1)
+        # softmax(q k^T / sqrt(head_dim)) v
         out = F.scaled_dot_product_attention(
             q,
             keys,
@@ -163,7 +162,7 @@ class SoftmaxAttention(SoftmaxMixer):
         )
         out = self._join_heads(out.reshape(batch, self.num_heads, time, self.head_dim))
         out = self.out_proj(out * self.output_gate_proj(x).sigmoid() if self.output_gate else out)
-        if documents is not None:  # nobody will read what stands before the last
+        if documents is not None:  # later calls see the last document alone
             past = documents != documents[:, -1:]
             padding = past if padding is None else padding | past
         return out, {"keys": k, "values": v, **({} if padding is None else {"padding": padding})}
@@ -177,34 +176,32 @@ class SoftmaxAttention(SoftmaxMixer):
 
 
 def _append(earlier: Tensor, added: Tensor, in_place: bool) -> Tensor:
-    """Puts `added` behind `earlier`, (batch, heads, time, head_dim); `in_place`: where `earlier` has room behind it.
+    """Puts `added` behind `earlier`, (batch, heads, time, head_dim), in its memory if `in_place` and there is room.
 
-    What is returned in place has room for a quarter more, so that a step of generation does not copy all before it.
+    A tensor returned in place has room for a quarter more, so that a decode step does not copy the whole KV cache.
     """
     batch, heads, before, dim = earlier.shape
     after = before + added.shape[2]
     if not in_place or torch.compiler.is_compiling():
         return torch.cat([earlier, added], dim=2)
-    if (capacity := _capacity(earlier)) < after:
+    # The steps that the memory of `earlier` has room for, if an earlier call made it.
+    capacity = earlier.stride(1) // dim
+    strides = heads * capacity * dim, capacity * dim, dim, 1
+    size = batch * heads * capacity * dim * earlier.itemsize
+    made = earlier.stride() == strides and earlier.storage_offset() == 0
+    if not made or earlier.untyped_storage().nbytes() != size or capacity < after:
         capacity = after + max(64, after // 4)
+        strides = heads * capacity * dim, capacity * dim, dim, 1
         room = earlier.new_empty(batch, heads, capacity, dim)
         room[:, :, :before] = earlier
         earlier = room
-    longer = earlier.as_strided((batch, heads, after, dim), (heads * capacity * dim, capacity * dim, dim, 1))
+    longer = earlier.as_strided((batch, heads, after, dim), strides)
     longer[:, :, before:] = added
     return longer
 
 
-def _capacity(x: Tensor) -> int:
-    """The number of steps that the memory of keys or values has room for; 0 if `_append` did not make it."""
-    batch, heads, _, dim = x.shape
-    capacity = x.stride(1) // dim
-    made = x.stride() == (heads * capacity * dim, capacity * dim, dim, 1) and x.storage_offset() == 0
-    return capacity if made and x.untyped_storage().nbytes() == batch * heads * capacity * dim * x.itemsize else 0
-
-
 def _positions(state: State | None, padding: Tensor | None, starts: Tensor | None, x: Tensor) -> Tensor:
-    """The positions of a call's steps in their documents: (time,), or (batch, 1, time) if rows may differ."""
+    """The positions of a call's tokens in their documents: (time,), or (batch, 1, time) if rows may differ."""
     time, batch, _ = x.shape
     before: Any = 0 if state is None else state["keys"].shape[2]
     earlier = None if state is None else state.get("padding")
@@ -222,12 +219,12 @@ def _visible(
     """The keys that each of the last `time` positions sees; None if torch's own causal mask, or no mask, does."""
     if padding is None and documents is None and (time == 1 or time == keys):
         return None
-    # Every position sees itself, padding too: a softmax over nothing is not a number.
     itself = torch.arange(keys - time, keys, device=device)
     others = torch.arange(keys, device=device)
-    visible = others <= itself[:, None]
+    visible = others <= itself[:, None]  # (time, keys)
     if documents is not None:
         visible = visible & (documents[:, None, keys - time :, None] == documents[:, None, None, :])
     if padding is None:
         return visible
+    # Every position sees itself, padding too: a softmax over nothing is not a number.
     return (visible & ~padding[:, None, None, :]) | (others == itself[:, None])
