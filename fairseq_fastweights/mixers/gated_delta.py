@@ -95,11 +95,16 @@ class GatedDelta(Mixer):
         "conv": Option(int, 4, "width of the short convolution", least=1),
         "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
         "eps": Option(float, 1e-5, "epsilon of the norm of what is read", least=0),
-        "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
+        "bias": Option(
+            bool,
+            False,
+            "biases of the projections, with which layers start nearer to a trained attention",
+        ),
         "kv_heads": Option(int, 0, "number of heads of keys and values that those of queries share; 0 for none shared"),
-        "gate_rank": Option(int, 0, "rank of the projection of the gate on what is read; 0 for any"),
+        "gate_rank": Option(int, 0, "rank of the projection of the gate on what is read; 0 for any", least=0),
     }
 
+    unrecorded = ("bias", "kv_heads", "gate_rank")
     takes_attention = True
     takes_starts = True
     padding_last = True
@@ -245,11 +250,6 @@ class GatedDelta(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
-
-    def settings(self) -> dict[str, Any]:
-        """The settings that names and shapes of parameters do not show, as these do."""
-        shown = ("bias", "kv_heads", "gate_rank")
-        return {name: value for name, value in super().settings().items() if name not in shown}
 
     @property
     def _gate_projections(self) -> list[Any]:

@@ -90,26 +90,21 @@ class GatedLinearAttention(Mixer):
     def mix(
         self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        before = None if state is None else state["state"]
-        q, k, v, read, low = project(x, [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj])
-        # Sums of as many products as the memory remembers, which the norm brings back to 1, can leave float16's range.
+        q, k, v, logits, low = project(x, [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.f_a_proj])
+        # Sums over all positions that the state remembers, which the norm brings back to 1, can leave float16's range.
         precise = torch.float32 if q.dtype == torch.float16 else q.dtype
+        # (batch, time, heads, dim)
         q, k, v = (part.to(precise).unflatten(-1, (self.num_heads, -1)).transpose(0, 1) for part in (q, k, v))
+        # log f = log(sigmoid(W_f2 W_f1 x + b)) / 16
         decays = gate(self.f_b_proj(low), "log_sigmoid", scale=1 / TEMPERATURE, backend=self.backend)
         log_decay = decays.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
-        if padding is not None:  # what is neither decayed nor written leaves the state as it is
+        if padding is not None:  # neither a write nor a decay: the state stays
             k, log_decay = (part.masked_fill(padding[:, :, None, None], 0) for part in (k, log_decay))
-        y, memory = ops.decay_rule(
-            q * self.key_dim**-0.5,
-            k,
-            v,
-            log_decay,
-            None,
-            initial_state=before,
-            starts=starts,
-            in_place=in_place,
-            backend=self.backend,
-        )
-        how: dict[str, Any] = {"eps": self.eps, "dtype": read.dtype, "backend": self.backend}
-        out = gated_norm(self.o_norm, y.transpose(0, 1), read, "silu", **how)
+        before = None if state is None else state["state"]
+        how: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": self.backend}
+        # S_t = Diag(f_t) S_{t-1} + k_t v_t^T,  y_t = q_t S_t
+        y, memory = ops.decay_rule(q * self.key_dim**-0.5, k, v, log_decay, None, initial_state=before, **how)
+        # w * y / rms(y) * silu(W_g x)
+        how = {"eps": self.eps, "dtype": logits.dtype, "backend": self.backend}
+        out = gated_norm(self.o_norm, y.transpose(0, 1), logits, "silu", **how)
         return self.o_proj(in_rows(out)), {"state": memory}

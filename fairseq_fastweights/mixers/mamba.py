@@ -70,6 +70,7 @@ class Mamba(Mixer):
         ),
     }
 
+    unrecorded = ("bias",)
     takes_attention = True
     takes_starts = True
     padding_last = True
@@ -100,10 +101,6 @@ class Mamba(Mixer):
         self.out_proj = nn.Linear(channels, embed_dim, bias=bias)
         self.reset_special_parameters()
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that names and shapes of parameters do not show, as biases do."""
-        return {name: value for name, value in super().settings().items() if name != "bias"}
-
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
         """Sets A = -(1 ... state) for each channel and D = 1, and draws the biases of step sizes (Sec. 3.6)."""
@@ -117,28 +114,23 @@ class Mamba(Mixer):
         self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         before = {} if state is None else state
+        # (time, batch, channels)
         x, z = self.in_proj(text).chunk(2, dim=-1)
         u, conv_state = convolve(self.conv1d, self.conv, x, before.get("conv"), lengths, starts, backend=self.backend)
         dt, B, C = self.x_proj(in_rows(u)).split([self.dt_rank, self.state, self.state], dim=-1)
-        precise = ops.state_dtype(u.dtype)
+        # delta = softplus(W_dt dt + b_dt)
         if are_plain([self.dt_proj]):
             delta = gate(F.linear(dt, self.dt_proj.weight), "softplus", bias=self.dt_proj.bias, backend=self.backend)
         else:
             delta = gate(self.dt_proj(dt), "softplus", backend=self.backend)
         if lengths is not None:  # a step of no size leaves the state as it is
             delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
+        # h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T,  y_t = h_t C_t + D * u_t
+        precise = ops.state_dtype(u.dtype)
         scan = ops.selective_scan if starts is None else partial(_scan_of_documents, starts)
-        y, scan_state = scan(
-            u.transpose(0, 1),
-            delta.transpose(0, 1),
-            -self.A_log.to(precise).exp(),
-            B.transpose(0, 1),
-            C.transpose(0, 1),
-            self.D.to(precise),
-            initial_state=before.get("scan"),
-            in_place=in_place,
-            backend=self.backend,
-        )
+        how: dict[str, Any] = {"initial_state": before.get("scan"), "in_place": in_place, "backend": self.backend}
+        u, delta, B, C = (part.transpose(0, 1) for part in (u, delta, B, C))
+        y, scan_state = scan(u, delta, -self.A_log.to(precise).exp(), B, C, self.D.to(precise), **how)
         out = gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)
         return self.out_proj(in_rows(out)), {"conv": conv_state, "scan": scan_state}
 

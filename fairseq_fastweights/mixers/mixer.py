@@ -60,6 +60,7 @@ class Mixer(nn.Module):
 
     Attributes:
         options: the settings of this kind alone, which are arguments of the subclass.
+        unrecorded: those of them that checkpoints need not record, as names or shapes of parameters show them.
         carries: whether a state may be carried from one segment of a text to the next, as its size is bounded.
         bounded: whether texts have a largest length.
         takes_attention: whether its projections can start at those of a trained softmax attention.
@@ -83,6 +84,7 @@ class Mixer(nn.Module):
     """
 
     options: ClassVar[dict[str, Option]] = {}
+    unrecorded: tuple[str, ...] = ()
     carries = True
     bounded = False
     needs_positions = False
@@ -192,7 +194,7 @@ class Mixer(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The settings that names and shapes of parameters do not show, which checkpoints record."""
-        return {name: getattr(self, name) for name in self.options}
+        return {name: getattr(self, name) for name in self.options if name not in self.unrecorded}
 
     def reset_special_parameters(self) -> None:
         """Draws parameters with initial values of their own again, after a model drew all from one distribution."""

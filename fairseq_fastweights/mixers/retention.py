@@ -108,8 +108,8 @@ class Retention(LinearAttention):
         self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         time, batch, _ = x.shape
+        # (batch, time, heads, m) and, of v, (batch, time, heads, head_dim)
         q, k, v, _ = self._inputs(x)
-
         before = {} if state is None else state
         positions = torch.arange(time, device=x.device)[None] if padding is None else (~padding).cumsum(dim=1) - 1
         read = torch.full((batch,), time, device=x.device) if padding is None else (~padding).sum(dim=1)
@@ -117,23 +117,15 @@ class Retention(LinearAttention):
         # Texts that are carried over have millions of positions, which differ by less than float32 can tell.
         turned = turns(positions[..., None].double(), q.shape[-1], ROTARY_BASE, q.dtype)
         q, k = rotate(q, *turned), rotate(k, *turned)
-
         decays = log_decays(self.num_heads, x.device, ops.state_dtype(x.dtype)).expand(batch, time, self.num_heads)
-        if padding is not None:
+        if padding is not None:  # neither a write nor a decay: the state stays
             k = k.masked_fill(padding[:, :, None, None], 0)
             decays = decays.masked_fill(padding[:, :, None], 0)
-        out, memory = retention(
-            q,
-            k,
-            v,
-            decays,
-            initial_state=before.get("state"),
-            starts=starts,
-            in_place=in_place,
-            backend=self.backend,
-        )
+        how: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": self.backend}
+        out, memory = retention(q, k, v, decays, initial_state=before.get("state"), **how)
+        # swish(W_g x) * norm(y / sqrt(m))
         y, logits, size = out.transpose(0, 1), self.g_proj(x), self.feature_map.output_dim
-        how: dict[str, Any] = {"dtype": out.dtype, "backend": self.backend}
+        how = {"dtype": out.dtype, "backend": self.backend}
         if self.rms_norm:
             out = gated_norm(self.o_norm, y, logits, "silu", eps=self.eps, size=size, **how)
         else:

@@ -62,20 +62,37 @@ def parse_scaling(text: str) -> RotaryScaling | None:
     )
 
 
-def check_rotary(dim: int, base: float, head_dim: int) -> None:
-    """Raises a `ValueError` for a `rotary_dim` or `rotary_base` that heads of `head_dim` numbers cannot have."""
-    if dim % 2 or not 0 <= dim <= head_dim:
-        raise InvalidInput(
-            f"rotary_dim is {dim}; it must be an even number from 2 to the head dim, {head_dim}, or 0 for none"
-        )
-    check_number("rotary_base", base, above=0)
+class RotaryEmbedding:
+    """The rotation of a layer's queries and keys.
 
+    Args:
+        dim: number of dimensions of each head that are rotated, from the first: even, 0 for none.
+        base: that of `turns`.
+        scaling: a text for `parse_scaling`.
+        head_dim: size of the heads.
 
-def rotary_settings(dim: int, base: float, scaling: str) -> dict[str, float | str]:
-    """The settings of a mixer that rotates `dim` numbers of each head; none if it rotates none."""
-    if not dim:
-        return {}
-    return {"rotary dim": dim, "rotary base": base, **({"rotary scaling": scaling} if scaling else {})}
+    Raises:
+        ValueError: for a number or text that is not allowed; the message calls them rotary_dim, rotary_base and
+            rotary_scaling.
+    """
+
+    def __init__(self, dim: int, base: float, scaling: str, head_dim: int) -> None:
+        if dim % 2 or not 0 <= dim <= head_dim:
+            raise InvalidInput(
+                f"rotary_dim is {dim}; it must be an even number from 2 to the head dim, {head_dim}, or 0 for none"
+            )
+        check_number("rotary_base", base, above=0)
+        self.dim, self.base, self.text = dim, float(base), scaling
+        self._scaling = parse_scaling(scaling)
+
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for `rotate`, with angles in float32."""
+        return turns(positions.float(), self.dim, self.base, dtype, self._scaling)
+
+    def settings(self) -> dict[str, float | str]:
+        """The settings that checkpoints record; none without a rotation."""
+        scaling = {"rotary scaling": self.text} if self.text else {}
+        return {"rotary dim": self.dim, "rotary base": self.base, **scaling} if self.dim else {}
 
 
 def turns(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Option, State, in_rows, within_documents
 from fairseq_fastweights.mixers.projections import Attention, project, shared
-from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
+from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 
 
 class SoftmaxMixer(Attention):
@@ -108,10 +108,8 @@ class SoftmaxAttention(SoftmaxMixer):
         self.joint_norm, self.output_gate = joint_norm, output_gate
         if output_gate:
             self.output_gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
-        check_rotary(rotary_dim, rotary_base, self.head_dim)
+        self.rotary = RotaryEmbedding(rotary_dim, rotary_base, rotary_scaling, self.head_dim)
         self.needs_positions = rotary_dim == 0
-        self.rotary_dim, self.rotary_base, self.rotary_scaling = rotary_dim, float(rotary_base), rotary_scaling
-        self._scaling = parse_scaling(rotary_scaling)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -132,9 +130,8 @@ class SoftmaxAttention(SoftmaxMixer):
         else:
             q, k, v = self.q_norm(self._heads(q)), self.k_norm(self._heads(k)), self._heads(v)
         before = 0 if state is None else state["keys"].shape[2]
-        if self.rotary_dim:
-            positions = _positions(state, padding, starts, x)
-            turned = turns(positions.float(), self.rotary_dim, self.rotary_base, x.dtype, self._scaling)
+        if self.rotary.dim:
+            turned = self.rotary.turns(_positions(state, padding, starts, x), x.dtype)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
             k, v = _append(state["keys"], k, in_place), _append(state["values"], v, in_place)
@@ -169,10 +166,10 @@ class SoftmaxAttention(SoftmaxMixer):
 
     def settings(self) -> dict[str, float | str]:
         """The settings that names and shapes of parameters do not show."""
-        return rotary_settings(self.rotary_dim, self.rotary_base, self.rotary_scaling)
+        return self.rotary.settings()
 
     def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, rotary_dim={self.rotary_dim}, rotary_base={self.rotary_base:g}"
+        return f"heads={self.num_heads}, rotary_dim={self.rotary.dim}, rotary_base={self.rotary.base:g}"
 
 
 def _append(earlier: Tensor, added: Tensor, in_place: bool) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,11 +76,15 @@ class TransformerXL(SoftmaxMixer):
     options = {
         "memory": Option(int, 64, "number of positions before a segment that Transformer-XL sees", least=0),
         "clamp_len": Option(
-            int, 0, "largest distance that Transformer-XL tells from longer ones; 0 is no limit", least=0
+            int,
+            0,
+            "largest distance that Transformer-XL tells from longer ones; 0 is no limit",
+            least=0,
         ),
         "same_length": Option(bool, False, "let all positions of Transformer-XL see equally many before them"),
     }
 
+    unrecorded = tuple(options)  # as evaluation may use others than training
     takes_starts = True
     padding_last = True
 
@@ -175,10 +178,6 @@ class TransformerXL(SoftmaxMixer):
         age = places[keys - seen.shape[1] :, None] - places
         age = age.masked_fill(age < 0, keys)
         return age <= (seen.clamp(max=self.memory) if self.same_length else seen)[:, None, :, None]
-
-    def settings(self) -> dict[str, Any]:
-        """Empty: the options do not change what weights mean."""
-        return {}
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, memory={self.memory}"

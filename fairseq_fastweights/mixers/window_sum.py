@@ -15,7 +15,7 @@ from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
 from fairseq_fastweights.mixers.mixer import Option, State, beyond, within_documents
 from fairseq_fastweights.mixers.projections import are_plain, project, shared
-from fairseq_fastweights.mixers.rotary_embedding import check_rotary, parse_scaling, rotary_settings, rotate, turns
+from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.ops import kernels
 from fairseq_fastweights.ops.checks import without_autocast
@@ -100,13 +100,11 @@ class WindowSum(LinearAttention):
                 f"feature_dim is {self.feature_map.key_dim}; with window-sum and the feature map {feature_map} it must "
                 f"be the head dim, {self.head_dim}: the window compares the same queries and keys"
             )
-        if "sum" not in normalization:  # the window's part is not divided by what a query's features are
+        if "sum" not in normalization:  # a scale of a query's features would not scale the window's part
             self._scales = "fixed"
-        check_rotary(rotary_dim, rotary_base, self.head_dim)
+        self.rotary = RotaryEmbedding(rotary_dim, rotary_base, rotary_scaling, self.head_dim)
         self.needs_positions = rotary_dim == 0
         self.window = window
-        self.rotary_dim, self.rotary_base, self.rotary_scaling = rotary_dim, float(rotary_base), rotary_scaling
-        self._scaling = parse_scaling(rotary_scaling)
         self.log_factor = nn.Parameter(torch.zeros(num_heads))
         self.reset_parameters()
 
@@ -118,6 +116,7 @@ class WindowSum(LinearAttention):
         self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
         time = len(text)
+        # (batch, heads, time, head_dim)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)
             for part in project(text, [self.q_proj, self.k_proj, self.v_proj])
@@ -126,43 +125,43 @@ class WindowSum(LinearAttention):
         before = self._nothing(k, v) if state is None else state
         positions = torch.arange(time, device=text.device)[None]
         seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
-        turned: tuple[Tensor, ...] = ()
-        if self.rotary_dim:
-            turned = turns(seen[:, None].float(), self.rotary_dim, self.rotary_base, q.dtype, self._scaling)
+        turned = self.rotary.turns(seen[:, None], q.dtype) if self.rotary.dim else ()
         if time == 1 and lengths is None and state is not None and self._may_take_step(q, state):
             out, after = self._step(q, k, v, turned, seen, starts, state, in_place)
             return self._project_out(out, text), after | {"read": read}
         if turned:
             q, k = rotate(q, *turned), rotate(k, *turned)
         after = {"keys": last(before["keys"], k, lengths), "values": last(before["values"], v, lengths), "read": read}
-        # What leaves the window at each step; of a text that begins here, nothing does in the first steps.
+        # The first steps of a text during which no position leaves the window.
         first = min(time, self.window) if state is None else 0
         # With gradients all parameters take part, as wrappers for several processes expect.
         if first == time and starts is None and not (time and torch.is_grad_enabled()):
             keys, values = shared(k, self.num_heads, 1), shared(v, self.num_heads, 1)
             out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
             return self._project_out(out.transpose(1, 2), text), after | {"state": before["state"]}
-        if time == 1:  # whose window is what is kept
+        if time == 1:  # the new state holds exactly the window of the one position
             ages = torch.arange(self.window - 1, -1, -1, device=text.device)
             blocks = Blocks(q, after["keys"], after["values"], (ages <= seen)[:, None], (len(q), 1, 1))
         else:
             past = before["keys"][:, :, 1:], before["values"][:, :, 1:]
             blocks = in_blocks(q, k, v, *past, seen.clamp(max=self.window - 1))
+        # g sum_j a_tj v_j and g sum_j a_tj
         out, weight = self._window(blocks)
         staying = seen[:, first:] < self.window
         if lengths is not None:
             staying = staying | beyond(time, lengths).t()[:, first:]
         old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
         begin = None if starts is None else starts[:, first:]
+        # S_t phi(q_t) and, in the last column, z_t phi(q_t)
         recalled, memory = self._recall(q[:, :, first:], old_k, old_v, staying, before["state"], begin, in_place)
         recalled = recalled.transpose(1, 2)
         if first:
             recalled = F.pad(recalled, (0, 0, first, 0))
-        out, weight = out + recalled[..., : self.head_dim], weight + recalled[..., self.head_dim :]
-        return self._project_out((out / weight).transpose(1, 2), text), after | {"state": memory}
+        y = (out + recalled[..., : self.head_dim]) / (weight + recalled[..., self.head_dim :])
+        return self._project_out(y.transpose(1, 2), text), after | {"state": memory}
 
     def _may_take_step(self, q: Tensor, state: State) -> bool:
-        # What was read under autocast has left keys in half precision.
+        # Keys of a text that was read under autocast are in half precision.
         learned = are_plain([self.feature_map], ReluMap) and state["keys"].dtype == q.dtype
         return learned and kernels.may_take(q, self.backend)
 
@@ -177,7 +176,7 @@ class WindowSum(LinearAttention):
         state: State,
         in_place: bool,
     ) -> tuple[Tensor, State]:
-        """A step as one operator: what is read, (batch, 1, heads, head_dim), and the state but for "read"."""
+        """A decode step as one operator: the output, (batch, 1, heads, head_dim), and the state but for "read"."""
         after = {name: kernels.own(state[name], in_place) for name in ("keys", "values", "state")}
         phi: Any = self.feature_map
         cosines, sines = turned or (None, None)
@@ -206,12 +205,13 @@ class WindowSum(LinearAttention):
         size, dim, heads = blocks.q.shape[2], self.head_dim, blocks.k.shape[1]
         precise = ops.state_dtype(blocks.q.dtype)
         with without_autocast(blocks.q):  # which would run products of matrices in half precision
-            # Heads that share keys are as queries one after the other: (rows, heads of keys, sharing * size, dim).
+            # Heads that share keys become queries of one head: (rows, heads of keys, sharing * size, dim).
             sharing = self.num_heads // heads
             queries = blocks.q.reshape(len(blocks.q), heads, sharing * size, dim).to(precise)
             scores = (queries * dim**-0.5) @ blocks.k.to(precise).transpose(2, 3)
             scores = scores.unflatten(2, (sharing, size))
             scores = scores.masked_fill(~blocks.visible[:, None, None], -torch.inf)
+            # g a_tj = exp(s_tj - max_j s_tj + log g)
             largest = scores.amax(dim=-1, keepdim=True) - self.log_factor.to(precise).view(heads, -1, 1, 1)
             weights = (scores - largest).exp().flatten(2, 3)
             read = weights @ blocks.v.to(precise), weights.sum(-1, keepdim=True)
@@ -228,21 +228,19 @@ class WindowSum(LinearAttention):
         starts: Tensor | None,
         in_place: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Writes what leaves the window, except where `staying`, (batch, time), is true, and reads at every step.
+        """Writes the positions that leave the window, unless `staying`, (batch, time), and reads at every step.
 
-        Returns (batch, time, heads, head_dim + 1), what is read of values and of ones, and the memory.
+        Returns (batch, time, heads, head_dim + 1), sums of values and of ones, and the state.
         """
         q, k, v = (shared(x, self.num_heads, 1).transpose(1, 2) for x in (q, k, v))
         q, k, v = self._features(q, k, v)
         k = k.masked_fill(staying[..., None, None], 0)
-        how: dict[str, Any] = {} if starts is None else {"starts": starts}
         v = F.pad(v, (0, 1), value=1.0)
-        return ops.sum_rule(q, k, v, initial_state=memory, in_place=in_place, backend=self.backend, **how)
+        return ops.sum_rule(q, k, v, initial_state=memory, starts=starts, in_place=in_place, backend=self.backend)
 
     def settings(self) -> dict[str, Any]:
         """The settings that names and shapes of parameters do not show."""
-        rotary = rotary_settings(self.rotary_dim, self.rotary_base, self.rotary_scaling)
-        return {"window": self.window, **super().settings(), **rotary}
+        return {"window": self.window, **super().settings(), **self.rotary.settings()}
 
     def concern_when_carried(self) -> str | None:
         """Returns a reason not to carry states from segment to segment in training, or None."""

@@ -95,7 +95,7 @@ def test_settings_reach_the_mixers_that_take_them():
         mixer = build(name, dropout=0.25, bias=name == "transformer-xl")
         assert (mixer.q_proj.bias is None) == (name != "transformer-xl") and mixer.dropout_module.p == 0.25
     softmax = build("softmax", **shared, rotary_dim=2, rotary_base=500.0)
-    assert (softmax.num_heads, softmax.rotary_dim, softmax.rotary_base) == (4, 2, 500.0)
+    assert (softmax.num_heads, softmax.rotary.dim, softmax.rotary.base) == (4, 2, 500.0)
     assert softmax.settings() == {"rotary dim": 2, "rotary base": 500.0} and not softmax.needs_positions
     assert build("sum", feature_map="dpfp", dpfp_nu=2).feature_map.output_dim == 32
     assert build("sum", feature_map="favor", favor_features=5).feature_map.output_dim == 10

@@ -30,8 +30,8 @@ def build(rotary_dim: int, **options: float) -> SoftmaxAttention:
 def by_hand(module: SoftmaxAttention, x: Tensor, padding: Tensor | None = None) -> Tensor:
     """Complex numbers, one position after the other; padding takes none."""
     q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (module.q_proj, module.k_proj, module.v_proj))
-    half = module.rotary_dim // 2
-    speeds = torch.tensor([module.rotary_base ** (-i / half) for i in range(half)], dtype=torch.float64)
+    half = module.rotary.dim // 2
+    speeds = torch.tensor([module.rotary.base ** (-i / half) for i in range(half)], dtype=torch.float64)
     real = torch.ones(x.shape[:2]) if padding is None else ~padding.t()
     angles = (real.cumsum(0)[..., None].double() * speeds)[:, :, None]
 

@@ -43,8 +43,8 @@ def naive(mixer: WindowSum, x: Tensor) -> Tensor:
     time, dim = len(x), mixer.head_dim
     q, k, v = (each(x).unflatten(-1, (-1, dim)) for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     q, k = mixer.q_norm(q), mixer.k_norm(k)
-    if mixer.rotary_dim:
-        turned = turns(torch.arange(time)[:, None].float(), mixer.rotary_dim, mixer.rotary_base, x.dtype)
+    if mixer.rotary.dim:
+        turned = turns(torch.arange(time)[:, None].float(), mixer.rotary.dim, mixer.rotary.base, x.dtype)
         q, k = rotate(q, *turned), rotate(k, *turned)
     k, v = (y.repeat_interleave(HEADS // y.shape[1], dim=1) for y in (k, v))
     f_q, f_k = (y[0] for y in mixer.feature_map(q[None], k[None]))

@@ -58,8 +58,8 @@ def test_gpt2_is_pre_norm_with_positions_and_pythia_parallel_and_rotary(on_meta,
         attention = layer.self_attn
         assert (layer.form == "parallel") != gpt2 and isinstance(attention, SoftmaxAttention)
         assert (attention.embed_dim, attention.num_heads, layer.fc1.out_features) == (width, heads, 4 * width)
-        assert attention.rotary_dim == (0 if gpt2 else width // heads // 4)  # a quarter of each head is turned
-        assert layer.normalize_before and attention.q_proj.bias is not None and attention.rotary_base == 10_000
+        assert attention.rotary.dim == (0 if gpt2 else width // heads // 4)  # a quarter of each head is turned
+        assert layer.normalize_before and attention.q_proj.bias is not None and attention.rotary.base == 10_000
 
 
 @pytest.mark.parametrize("size", RETNET)
@@ -83,7 +83,7 @@ def test_retnet_is_pythia_with_retention(on_meta, size):
     attentions = [layer.self_attn for layer in hybrid.decoder.layers]
     softmax = {i + 1: a for i, a in enumerate(attentions) if isinstance(a, SoftmaxAttention)}
     assert set(softmax) == {2, layers // 2}
-    assert {(a.num_heads, a.rotary_dim) for a in softmax.values()} == {(of_source, width // of_source // 4)}
+    assert {(a.num_heads, a.rotary.dim) for a in softmax.values()} == {(of_source, width // of_source // 4)}
     assert {a.num_heads for a in attentions if isinstance(a, Retention)} == {heads}
 
 
