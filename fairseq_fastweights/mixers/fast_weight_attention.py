@@ -114,7 +114,7 @@ class FastWeightAttention(LinearAttention):
         time, batch, _ = x.shape
         modules = [self._gate_projection(gate) for gate in self.rule.gates]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
-            return self._step(x, modules, kernels.own(state["state"], in_place))
+            return self._step(x, modules, kernels.own_state(state["state"], in_place))
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
@@ -127,7 +127,7 @@ class FastWeightAttention(LinearAttention):
 
     def _may_take_step(self, x: Tensor) -> bool:
         learned = self.normalization == {"sum"} and are_plain([self.feature_map], ReluMap)
-        return learned and self.update_rule == "delta" and kernels.may_take(x, self.backend)
+        return learned and self.update_rule == "delta" and kernels.takes_step(self.backend, x)
 
     def _step(self, x: Tensor, gates: list[Any], state: Tensor) -> tuple[Tensor, State]:
         """A step of the delta rule as one operator behind its projections; it changes `state`."""

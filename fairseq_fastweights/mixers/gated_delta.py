@@ -230,13 +230,13 @@ class GatedDelta(Mixer):
 
     def _may_take_step(self, text: Tensor) -> bool:
         plain = are_plain([self.conv1d], nn.Conv1d) and are_plain([self.o_norm], nn.RMSNorm)
-        return plain and type(self) is GatedDelta and kernels.may_take(text, self.backend)
+        return plain and type(self) is GatedDelta and kernels.takes_step(self.backend, text)
 
     def _step(
         self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, in_place: bool
     ) -> tuple[Tensor, State]:
         """A step as one operator, from what the projections gave."""
-        after = {name: kernels.own(state[name], in_place) for name in ("conv", "memory")}
+        after = {name: kernels.own_state(state[name], in_place) for name in ("conv", "memory")}
         gates = logits, of_gates[0], self._output_logits(of_gates[1])
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
         heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads

@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import within_documents
 from fairseq_fastweights.mixers.projections import are_plain
-from fairseq_fastweights.ops import backends
-from fairseq_fastweights.ops.backends import choose_backend
 from fairseq_fastweights.ops.checks import check_devices
-from fairseq_fastweights.ops.kernels import register_autograd
+from fairseq_fastweights.ops.kernels import differentiable, takes
 
 WIDEST = 90
 """The widest convolution that the CUDA kernels take on every GPU, in every dtype: its inputs lie in shared memory."""
@@ -50,10 +47,8 @@ def short_convolution(
         (time, batch, channels) in the dtype of x, and the last inputs, (batch, width - 1, channels), in the dtype of
         states.
     """
-    too_wide = x.is_cuda and weight.shape[1] > WIDEST
-    if backend == "auto" and (too_wide or forward_ad._current_level >= 0):
-        backend = "reference"
-    if choose_backend(backend, 1, backends.why_not(x.device.type, x.dtype), in_chunks=False) != "native":
+    too_wide = backend == "auto" and x.is_cuda and weight.shape[1] > WIDEST
+    if too_wide or not takes(backend, x, when_compiling=True):
         return _definition(x, weight, bias, before, lengths, starts)
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     before = before if before is None or before.stride(-1) == 1 else before.contiguous()
@@ -131,4 +126,4 @@ def _definition(
     return F.silu(u).to(x.dtype), last.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
-_short_convolution = register_autograd("short_convolution", 4, 6, _definition)
+_short_convolution = differentiable("short_convolution", _definition)

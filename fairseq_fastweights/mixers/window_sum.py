@@ -163,7 +163,7 @@ class WindowSum(LinearAttention):
     def _may_take_step(self, q: Tensor, state: State) -> bool:
         # Keys of a text that was read under autocast are in half precision.
         learned = are_plain([self.feature_map], ReluMap) and state["keys"].dtype == q.dtype
-        return learned and kernels.may_take(q, self.backend)
+        return learned and kernels.takes_step(self.backend, q)
 
     def _step(
         self,
@@ -177,7 +177,7 @@ class WindowSum(LinearAttention):
         in_place: bool,
     ) -> tuple[Tensor, State]:
         """A decode step as one operator: the output, (batch, 1, heads, head_dim), and the state but for "read"."""
-        after = {name: kernels.own(state[name], in_place) for name in ("keys", "values", "state")}
+        after = {name: kernels.own_state(state[name], in_place) for name in ("keys", "values", "state")}
         phi: Any = self.feature_map
         cosines, sines = turned or (None, None)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -6,6 +6,7 @@ The first call of each kind logs its backend, so that no run is slow without a w
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ LARGEST_DIM = {"cuda": 512}
 
 Larger ones are divided (`kernels.Divided`), but for the delta rule's keys.
 """
+
+chosen: dict[tuple[Any, ...], Any] = {}
+"""Choices that were made, by all that they depend on: a layer's calls make each once. `say_again` clears it."""
 
 _said: set[tuple[str, str, str | None]] = set()
 
@@ -101,17 +105,6 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
     return backend
 
 
-def choose_elementwise(backend: str, x: Tensor) -> str:
-    """The backend of an operation of single numbers, or of single vectors, of x: "reference" or "native".
-
-    "auto" takes the reference where it has what kernels lack, forward-mode derivatives, and under torch.compile, which
-    puts it into the kernels before and after it. For the errors see `choose_backend`.
-    """
-    if backend == "auto" and (forward_ad._current_level >= 0 or torch.compiler.is_compiling()):
-        return "reference"
-    return choose_backend(backend, 1, why_not(x.device.type, x.dtype), in_chunks=False)
-
-
 @torch.compiler.assume_constant_result
 def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: bool) -> None:
     """Logs which backend runs, the first time since `say_again`: a warning, if kernels are missing that could be there.
@@ -141,3 +134,4 @@ def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: 
 def say_again() -> None:
     """Lets the next calls say it once more: another training, evaluation or generation begins."""
     _said.clear()
+    chosen.clear()

@@ -25,7 +25,8 @@ Numbers = tuple[int, ...]
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALLOWED = frozenset(FLOAT_TYPES)
 
-_values_checked = os.environ.get("FASTWEIGHTS_CHECK_VALUES", "0") not in ("", "0")
+values_checked = os.environ.get("FASTWEIGHTS_CHECK_VALUES", "0") not in ("", "0")
+"""Whether operations check values, as `check_values` asked for."""
 
 
 class BackendUnavailable(RuntimeError):
@@ -54,9 +55,9 @@ class check_values:
     """
 
     def __init__(self, enabled: bool) -> None:
-        global _values_checked
-        self._before = _values_checked
-        _values_checked = bool(enabled)
+        global values_checked
+        self._before = values_checked
+        values_checked = bool(enabled)
 
     def __enter__(self) -> check_values:
         return self
@@ -67,8 +68,8 @@ class check_values:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _values_checked
-        _values_checked = self._before
+        global values_checked
+        values_checked = self._before
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def check_inputs(
         check_shape("starts", starts, (batch, time), "(batch, time)")
         check_devices({"starts": starts}, "v", v)
     check_devices(others, "v", v)
-    if _values_checked:
+    if values_checked:
         _check_values({**others, "v": v}, zip(gates, given, strict=True))
     return batch, time, heads, key_heads, key_dim, value_dim
 
@@ -259,13 +260,12 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str)
 
 
 def check_state(state: object, shape: tuple[int, ...], meaning: str, dtype: torch.dtype) -> None:
-    """An initial state for inputs of `dtype`."""
+    """An initial state for inputs of `dtype`; `meaning` names the dimensions."""
     checked = check_tensor("initial_state", state)
     check_shape("initial_state", checked, shape, meaning)
-    if checked.dtype != state_dtype(dtype):
-        raise ValueError(
-            f"initial_state has dtype {checked.dtype}; it must be {state_dtype(dtype)} for inputs of {dtype}"
-        )
+    wanted = state_dtype(dtype)
+    if checked.dtype != wanted:
+        raise ValueError(f"initial_state has dtype {checked.dtype}; it must be {wanted} for inputs of {dtype}")
 
 
 def check_devices(tensors: dict[str, Tensor], of: str, like: Tensor) -> None:
@@ -274,11 +274,6 @@ def check_devices(tensors: dict[str, Tensor], of: str, like: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on device {tensor.device}; it must be on that of {of}, {device}")
-
-
-def values_are_checked() -> bool:
-    """True if `check_values` asks for it."""
-    return _values_checked
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_fastweights.ops import kernels
-from fairseq_fastweights.ops.backends import choose_elementwise
 from fairseq_fastweights.ops.checks import check_devices, check_shape, check_tensor, state_dtype
-from fairseq_fastweights.ops.kernels import register_autograd
+from fairseq_fastweights.ops.kernels import differentiable, takes
 
 Normalization = Literal["none", "sum", "length"]
 NORMALIZATIONS = ("none", "sum", "length")
@@ -99,7 +98,7 @@ def map_features(
     if feature_map == "dpfp" and not 1 <= nu < 2 * x.shape[-1]:
         raise ValueError(f"nu is {nu}; it must be from 1 to {2 * x.shape[-1] - 1} for vectors of {x.shape[-1]}")
     dtype = state_dtype(x.dtype) if dtype is None else dtype
-    if choose_elementwise(backend, x) != "native":
+    if not takes(backend, x):
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     numbers = list(MAPS).index(feature_map), nu, NORMALIZATIONS.index(normalization)
@@ -173,7 +172,7 @@ def random_features(
         raise ValueError(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}")
     dtype = state_dtype(projected.dtype) if dtype is None else dtype
     how = scale, log_epsilon, stabilized, NORMALIZATIONS.index(normalization), eps, dtype
-    if choose_elementwise(backend, source) != "native":
+    if not takes(backend, source):
         return _definition_of_random(projected, source, *how)
     projected, source = (x if x.stride(-1) == 1 else x.contiguous() for x in (projected, source))
     mapped: Tensor = _random_features(projected, source, *how)
@@ -216,7 +215,7 @@ def _definition_of_random(
     return _normalized(_exponentials(exponents, log_epsilon, stabilized), NORMALIZATIONS[normalization], eps).to(dtype)
 
 
-_random_features = register_autograd("random_features", 2, 2, _definition_of_random)
+_random_features = differentiable("random_features", _definition_of_random)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -307,7 +306,7 @@ def gate(
         if x.is_cuda and norm != "none" and y is not None and y.shape[-1] > most_normed(x.dtype):
             backend = "reference"
     numbers = _NUMBERS[activation], _NUMBERS[norm]
-    if choose_elementwise(backend, x) != "native":
+    if not takes(backend, x):
         return _definition_of_gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     shape, of_y = x.shape, 0 if norm == "none" else 1
     x, y = _in_steps(x, 3), None if y is None else _in_steps(y, 3 + of_y)
@@ -420,4 +419,4 @@ def _check(
         check_shape("weight", weight, (y.shape[-1],), "(dim,) as y has it")
 
 
-_gate = register_autograd("gate", 5, 5, _definition_of_gate)
+_gate = differentiable("gate", _definition_of_gate)

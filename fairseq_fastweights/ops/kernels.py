@@ -13,23 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import libraries
-from fairseq_fastweights.ops.backends import DTYPES, EXTENSIONS, LARGEST_DIM
-from fairseq_fastweights.ops.checks import BackendUnavailable, check_devices, state_dtype, values_are_checked
+from fairseq_fastweights.ops import checks, libraries
+from fairseq_fastweights.ops.backends import DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, chosen, why_not
+from fairseq_fastweights.ops.checks import BackendUnavailable, check_devices, state_dtype
 from fairseq_fastweights.ops.reference import decay_at_starts, one_minus_gate, ungrouped
 
 NAMESPACE = "fairseq_fastweights"
 INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 """By type of device, the steps that may lie between the states that are kept for the backward pass."""
-SCAN_INTERVAL = 32
-"""The steps that lie between the states that the selective scan keeps for the backward pass."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -50,25 +48,25 @@ DPFP = 3
 _SCHEMAS = (
     f"rule_forward({_RULE}, Tensor? initial_state, int interval) -> (Tensor out, Tensor final_state, Tensor states)",
     f"rule_backward(Tensor d_out, Tensor? d_final_state, {_RULE}, Tensor? initial_state, Tensor states, int interval)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_erase, Tensor d_beta, Tensor d_log_gate, Tensor d_log_key_decay,"
+    " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_erase, Tensor d_beta, Tensor d_log_gate, Tensor d_log_key_decay,"
     " Tensor d_log_value_decay, Tensor d_initial_state)",
     f"rule_step_({_RULE}, Tensor(a!) state) -> Tensor out",
     f"selective_scan_forward({_SCAN}, Tensor? initial_state, int interval)"
     " -> (Tensor out, Tensor final_state, Tensor states)",
     f"selective_scan_backward(Tensor d_out, Tensor? d_final_state, {_SCAN}, Tensor? initial_state, Tensor states,"
     " int interval)"
-    " -> (Tensor du, Tensor d_delta, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor d_initial_state)",
+    " -> (Tensor d_u, Tensor d_delta, Tensor d_A, Tensor d_B, Tensor d_C, Tensor d_D, Tensor d_initial_state)",
     f"selective_scan_step_({_SCAN}, Tensor(a!) state) -> Tensor out",
     f"map_features(Tensor x, {_FEATURES}, ScalarType dtype) -> Tensor",
-    f"map_features_backward(Tensor d_out, Tensor x, {_FEATURES}) -> Tensor",
+    f"map_features_backward(Tensor d_out, Tensor x, {_FEATURES}) -> Tensor d_x",
     f"random_features(Tensor x, Tensor source, {_RANDOM}, ScalarType dtype) -> Tensor",
-    f"random_features_backward(Tensor d_out, Tensor x, Tensor source, {_RANDOM}) -> (Tensor dx, Tensor d_source)",
+    f"random_features_backward(Tensor d_out, Tensor x, Tensor source, {_RANDOM}) -> (Tensor d_x, Tensor d_source)",
     f"gate({_GATE}, {_ACTIVATION}, ScalarType dtype) -> Tensor",
     f"gate_backward(Tensor d_out, {_GATE}, {_ACTIVATION})"
-    " -> (Tensor dx, Tensor d_bias, Tensor d_log_rate, Tensor dy, Tensor d_weight)",
+    " -> (Tensor d_x, Tensor d_bias, Tensor d_log_rate, Tensor d_y, Tensor d_weight)",
     f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
     f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
-    " -> (Tensor dx, Tensor dw, Tensor db, Tensor d_before)",
+    " -> (Tensor d_x, Tensor d_weight, Tensor d_bias, Tensor d_before)",
     "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor weight, Tensor bias, float eps, Tensor(a!) state)"
     " -> Tensor out",
     "window_step_(Tensor q, Tensor k, Tensor v, Tensor? cosines, Tensor? sines, Tensor seen, Tensor weight,"
@@ -85,335 +83,273 @@ for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _shapes_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the shapes of an operator's results, for tensors without memory.
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.fairseq_fastweights, name).default
 
-    torch calls it too where one of several tensors is on meta: what it made of the others would be unwritten memory.
+
+def _shapes_of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the shapes of operators' results: a function of their arguments by name.
+
+    torch calls it too where only one of several tensors is on meta: the result would be unwritten memory.
     """
-    names = [argument.name for argument in getattr(torch.ops.fairseq_fastweights, name).default._schema.arguments]
 
     def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*inputs: Any) -> Any:
-            given = {of: x for of, x in zip(names, inputs, strict=True) if isinstance(x, Tensor)}
-            check_devices(given, *next(iter(given.items())))
-            return shapes(*inputs)
+        for name in operators:
+            names = [argument.name for argument in _operator(name)._schema.arguments]
 
-        return torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
+            def checked(*inputs: Any, names: list[str] = names) -> Any:
+                given = dict(zip(names, inputs, strict=True))
+                tensors = {of: x for of, x in given.items() if isinstance(x, Tensor)}
+                check_devices(tensors, *next(iter(tensors.items())))
+                return shapes(**given)
+
+            torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
+        return shapes
 
     return register
 
 
-def _shape_of_forward(k: Tensor, v: Tensor, interval: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, time, heads, key_dim = *v.shape[:3], k.shape[3]
-    kept = (time + interval - 1) // interval - 1 if interval else 0
-    dtype = state_dtype(v.dtype)
-    return (
-        torch.empty_like(v),
-        v.new_empty(batch, heads, key_dim, v.shape[-1], dtype=dtype),
-        v.new_empty(batch, heads, kept, key_dim, v.shape[-1], dtype=dtype),
-    )
+def _gradients(like: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Results of a backward pass; the gradient of an input that is None is empty."""
+    return tuple(like.new_empty(0) if x is None else torch.empty_like(x) for x in inputs)
 
 
-def _shape_of_gradient(x: Tensor | None, v: Tensor) -> Tensor:
-    return v.new_empty(0) if x is None else torch.empty_like(x)
+def _gradient_of_state(like: Tensor, initial_state: Tensor | None) -> Tensor:
+    return like.new_empty((0,) if initial_state is None else initial_state.shape, dtype=state_dtype(like.dtype))
 
 
-def _shape_of_state_gradient(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    shape = (0,) if initial_state is None else (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(shape, dtype=state_dtype(v.dtype))
+def _kept(time: int, interval: int) -> int:
+    """How many states are kept for the backward pass; an interval of 0 keeps none."""
+    return (time + interval - 1) // interval - 1 if interval else 0
 
 
 @_shapes_of("rule_forward")
-def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
-    return _shape_of_forward(k, v, others[-1])
+def _(k: Tensor, v: Tensor, interval: int, **_: Any) -> Any:
+    batch, time, heads, value_dim = v.shape
+    states = v.new_empty(batch, heads, _kept(time, interval), k.shape[3], value_dim, dtype=state_dtype(v.dtype))
+    return torch.empty_like(v), states.new_empty(batch, heads, k.shape[3], value_dim), states
 
 
 @_shapes_of("rule_backward")
-def _(d_out: Any, d_final_state: Any, *given: Any) -> Any:
-    q, k, v, erase, _, beta, log_gate, _, f, z, _, initial_state, _, _ = given
-    gradients = [_shape_of_gradient(x, v) for x in (q, k, v, erase, beta, log_gate, f, z)]
-    return (*gradients, _shape_of_state_gradient(k, v, initial_state))
+def _(v: Tensor, initial_state: Tensor | None, **given: Any) -> Any:
+    names = ("q", "k", "v", "erase", "beta", "log_gate", "log_key_decay", "log_value_decay")
+    given["v"] = v
+    return *_gradients(v, *(given[name] for name in names)), _gradient_of_state(v, initial_state)
 
 
 @_shapes_of("rule_step_")
-def _(q: Any, k: Any, v: Any, *others: Any) -> Any:
+def _(v: Tensor, **_: Any) -> Any:
     return torch.empty_like(v)
 
 
 @_shapes_of("selective_scan_forward")
-def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, interval: int) -> Any:
+def _(u: Tensor, A: Tensor, interval: int, **_: Any) -> Any:
     batch, time, channels = u.shape
-    kept = (time + interval - 1) // interval - 1 if interval else 0
-    dtype = state_dtype(u.dtype)
-    return (
-        torch.empty_like(u),
-        u.new_empty(batch, *A.shape, dtype=dtype),
-        u.new_empty(batch, kept, A.shape[1], channels, dtype=dtype),
-    )
+    states = u.new_empty(batch, _kept(time, interval), A.shape[1], channels, dtype=state_dtype(u.dtype))
+    return torch.empty_like(u), states.new_empty(batch, *A.shape), states
 
 
 @_shapes_of("selective_scan_backward")
-def _(
-    d_out: Any,
-    d_final_state: Any,
-    u: Any,
-    delta: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    initial_state: Any,
-    states: Any,
-    interval: int,
-) -> Any:
-    gradients = [_shape_of_gradient(x, u) for x in (u, delta, A, B, C, D)]
-    shape = (0,) if initial_state is None else (u.shape[0], *A.shape)
-    return (*gradients, u.new_empty(shape, dtype=state_dtype(u.dtype)))
+def _(u: Tensor, initial_state: Tensor | None, **given: Any) -> Any:
+    gradients = _gradients(u, u, *(given[name] for name in ("delta", "A", "B", "C", "D")))
+    return *gradients, _gradient_of_state(u, initial_state)
 
 
 @_shapes_of("selective_scan_step_")
-def _(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, state: Any) -> Any:
+def _(u: Tensor, **_: Any) -> Any:
     return torch.empty_like(u)
 
 
 @_shapes_of("map_features")
-def _(x: Any, feature_map: int, nu: int, normalization: int, eps: float, scale: float, dtype: torch.dtype) -> Any:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] * (2 * nu if feature_map == DPFP else 1), dtype=dtype)
-
-
-@_shapes_of("map_features_backward")
-def _(d_out: Any, x: Any, *how: Any) -> Any:
-    return torch.empty_like(x)
+def _(x: Tensor, map: int, nu: int, dtype: torch.dtype, **_: Any) -> Any:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] * (2 * nu if map == DPFP else 1), dtype=dtype)
 
 
 @_shapes_of("random_features")
-def _(x: Any, source: Any, *how: Any) -> Any:
-    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=how[-1])
-
-
-@_shapes_of("random_features_backward")
-def _(d_out: Any, x: Any, source: Any, *how: Any) -> Any:
-    return torch.empty_like(x), torch.empty_like(source)
+def _(x: Tensor, dtype: torch.dtype, **_: Any) -> Any:
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=dtype)
 
 
 @_shapes_of("gate")
-def _(x: Any, *others: Any) -> Any:
-    return x.new_empty(x.shape, dtype=others[-1])
-
-
-@_shapes_of("gate_backward")
-def _(d_out: Any, x: Any, bias: Any, log_rate: Any, y: Any, weight: Any, *how: Any) -> Any:
-    return tuple(_shape_of_gradient(of, x) for of in (x, bias, log_rate, y, weight))
+def _(x: Tensor, dtype: torch.dtype, **_: Any) -> Any:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @_shapes_of("short_convolution")
-def _(x: Any, weight: Any, *others: Any) -> Any:
-    _, batch, channels = x.shape
-    return x.new_empty(x.shape), x.new_empty(batch, weight.shape[1] - 1, channels, dtype=state_dtype(x.dtype))
+def _(x: Tensor, weight: Tensor, **_: Any) -> Any:
+    last = x.new_empty(x.shape[1], weight.shape[1] - 1, x.shape[2], dtype=state_dtype(x.dtype))
+    return x.new_empty(x.shape), last
+
+
+@_shapes_of("map_features_backward")
+def _(x: Tensor, **_: Any) -> Any:
+    return torch.empty_like(x)
+
+
+@_shapes_of("random_features_backward")
+def _(x: Tensor, source: Tensor, **_: Any) -> Any:
+    return _gradients(x, x, source)
+
+
+@_shapes_of("gate_backward")
+def _(x: Tensor, bias: Any, log_rate: Any, y: Any, weight: Any, **_: Any) -> Any:
+    return _gradients(x, x, bias, log_rate, y, weight)
 
 
 @_shapes_of("short_convolution_backward")
-def _(d_y: Any, d_last: Any, x: Any, weight: Any, bias: Any, before: Any, *others: Any) -> Any:
-    return tuple(_shape_of_gradient(of, x) for of in (x, weight, bias, before))
+def _(x: Tensor, weight: Tensor, bias: Any, before: Any, **_: Any) -> Any:
+    return _gradients(x, x, weight, bias, before)
 
 
 @_shapes_of("delta_step_")
-def _(q: Any, k: Any, v: Any, beta: Any, weight: Any, *others: Any) -> Any:
+def _(v: Tensor, weight: Tensor, **_: Any) -> Any:
     return v.new_empty(len(v), 1, len(weight), v.shape[-1])
 
 
 @_shapes_of("window_step_")
-def _(q: Any, *others: Any) -> Any:
+def _(q: Tensor, **_: Any) -> Any:
     return q.new_empty(q.shape)
 
 
 @_shapes_of("gated_delta_step_")
-def _(x: Any, beta: Any, decay: Any, gate: Any, *others: Any) -> Any:
+def _(x: Tensor, gate: Tensor, **_: Any) -> Any:
     return x.new_empty(gate.shape)
 
 
-def _keep_rule(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.interval = inputs
-    ctx.corrects, ctx.complement = tensors.pop(4), tensors.pop(6)
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.set_materialize_grads(False)
+class _BackwardPass(torch.autograd.Function):
+    """An operator of a backward pass, which cannot be differentiated in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("a compiled operation cannot be differentiated twice; backend='reference' can")
 
 
-def _differentiate_rule(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    q, k, v, erase, beta, log_gate, f, z, starts, initial_state, states = ctx.saved_tensors
-    given = (q, k, v, erase, ctx.corrects, beta, log_gate, ctx.complement, f, z, starts, initial_state)
-    gradients = _backwards(
-        _rule_backward,
-        torch.zeros_like(v) if d_out is None else d_out,
-        d_final_state,
-        *given,
-        states,
-        ctx.interval,
-    )
-    # What is absent has an empty tensor for a gradient.
-    of = (q, k, v, erase, beta, log_gate, f, z, initial_state)
-    dq, dk, dv, d_erase, d_beta, d_gate, df, dz, d_initial = (
-        None if x is None else gradient for x, gradient in zip(of, gradients, strict=True)
-    )
-    return dq, dk, dv, d_erase, None, d_beta, d_gate, None, df, dz, None, d_initial, None
+def differentiable(name: str, definition: Callable[..., Any] | None = None, like: int = 0) -> Callable[..., Any]:
+    """The derivatives of an operator, by the operator of its backward pass.
 
+    That one takes the gradients of the results (the first always) and the operator's arguments but for a dtype; before
+    the last of these, the states, where they are a third result. Its results `d_<argument>` are the gradients.
 
-def _keep_scan(ctx: Any, inputs: Any, output: Any) -> None:
-    *given, ctx.interval = inputs
-    ctx.save_for_backward(*given, output[2])
-    ctx.set_materialize_grads(False)
+    It does what `torch.library.register_autograd` does, whose way through Python takes half of the time of a small
+    forward pass: the schema is read once here, and at each call there.
 
-
-def _differentiate_scan(ctx: Any, d_out: Any, d_final_state: Any, d_states: Any) -> Any:
-    u, delta, A, B, C, D, initial_state, states = ctx.saved_tensors
-    *gradients, dD, d_initial = _backwards(
-        _scan_backward,
-        torch.zeros_like(u) if d_out is None else d_out,
-        d_final_state,
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        initial_state,
-        states,
-        ctx.interval,
-    )
-    return *gradients, None if D is None else dD, None if initial_state is None else d_initial, None
-
-
-def _keep_features(ctx: Any, inputs: Any, output: Any) -> None:
-    x, *ctx.how, _ = inputs
-    ctx.save_for_backward(x)
-
-
-def _differentiate_features(ctx: Any, d_out: Any) -> Any:
-    [x] = ctx.saved_tensors
-    gradient = _backwards(_features_backward, d_out, x, *ctx.how)
-    return gradient, *[None] * (len(ctx.how) + 1)
-
-
-def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
-def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError("a compiled operation cannot be differentiated twice; backend='reference' can")
-
-
-def _below_autograd(operator: Any, *inputs: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*inputs)
-
-
-def _backwards(operator: Any, *inputs: Any) -> Any:
-    """Calls an operator of a backward pass, without asking autograd unless that is differentiated too."""
-    return operator(*inputs) if torch.is_grad_enabled() else _below_autograd(operator, *inputs)
-
-
-def _register_autograd(name: str, differentiate: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
-    """Does what `torch.library.register_autograd` does, for an operator whose arguments have no names and no defaults.
-
-    torch's reads the operator's schema at each call, which is half of the time that a small forward pass takes.
+    Args:
+        name: of the operator.
+        definition: PyTorch's own operators on the same arguments, for derivatives of the backward pass; None for none.
+        like: the argument that the first result is shaped like.
 
     Returns:
-        a function that does what the operator does, but where nothing is traced comes to its kernel, or to autograd,
+        a function that does what the operator does. Where nothing is traced it comes to the kernel, or to autograd,
         without torch's dispatcher, which would call autograd's part in Python and be called by that again.
     """
-    operator = getattr(torch.ops.fairseq_fastweights, name).default
+    backwards = f"{name.removesuffix('_forward')}_backward"
+    operator, backward_operator = _operator(name), _operator(backwards)
+    arguments = operator._schema.arguments
+    names = [argument.name for argument in arguments]
+    settings = [place for place, argument in enumerate(arguments) if "Tensor" not in str(argument.type)]
+    wanted = [names.index(result.name.removeprefix("d_")) for result in backward_operator._schema.returns]
+    keeps_states = len(operator._schema.returns) == 3
 
     class Differentiated(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output = _below_autograd(operator, *inputs)
-            keep(ctx, inputs, output)
-            return output
+            with torch._C._AutoDispatchBelowAutograd():
+                results = operator(*inputs)
+            tensors: list[Any] = list(inputs)
+            ctx.settings = []
+            for place in settings:
+                ctx.settings.append(tensors[place])
+                tensors[place] = None
+            if keeps_states:
+                tensors.append(results[2])
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+            return results
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return differentiate(ctx, *gradients)
+        def backward(ctx: Any, *d_results: Any) -> Any:
+            inputs = list(ctx.saved_tensors)
+            states = [inputs.pop()] if keeps_states else []
+            for place, setting in zip(settings, ctx.settings, strict=True):
+                inputs[place] = setting
+            gradients: list[Any] = [None] * len(inputs)
+            if all(d_result is None for d_result in d_results):
+                return tuple(gradients)
+            if definition is not None and torch.is_grad_enabled():
+                _differentiate(definition, inputs, wanted, d_results, gradients)
+                return tuple(gradients)
+            first, *others = d_results[:2] if keeps_states else d_results
+            first = torch.zeros_like(inputs[like]) if first is None else first
+            given = [x for x in inputs if not isinstance(x, torch.dtype)]
+            given = [first, *others, *given[:-1], *states, given[-1]]
+            if torch.is_grad_enabled():  # by torch's dispatcher, to `_BackwardPass`
+                found = backward_operator(*given)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    found = backward_operator(*given)
+            for place, gradient in zip(wanted, found if isinstance(found, tuple) else (found,), strict=True):
+                if inputs[place] is not None:  # the gradient of an input that is None is an empty tensor
+                    gradients[place] = gradient
+            return tuple(gradients)
 
-    def call(*inputs: Any, apply: Callable[..., Any] = Differentiated.apply) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return apply(*inputs)
-        return _below_autograd(operator, *inputs)
+    # The same without the search of every argument for what functorch has wrapped.
+    apply_directly: Any = super(torch.autograd.Function, Differentiated).apply
 
-    # Without what Function.apply looks for of functorch in every argument.
-    apply_directly = super(torch.autograd.Function, Differentiated).apply
-
-    def call_directly(*inputs: Any) -> Any:
+    def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return operator(*inputs)
-        return call(*inputs, apply=apply_directly)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return apply_directly(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
 
-    _library.impl(name, call, "Autograd")
-    return call_directly
+    def dispatched(forwards: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+                return apply(*inputs)
+            with torch._C._AutoDispatchBelowAutograd():
+                return forwards(*inputs)
 
+        return run
 
-def register_autograd(
-    name: str, differentiable: int, tensors: int, definition: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The derivatives of an operator that takes `tensors` tensors, of which the first `differentiable` have gradients.
-
-    Its backward operator takes the gradients of what it returns and the same arguments, but for a dtype. Where the
-    backward pass is to be differentiated too, it is that of `definition`, PyTorch's own operators on these arguments.
-
-    Returns:
-        a function that does what the operator does, in less time where nothing is traced.
-    """
-    backward = getattr(torch.ops.fairseq_fastweights, f"{name}_backward").default
-
-    def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.how = inputs[tensors:]
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, *d_outs: Any) -> Any:
-        given = ctx.saved_tensors
-        how = [value for value in ctx.how if not isinstance(value, torch.dtype)]
-        rest = [None] * (tensors - differentiable + len(ctx.how))
-        if all(d_out is None for d_out in d_outs):
-            return *[None] * differentiable, *rest
-        if torch.is_grad_enabled():
-            return *_gradients_of(definition, given[:differentiable], (*given, *ctx.how), d_outs), *rest
-        first, *others = d_outs
-        first = torch.zeros_like(given[0]) if first is None else first
-        gradients = _below_autograd(backward, first, *others, *given, *how)
-        # What is absent has an empty tensor for a gradient.
-        return *(None if x is None else gradient for x, gradient in zip(given, gradients, strict=False)), *rest
-
-    _register_autograd(f"{name}_backward", _refuse_second_derivatives, _keep_nothing)
-    return _register_autograd(name, differentiate, keep)
+    _library.impl(name, dispatched(operator, Differentiated.apply), "Autograd")
+    refused = partial(_BackwardPass.apply, backward_operator)
+    _library.impl(backwards, dispatched(backward_operator, refused), "Autograd")
+    return call
 
 
-def _gradients_of(definition: Callable[..., Any], of: Any, inputs: Any, d_outs: Any) -> list[Tensor | None]:
-    outputs = definition(*inputs)
-    pairs = zip(outputs if isinstance(outputs, tuple) else (outputs,), d_outs, strict=True)
-    # Of what is returned, a part may depend on no input that wants a gradient.
-    differentiated = [(y, d_y) for y, d_y in pairs if d_y is not None and y.requires_grad]
-    if not differentiated:
-        return [None for _ in of]
-    results, weights = zip(*differentiated, strict=True)
-    wanted = [x for x in of if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(results, wanted, weights, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in of]
+def _differentiate(
+    definition: Callable[..., Any], inputs: list[Any], wanted: list[int], d_results: Any, gradients: list[Any]
+) -> None:
+    """Fills in the gradients of a definition, which can be differentiated in turn."""
+    results = definition(*inputs)
+    pairs = zip(results if isinstance(results, tuple) else (results,), d_results, strict=True)
+    # A result may depend on no input that requires a gradient.
+    used = [(y, d_y) for y, d_y in pairs if d_y is not None and y.requires_grad]
+    places = [place for place in wanted if inputs[place] is not None and inputs[place].requires_grad]
+    if not used or not places:
+        return
+    results, weights = zip(*used, strict=True)
+    of = [inputs[place] for place in places]
+    found = torch.autograd.grad(results, of, weights, create_graph=True, allow_unused=True)
+    for place, gradient in zip(places, found, strict=True):
+        gradients[place] = gradient
 
 
-# Looked up once, by names that a call would take long to find.
-_rule_backward = torch.ops.fairseq_fastweights.rule_backward.default
-_scan_backward = torch.ops.fairseq_fastweights.selective_scan_backward.default
-_features_backward = torch.ops.fairseq_fastweights.map_features_backward.default
-rule_forward = _register_autograd("rule_forward", _differentiate_rule, _keep_rule)
-selective_scan_forward = _register_autograd("selective_scan_forward", _differentiate_scan, _keep_scan)
-map_features = _register_autograd("map_features", _differentiate_features, _keep_features)
-for _operator in ("rule_backward", "selective_scan_backward", "map_features_backward"):
-    _register_autograd(_operator, _refuse_second_derivatives, _keep_nothing)
-# Nothing differentiates these. Looked up once, as by its name each takes as long as a tenth of a step.
-delta_step_ = torch.ops.fairseq_fastweights.delta_step_.default
-window_step_ = torch.ops.fairseq_fastweights.window_step_.default
-gated_delta_step_ = torch.ops.fairseq_fastweights.gated_delta_step_.default
-rule_step_ = torch.ops.fairseq_fastweights.rule_step_.default
+# Looked up once: by its name an operator takes as long to find as a tenth of a decode step.
+rule_forward = differentiable("rule_forward", like=2)
+selective_scan_forward = differentiable("selective_scan_forward")
+map_features = differentiable("map_features")
+rule_step_ = _operator("rule_step_")
+selective_scan_step_ = _operator("selective_scan_step_")
+delta_step_ = _operator("delta_step_")
+window_step_ = _operator("window_step_")
+gated_delta_step_ = _operator("gated_delta_step_")
 
 
 def differentiable_once(backward: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
@@ -492,8 +428,8 @@ def cuda_plan(
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 
-class Arguments(NamedTuple):
-    """The arguments of the rules' operators between v and `starts`: the parts of the one recurrence.
+class Parts(NamedTuple):
+    """The parts of the one recurrence that a rule has, as the rules' operators take them.
 
     S_t = S' + k_t (beta_t (w_t v_t - S'^T e_t))^T, S' = (f_t z_t^T) * S_{t-1}; a part that is None is left out.
 
@@ -516,20 +452,45 @@ class Arguments(NamedTuple):
     log_value_decay: Tensor | None = None
 
 
+def one_gate(log_gate: Tensor) -> Parts:
+    """The parts of a rule with one gate for the old and the new."""
+    return Parts(log_gate=log_gate, complement=True)
+
+
+def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Parts:
+    """The parts of a rule with decays: a decay that all keys share is the cheaper log_gate.
+
+    Not where an expanded decay is differentiated: its gradient has a number for each key.
+    """
+    if log_key_decay is not None and log_value_decay is None:
+        if log_key_decay.dim() == 3:
+            return Parts(log_gate=log_key_decay, **others)
+        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
+            return Parts(log_gate=log_key_decay[..., 0], **others)
+    return Parts(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
+
+
+def correction(beta: Tensor, log_gate: Tensor | None = None) -> Parts:
+    """The parts of a rule that corrects, after a decay if there is one."""
+    return decays(log_gate, corrects=True, beta=beta)
+
+
+def every_part(
+    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> Parts:
+    """All parts of the recurrence."""
+    return decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """A rule by what the operators make of it.
+    """A rule, computed by the operators.
 
     Attributes:
-        arguments: makes of the rule's gates what the operators take.
-        why_not_these: says why the kernels do not take some of the rule's gates, or returns None for those that they
-            do take; None if they take all.
-        checked: whether the operators get the rule's inputs as they are, so that they refuse all that the rule does.
+        parts: makes `Parts` of the rule's gates.
     """
 
-    arguments: Callable[..., Arguments]
-    why_not_these: Callable[..., str | None] | None = None
-    checked: bool = False
+    parts: Callable[..., Parts]
 
     def sequence(
         self,
@@ -541,13 +502,17 @@ class Kernel:
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Every step: `out` and the final state."""
-        keeps = _differentiated(q, k, v, *gates, initial_state)
-        if v.shape[1] == 1 and not keeps:
-            state = _state_of_its_own(k, v, initial_state)
+        keeps_states = _differentiated(q, k, v, *gates, initial_state)
+        if v.shape[1] == 1 and not keeps_states:
+            if initial_state is None:
+                state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
+            else:
+                state = initial_state.clone(memory_format=torch.contiguous_format)
             return self.step_(q, k, v, *gates, state=state, starts=starts), state
-        out, final_state, _ = rule_forward(
-            *self.given(q, k, v, gates, starts), _last_contiguous(initial_state), _interval(k, v) if keeps else 0
-        )
+        inputs = operator_inputs(q, k, v, self.parts(*gates), starts)
+        if initial_state is not None:
+            initial_state = last_contiguous(initial_state)
+        out, final_state, _ = rule_forward(*inputs, initial_state, _interval(k, v) if keeps_states else 0)
         return out, final_state
 
     def step_(
@@ -559,163 +524,90 @@ class Kernel:
         state: Tensor,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """One step, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-        out = rule_step_(*self.given(q, k, v, gates, starts), state)
+        """One step, on a state that is changed in place, where `can_change` allows it: `out`."""
+        out: Tensor = rule_step_(*operator_inputs(q, k, v, self.parts(*gates), starts), state)
         mark_changed(state)
         return out
 
-    def given(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor | None], starts: Tensor | None = None
-    ) -> tuple[Any, ...]:
-        """The operators' arguments for the rule, up to the initial state."""
-        given = self.arguments(*gates)
-        if given.log_key_decay is not None and given.log_key_decay.dim() == 3:
-            # One for each head beside decays of values: there the operators take one for each key.
-            each = given.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3])
-            given = given._replace(log_key_decay=each)
-        if given.beta is not None and not given.corrects:
-            k = (ungrouped(k, v) * given.beta[..., None]).to(k.dtype)
-            given = given._replace(beta=None)
-        if _is_cuda(v.device.type):
-            # Kernels for these know of neither: heads are repeated, starts are decays; beside an erase key, of keys.
-            q, k = ungrouped(q, v), ungrouped(k, v)
-            if starts is not None:
-                k, given, starts = (*_starts_as_decays(k, v, given, starts), None)
-            if given.erase is not None:
-                given = given._replace(erase=ungrouped(given.erase, v))
-                if given.log_gate is not None:
-                    decay = given.log_gate[..., None].expand(*k.shape)
-                    given = given._replace(log_gate=None, log_key_decay=decay)
-        erase, corrects, beta, log_gate, complement, f, z = given
-        q, k, v, erase = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v), _last_contiguous(erase)
-        f, z = _last_contiguous(f), _last_contiguous(z)
-        return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
+
+def operator_inputs(q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tensor | None = None) -> tuple[Any, ...]:
+    """The rules' operators' arguments up to the initial state."""
+    if parts.log_key_decay is not None and parts.log_key_decay.dim() == 3:
+        # One for each head beside decays of values: there the operators take one for each key.
+        parts = parts._replace(log_key_decay=parts.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3]))
+    if parts.beta is not None and not parts.corrects:
+        k = (ungrouped(k, v) * parts.beta[..., None]).to(k.dtype)
+        parts = parts._replace(beta=None)
+    if EXTENSIONS.get(v.device.type) == "cuda":
+        q, k, parts, starts = _for_cuda(q, k, v, parts, starts)
+    erase, corrects, beta, log_gate, complement, f, z = parts
+    tensors = [q, k, v, erase, f, z]
+    for place, x in enumerate(tensors):
+        if x is not None and not x.is_contiguous():
+            tensors[place] = last_contiguous(x)
+    q, k, v, erase, f, z = tensors  # type: ignore[assignment]
+    return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
 
 
-def _is_cuda(device_type: str) -> bool:
-    return EXTENSIONS.get(device_type) == "cuda"
-
-
-def _starts_as_decays(k: Tensor, v: Tensor, given: Arguments, starts: Tensor) -> tuple[Tensor, Arguments]:
-    if given.complement:
-        assert given.log_gate is not None
-        write = one_minus_gate(given.log_gate.to(state_dtype(v.dtype)))
-        k, given = (k * write[..., None]).to(k.dtype), given._replace(complement=False)
-    if given.log_gate is not None or (given.log_key_decay is None and given.log_value_decay is None):
-        log_gate = None if given.log_gate is None else given.log_gate[..., None]
-        return k, given._replace(log_gate=decay_at_starts(starts, log_gate, v)[..., 0])
-    log_key_decay = decay_at_starts(starts, given.log_key_decay, v).expand(*k.shape)
-    return k, given._replace(log_key_decay=log_key_decay)
-
-
-def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Every step of the selective scan: `out` and the final state."""
-    keeps = _differentiated(u, delta, A, B, C, D, initial_state)
-    if u.shape[1] == 1 and not keeps:
-        state = (
-            u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype)) if initial_state is None else initial_state
-        )
-        state = state.clone(memory_format=torch.contiguous_format)
-        return selective_scan_step_(u, delta, A, B, C, D, state=state), state
-    u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
-    out, final_state, _ = selective_scan_forward(u, delta, A, B, C, D, initial_state, SCAN_INTERVAL if keeps else 0)
-    return out, final_state
-
-
-def selective_scan_step_(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, state: Tensor
-) -> Tensor:
-    """One step of it, on a state that is changed where it lies, as `can_change` says that it can: `out`."""
-    u, delta, B, C = (_last_contiguous(x) for x in (u, delta, B, C))
-    out = torch.ops.fairseq_fastweights.selective_scan_step_(u, delta, A, B, C, D, state)
-    mark_changed(state)
-    return out
+def _for_cuda(
+    q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tensor | None
+) -> tuple[Tensor, Tensor, Parts, Tensor | None]:
+    """CUDA kernels take neither grouped heads nor document starts: expands the heads, makes a start a decay to 0."""
+    q, k = ungrouped(q, v), ungrouped(k, v)
+    if starts is not None:
+        if parts.complement:
+            assert parts.log_gate is not None
+            k = (k * one_minus_gate(parts.log_gate.to(state_dtype(v.dtype)))[..., None]).to(k.dtype)
+            parts = parts._replace(complement=False)
+        if parts.log_gate is not None or (parts.log_key_decay is None and parts.log_value_decay is None):
+            log_gate = None if parts.log_gate is None else parts.log_gate[..., None]
+            parts = parts._replace(log_gate=decay_at_starts(starts, log_gate, v)[..., 0])
+        else:
+            parts = parts._replace(log_key_decay=decay_at_starts(starts, parts.log_key_decay, v).expand(*k.shape))
+    if parts.erase is not None:
+        parts = parts._replace(erase=ungrouped(parts.erase, v))
+        if parts.log_gate is not None:  # beside an erase key they take decays of keys
+            parts = parts._replace(log_gate=None, log_key_decay=parts.log_gate[..., None].expand(*k.shape))
+    return q, k, parts, None
 
 
 def mark_changed(state: Tensor) -> None:
-    """Tells autograd, as torch's own in-place operations do: a graph that saved the state refuses what it became.
+    """Tells autograd of a change in place: a graph that saved the state then refuses its backward pass.
 
-    Of compiled code, torch's functionalization tells it.
+    In compiled code torch's functionalization does it.
     """
     if not torch.compiler.is_dynamo_compiling():
         torch.autograd.graph.increment_version(state)
 
 
 def can_change(state: Tensor) -> bool:
-    """True if the steps take a state that lies in memory like this: its rows contiguous."""
+    """True if the steps can change a state of these strides: its rows are contiguous."""
     return state.is_contiguous() or state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def one_gate(log_gate: Tensor) -> Arguments:
-    """The arguments for one gate of old and new."""
-    return Arguments(log_gate=log_gate, complement=True)
-
-
-def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Arguments:
-    """The arguments for decays of keys and values: one decay that all keys share is the cheaper log_gate.
-
-    An expanded one is not where it is differentiated: each key's share of the gradient is asked for.
-    """
-    if log_key_decay is not None and log_value_decay is None:
-        if log_key_decay.dim() == 3:
-            return Arguments(log_gate=log_key_decay, **others)
-        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
-            return Arguments(log_gate=log_key_decay[..., 0], **others)
-    return Arguments(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
-
-
-def correction(beta: Tensor, log_gate: Tensor | None = None) -> Arguments:
-    """The arguments for a correction, behind a decay if there is one."""
-    return decays(log_gate, corrects=True, beta=beta)
-
-
-def every_part(
-    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
-) -> Arguments:
-    """The arguments for all parts of the recurrence."""
-    return decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
-
-
-def why_not_every_part(
-    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
-) -> str | None:
-    """Why the kernels do not take these parts together; None if they do."""
-    if erase is not None and log_value_decay is not None:
-        return "no kernel takes decays of values together with an erase key"
-    return None
-
-
 def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
-def _last_contiguous(x: Any) -> Any:
+def last_contiguous(x: Tensor) -> Tensor:
     """`x`, or a copy whose last dimension is contiguous, as the kernels need it.
 
-    What `torch.empty_like` makes of it has to be so too. Of overlapping windows, where another dimension has a stride
-    of 1, it may be the other one: these are copied.
+    `torch.empty_like` of the result has to be so too. Of overlapping windows, where another dimension has a stride of
+    1, it may not be: these are copied.
     """
-    # Asking first spares a step, which takes microseconds, the closer looks.
-    if x is None or x.is_contiguous() or x.shape[-1] <= 1:
+    if x.is_contiguous() or x.shape[-1] <= 1:  # asked first: strides take longer to get
         return x
-    *others, last = x.stride()
-    overlaps = any(n > 1 and stride == 1 for n, stride in zip(x.shape[:-1], others, strict=True))
-    return x.contiguous() if overlaps or last != 1 else x
-
-
-def _state_of_its_own(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    if initial_state is not None:
-        return initial_state.clone(memory_format=torch.contiguous_format)
-    return v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
+    *strides, last = x.stride()
+    if last != 1:
+        return x.contiguous()
+    for n, stride in zip(x.shape, strides, strict=False):
+        if n > 1 and stride == 1:
+            return x.contiguous()
+    return x
 
 
 def _interval(k: Tensor, v: Tensor) -> int:
@@ -726,9 +618,13 @@ def _interval(k: Tensor, v: Tensor) -> int:
     64 do better: an eighth, at K = V = 64 in float32.
     """
     *fewer, most = INTERVALS[v.device.type]
-    state = k.shape[-1] * v.shape[-1] * (8 if v.dtype == torch.float64 else 4)
-    step = 4 * (k.shape[-1] + v.shape[-1]) * v.element_size()
-    return next((steps for steps in fewer if 4 * state < steps * step), most)
+    if fewer:
+        state = k.shape[-1] * v.shape[-1] * (8 if v.dtype == torch.float64 else 4)
+        step = 4 * (k.shape[-1] + v.shape[-1]) * v.element_size()
+        for steps in fewer:
+            if 4 * state < steps * step:
+                return steps
+    return most
 
 
 KEYS, VALUES = 2, 3
@@ -831,26 +727,50 @@ def _ceil(count: int, size: int) -> int:
 # longer than to read the layer's weights. The result is that of the mixer's separate operators, up to rounding.
 
 
-def may_take(x: Tensor, backend: str) -> bool:
-    """True if the operators take a step of a layer with the input x: on a CPU, and nothing is differentiated.
+def takes(backend: str, x: Tensor, when_compiling: bool = False) -> bool:
+    """True if an operation that is not along time runs in a kernel; the answer is kept in `backends.chosen`.
 
-    Nor do they run under torch.compile, which joins operators by itself, or under autocast.
+    "auto" takes PyTorch's operators for forward-mode derivatives, which kernels lack, and, unless `when_compiling`,
+    under torch.compile, which fuses them with those before and after.
+
+    Raises:
+        BackendUnavailable: if kernels are asked for and there are none.
     """
-    return (
-        x.is_cpu
-        and not torch.is_grad_enabled()
-        and backend in ("auto", "native")
-        and x.dtype in DTYPES["cpu"]
-        and not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
-        and not values_are_checked()
-        and libraries.load("cpu") is None
-    )
+    compiling = torch.compiler.is_compiling()
+    if backend == "auto" and ((compiling and not when_compiling) or forward_ad._current_level >= 0):
+        return False
+    key = backend, x.device.type, x.dtype
+    taken: bool | None = None if compiling else chosen.get(key)
+    if taken is None:
+        taken = choose_backend(backend, 1, why_not(x.device.type, x.dtype), in_chunks=False) == "native"
+        if not compiling:
+            chosen[key] = taken
+    return taken
 
 
-def own(state: Tensor, in_place: bool) -> Tensor:
-    """The state that a step may change: itself, or a copy."""
+def takes_step(backend: str, x: Tensor) -> bool:
+    """True if the operators take a layer's decode step with the input x: on a CPU, and nothing is differentiated.
+
+    Nor do they run under torch.compile, which fuses operators by itself, or under autocast.
+    """
+    if (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+        or checks.values_checked
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return False
+    key = "decode step", backend, x.device.type, x.dtype
+    taken: bool | None = chosen.get(key)
+    if taken is None:
+        known = x.is_cpu and x.dtype in DTYPES["cpu"] and backend in ("auto", "native")
+        taken = chosen[key] = known and libraries.load("cpu") is None
+    return taken
+
+
+def own_state(state: Tensor, in_place: bool) -> Tensor:
+    """The state that a decode step may change: the same one, or a copy."""
     if not in_place or not state.is_contiguous():
         return state.clone(memory_format=torch.contiguous_format)
     mark_changed(state)

@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import backends, chunkwise, kernels, libraries, reference
+from fairseq_fastweights.ops import backends, checks, chunkwise, kernels, reference
 from fairseq_fastweights.ops.backends import choose_backend, say_backend
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
     Gate,
+    check_devices,
     check_in_place,
     check_inputs,
+    check_state,
     state_dtype,
-    values_are_checked,
     without_autocast,
 )
-from fairseq_fastweights.ops.kernels import KEYS, VALUES, Divided, Kernel
+from fairseq_fastweights.ops.kernels import KEYS, VALUES, Divided, Kernel, can_change
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Implementation = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """An update rule, whatever computes it: called with q, k, v and its gates in order.
 
@@ -55,7 +57,7 @@ class Rule:
         source: model and paper that it is from.
         feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
         normalization: those of the paper's layers.
-        inputs: the names of what it takes, in order.
+        why_not_gates: says why no kernel takes some gates together, or returns None; None if kernels take all.
 
     Examples:
         >>> def last_value(q, k, v, *, initial_state=None):  # S_t = v_t k_t^T, y_t = S_t q_t
@@ -80,11 +82,12 @@ class Rule:
     source: str = ""
     feature_map: str | None = None
     normalization: frozenset[str] = frozenset()
-    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    why_not_gates: Callable[..., str | None] | None = None
 
-    def __post_init__(self) -> None:
-        # Once: a step, which takes microseconds, gives them to its checks.
-        object.__setattr__(self, "inputs", ("q", "k", "v", *(gate.name for gate in self.gates)))
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of q, k, v and the gates, in order."""
+        return "q", "k", "v", *(gate.name for gate in self.gates)
 
     def __call__(
         self,
@@ -101,40 +104,35 @@ class Rule:
         """
         if len(inputs) != 3 + len(self.gates):
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
-        q, k, v, *gates = inputs
-        fault: Exception | None = None
-        if in_place and self._may_take_step(v, backend):
-            try:
-                out = self._step(q, k, v, gates, initial_state, starts)
-                if out is not None:
-                    return out, initial_state  # type: ignore[return-value]
-            except Exception as error:
-                fault = error  # an argument's, which the checks below name, or the kernel's own
-        sizes = check_inputs(q, k, v, initial_state, self.gates, gates, starts)  # type: ignore[arg-type]
-        batch, time, heads, key_heads, key_dim, value_dim = sizes
-        assert v is not None
-        if not self.takes_starts and (starts is not None or key_heads != heads):
-            what = "starts" if starts is not None else f"k of {key_heads} heads for v of {heads}"
-            raise ValueError(
-                f"the {self.name} rule was given {what}; it takes neither starts nor fewer heads of q and k"
-            )
-        kernel, plain = self._implementation(backend, v, time, key_dim, gates)
-        options = {} if starts is None else {"starts": starts}
-        if kernel is not None:
-            backends.refuse_tangents(initial_state, *inputs)
-        state = check_in_place(initial_state, self.inputs, inputs, starts) if in_place else None
-        if fault is not None:
-            raise fault
-        if time == 0:
-            if state is not None:
-                return torch.zeros_like(v), state
-            return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, inputs)
-        if state is None:
-            return plain(*inputs, initial_state=initial_state, **options)
-        if kernel is not None and time == 1 and kernels.can_change(state):
-            return kernel.step_(q, k, v, *gates, state=state, **options), state  # type: ignore[arg-type]
-        out, final_state = plain(*inputs, initial_state=state, **options)
-        return out, state.copy_(final_state)
+        self._check(inputs, initial_state, starts)
+        if in_place:
+            check_in_place(initial_state, self.inputs, inputs, starts)
+        return self._run(*inputs, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)  # type: ignore[arg-type]
+
+    def for_layer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        initial_state: Tensor | None = None,
+        starts: Tensor | None = None,
+        in_place: bool = False,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Runs it on tensors that a layer has made, which need no checks; the state, which a user may give, does."""
+        if checks.values_checked:
+            self._check((q, k, v, *gates), initial_state, starts)
+        elif initial_state is not None:
+            shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+            check_state(initial_state, shape, "(batch, heads, key_dim, value_dim)", v.dtype)
+            if initial_state.device != v.device:
+                check_devices({"initial_state": initial_state}, "v", v)
+            if in_place and not initial_state.is_contiguous():
+                check_in_place(initial_state, (), ())
+        return self._run(
+            q, k, v, *gates, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
+        )
 
     def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
         """The backend that "auto" takes."""
@@ -163,67 +161,75 @@ class Rule:
         dims = (VALUES,) if self.corrects else (VALUES, KEYS)
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
-    def _may_take_step(self, v: Any, backend: str) -> bool:
-        """True if a call in place may be one step of a CPU's kernels that check what they are given."""
-        return (
-            self.kernel is not None
-            and self.kernel.checked
-            and backend in ("auto", "native")
-            and isinstance(v, Tensor)
-            and v.is_cpu
-            and v.dim() == 4
-            and v.shape[1] == 1
-            and not values_are_checked()
-            and not torch.compiler.is_compiling()
-            and "cpu" not in backends.LARGEST_DIM
-            and libraries.load("cpu") is None
-        )
+    def _check(self, inputs: tuple[Any, ...], initial_state: Tensor | None, starts: Tensor | None) -> None:
+        q, k, v, *gates = inputs
+        check_inputs(q, k, v, initial_state, self.gates, gates, starts)
+        if not self.takes_starts and (starts is not None or k.shape[2] != v.shape[2]):
+            given = "starts" if starts is not None else f"k of {k.shape[2]} heads for v of {v.shape[2]}"
+            raise ValueError(
+                f"the {self.name} rule was given {given}; it takes neither starts nor fewer heads of q and k"
+            )
 
-    def _step(self, q: Any, k: Any, v: Any, gates: list[Any], state: Any, starts: Any) -> Tensor | None:
-        """`out` of one step in place; None for what the operator does not refuse, but must not be given.
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        initial_state: Tensor | None,
+        starts: Tensor | None,
+        in_place: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        batch, time, heads, value_dim = v.shape
+        refused = None if self.why_not_gates is None else self.why_not_gates(*gates)
+        call = backend, v.device.type, v.dtype, k.shape[3], value_dim, time > 1, refused
+        # The choice is kept: it takes longer than the kernel of a decode step.
+        run: Kernel | Divided | Implementation | None
+        if torch.compiler.is_compiling():
+            run = self._choose(*call)
+        elif (run := backends.chosen.get((self, call))) is None:
+            run = backends.chosen[self, call] = self._choose(*call)
+        kernel = run if isinstance(run, (Kernel, Divided)) else None
+        if kernel is not None and forward_ad._current_level >= 0:
+            backends.refuse_tangents(initial_state, q, k, v, *gates)
+        if time == 0:
+            if in_place:
+                return torch.zeros_like(v), initial_state  # type: ignore[return-value]
+            return no_steps(v, (batch, heads, k.shape[3], value_dim), initial_state, (q, k, v, *gates))
+        # A rule of one's own may know no `starts`.
+        options = {} if starts is None else {"starts": starts}
+        if in_place and kernel is not None and time == 1 and can_change(initial_state):  # type: ignore[arg-type]
+            return kernel.step_(q, k, v, *gates, state=initial_state, **options), initial_state  # type: ignore[arg-type, return-value]
+        sequence: Any = run if kernel is None else kernel.sequence
+        out, final_state = sequence(q, k, v, *gates, initial_state=initial_state, **options)
+        return out, initial_state.copy_(final_state) if in_place else final_state  # type: ignore[union-attr]
 
-        The operator checks shapes and types before it changes anything. Checked here are devices, strides, memory that
-        is shared, and that q is shaped as k. `check_inputs`, which names what is wrong, takes as long as the operator:
-        it is left for what is refused.
-        """
-        assert self.kernel is not None
-        if q.shape != k.shape:
-            return None
-        for x in (q, k, v):
-            if not x.is_contiguous() and x.stride(-1) not in (0, 1):
-                return None
-        for x in (q, k, state, *gates):
-            if not x.is_cpu:
-                return None
-        if (starts is not None and not starts.is_cpu) or not kernels.can_change(state):
-            return None
-        backends.refuse_tangents(state, q, k, v, *gates)
-        check_in_place(state, self.inputs, (q, k, v, *gates), starts)
-        return self.kernel.step_(q, k, v, *gates, state=state, starts=starts)
-
-    def _implementation(
-        self, backend: str, v: Tensor, time: int, key_dim: int, gates: list[Tensor | None]
-    ) -> tuple[Kernel | Divided | None, Implementation]:
-        """The kernel, if that is what runs, and what runs for a sequence."""
-        kind = v.device.type
-        reason = self.why_not_native(kind, v.dtype, key_dim)
-        if reason is None and self.kernel is not None and self.kernel.why_not_these is not None:
-            reason = self.kernel.why_not_these(*gates)
-        asked, in_chunks = backend, self.chunkwise is not None
-        backend = choose_backend(asked, time, reason, in_chunks)
-        say_backend(kind, asked, reason, in_chunks)
-        if backend == "native":
+    def _choose(
+        self,
+        backend: str,
+        device_type: str,
+        dtype: torch.dtype,
+        key_dim: int,
+        value_dim: int,
+        in_chunks: bool,
+        refused: str | None,
+    ) -> Kernel | Divided | Implementation:
+        """The implementation of a call, of several steps if `in_chunks`; `refused`: why no kernel takes its gates."""
+        reason = self.why_not_native(device_type, dtype, key_dim) or refused
+        taken = choose_backend(backend, 2 if in_chunks else 1, reason, self.chunkwise is not None)
+        say_backend(device_type, backend, reason, self.chunkwise is not None)
+        if taken == "native":
             assert self.kernel is not None
-            kernel = self.kernel if backends.fits(kind, max(key_dim, v.shape[-1])) else self.divided
-            return kernel, kernel.sequence
-        if backend == "reference":
-            return None, self.reference
+            return self.kernel if backends.fits(device_type, max(key_dim, value_dim)) else self.divided
+        if taken == "reference":
+            return self.reference
         if self.chunkwise is None:
             raise BackendUnavailable(
                 f"backend='chunkwise' was asked for: the {self.name} rule has no form that is parallel in time; use "
                 "backend='reference'"
             )
-        return None, self.chunkwise
+        return self.chunkwise
 
 
 class ReadBeforeWrite(Rule):
@@ -232,27 +238,35 @@ class ReadBeforeWrite(Rule):
         k'_t = beta_t k_t;  y_t = S_{t-1} q_t;  S_t = S_{t-1} + (v_t - S_{t-1} k'_t) k'_t^T
 
     Eq. 6 of Mao (2022) removes beta_t S_{t-1} k_t k_t^T, this beta_t times as much. Its implementations are those of
-    the delta rule: what a step reads after it has written is what the next reads before that.
+    the delta rule: the delta rule's output of step t is the output of step t + 1 here.
     """
 
-    def __call__(self, *inputs: Any, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-        """Runs it, as `Rule` does."""
-        starts = options.get("starts")
-        q, k, v, beta = inputs
-        check_inputs(q, k, v, initial_state, self.gates, (beta,), starts)
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *gates: Tensor | None,
+        initial_state: Tensor | None,
+        starts: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        (beta,) = gates
+        assert beta is not None
         q, k = reference.ungrouped(q, v), reference.ungrouped(k, v)
         first = torch.zeros_like(v[:, :1])
         if initial_state is not None:
             with without_autocast(q):
                 first = torch.einsum("bthk,bhkv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
         key, ones = (k * beta[..., None]).to(k.dtype), torch.ones_like(beta)
-        if starts is not None:  # nothing is read there; what comes after a document must not reach its gradients
-            q = q.masked_fill(starts[..., None, None], 0)
+        # A document begins with an empty state: its first output is 0, and reaches no gradient of the document before.
+        begins = None if starts is None else starts[..., None, None]
+        if begins is not None:
+            q = q.masked_fill(begins, 0)
         later = torch.cat([q[:, 1:], torch.zeros_like(q[:, :1])], dim=1)
-        out, state = super().__call__(later, key, v, ones, initial_state=initial_state, **options)
+        out, state = super()._run(later, key, v, ones, initial_state=initial_state, starts=starts, **options)
         out = torch.cat([first, out[:, :-1]], dim=1)
-        # A document begins with an empty memory.
-        return out if starts is None else out.masked_fill(starts[..., None, None], 0), state
+        return out if begins is None else out.masked_fill(begins, 0), state
 
 
 def no_steps(
@@ -276,6 +290,14 @@ def _row(
     return kind(name, gates, row, in_chunks, kernel, takes_starts=True, **others)
 
 
+def _why_not_every_part(
+    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> str | None:
+    if erase is not None and log_value_decay is not None:
+        return "no kernel takes decays of values together with an erase key"
+    return None
+
+
 _BETA = Gate("beta", per="head")
 _KEY_DECAY = Gate("log_key_decay", per="key", log=True, optional=True)
 _VALUE_DECAY = Gate("log_value_decay", per="value", log=True, optional=True)
@@ -288,7 +310,7 @@ RULES = {
             "sum",
             (),
             reference.sum_rule,
-            Kernel(kernels.Arguments, checked=True),
+            Kernel(kernels.Parts),
             ordered=False,
             equation="S + v k^T",
             help="adds each value under its key (linear Transformer, Performer)",
@@ -300,7 +322,7 @@ RULES = {
             "gated",
             (Gate("log_gate", per="head", log=True),),
             reference.gated_rule,
-            Kernel(kernels.one_gate, checked=True),
+            Kernel(kernels.one_gate),
             equation="g S + (1 - g) v k^T",
             help="decays the memory by one gate per head",
             source="gated fast weights (Peng et al. 2021)",
@@ -320,7 +342,7 @@ RULES = {
             "delta",
             (_BETA,),
             reference.delta_rule,
-            Kernel(kernels.correction, checked=True),
+            Kernel(kernels.correction),
             equation="S + beta (v - S k) k^T",
             help="corrects what the key retrieves (Delta Network)",
             source="Delta Network (Schlag, Irie and Schmidhuber 2021)",
@@ -330,7 +352,7 @@ RULES = {
             "delta-mao",
             (_BETA,),
             reference.delta_rule,
-            Kernel(kernels.correction, checked=True),
+            Kernel(kernels.correction),
             ReadBeforeWrite,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
@@ -341,7 +363,7 @@ RULES = {
             "gated-delta",
             (Gate("beta", per="head", most=2), Gate("log_gate", per="head or key", log=True)),
             reference.gated_delta_rule,
-            Kernel(kernels.correction, checked=True),
+            Kernel(kernels.correction),
             corrects=True,
             equation="S' + beta (v - S' k) k^T with S' = S Diag(f)",
             source="Gated DeltaNet (Yang et al. 2025), Kimi delta attention (Kimi Team 2025)",
@@ -356,9 +378,10 @@ RULES = {
             ),
             reference.fast_weight_rule,
             chunkwise.fast_weight_rule,
-            Kernel(kernels.every_part, kernels.why_not_every_part),
+            Kernel(kernels.every_part),
             corrects=True,
             takes_starts=True,
+            why_not_gates=_why_not_every_part,
             equation="S' + beta (v - S' e) k^T with S' = (z f^T) * S",
             source="the recurrence that contains all of these",
         ),

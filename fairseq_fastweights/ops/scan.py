@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.ops import backends, checks, kernels
+from fairseq_fastweights.ops import backends, checks
 from fairseq_fastweights.ops.backends import choose_backend, say_backend
 from fairseq_fastweights.ops.checks import state_dtype, without_autocast
 from fairseq_fastweights.ops.chunkwise.chunks import chunk_length
-from fairseq_fastweights.ops.kernels import differentiable_once
+from fairseq_fastweights.ops.kernels import (
+    can_change,
+    differentiable_once,
+    last_contiguous,
+    mark_changed,
+    selective_scan_forward,
+    selective_scan_step_,
+)
 from fairseq_fastweights.ops.rules import no_steps
 
+SCAN_INTERVAL = 32
+"""The steps that lie between the states that the kernels keep for the backward pass."""
 INPUTS = ("u", "delta", "A", "B", "C", "D")
 
 
@@ -72,7 +81,7 @@ def selective_scan(
     asked, reason = backend, _why_not_native(u)
     backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
     say_backend(u.device.type, asked, reason, in_chunks=True)
-    run = {"native": kernels.selective_scan, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
+    run = {"native": native, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
     if backend == "native":
         backends.refuse_tangents(initial_state, *inputs)
     state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
@@ -82,8 +91,8 @@ def selective_scan(
             if state is None
             else (torch.zeros_like(u), state)
         )
-    if state is not None and backend == "native" and u.shape[1] == 1 and kernels.can_change(state):
-        return kernels.selective_scan_step_(*inputs, state=state), state
+    if state is not None and backend == "native" and u.shape[1] == 1 and can_change(state):
+        return native_step_(*inputs, state=state), state
     out, final_state = run(*inputs, initial_state=initial_state)
     return out, final_state if state is None else state.copy_(final_state)
 
@@ -116,6 +125,41 @@ def reference(
         outputs.append((state * C_t[:, None, :]).sum(-1))
     out = torch.stack(outputs, 1)
     return (out if D is None else out + D.to(dtype) * u.to(dtype)).to(u.dtype), state
+
+
+def native(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Every step by the compiled kernels: `out` and the final state."""
+    inputs = u, delta, A, B, C, D, initial_state
+    keeps_states = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if u.shape[1] == 1 and not keeps_states:
+        if initial_state is None:
+            state = u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype))
+        else:
+            state = initial_state.clone(memory_format=torch.contiguous_format)
+        return native_step_(u, delta, A, B, C, D, state=state), state
+    u, delta, B, C = (last_contiguous(x) for x in (u, delta, B, C))
+    interval = SCAN_INTERVAL if keeps_states else 0
+    out, final_state, _ = selective_scan_forward(u, delta, A, B, C, D, initial_state, interval)
+    return out, final_state
+
+
+def native_step_(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, state: Tensor
+) -> Tensor:
+    """One step, on a state that is changed in place, where `can_change` allows it: `out`."""
+    u, delta, B, C = (last_contiguous(x) for x in (u, delta, B, C))
+    out: Tensor = selective_scan_step_(u, delta, A, B, C, D, state)
+    mark_changed(state)
+    return out
 
 
 def _why_not_native(u: Tensor) -> str | None:
@@ -158,7 +202,7 @@ def _check(
         checks.check_state(initial_state, (batch, channels, state), "(batch, channels, state)", u.dtype)
         given["initial_state"] = initial_state
     checks.check_devices(given, "u", u)
-    if checks.values_are_checked():
+    if checks.values_checked:
         checks.check_finite(given)
         if delta.numel() and (least := float(delta.detach().amin())) < 0:
             raise ValueError(f"delta has a least value of {least:g}; the sizes of steps must be at least 0")

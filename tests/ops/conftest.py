@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fairseq_fastweights.ops import libraries
+from fairseq_fastweights.ops import backends, kernels, libraries
 from tests.ops.rules import DEVICE
 
 
@@ -21,3 +21,15 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call chooses its backend anew, so that a test may take kernels away."""
+
+    class Forgets(dict[object, object]):
+        def __setitem__(self, key: object, value: object) -> None:
+            pass
+
+    monkeypatch.setattr(backends, "chosen", Forgets())
+    monkeypatch.setattr(kernels, "chosen", Forgets())

@@ -116,7 +116,7 @@ def test_wrong_shapes_types_devices_and_values_are_named(rule):
 
 @pytest.mark.parametrize("rule", PRINCIPAL)
 def test_a_step_in_place_refuses_what_the_reference_refuses(rule):
-    """In the same words, though the kernels check most of a step themselves; and the state is what it was."""
+    """In the same words; and the state is as before."""
     inputs = rule.inputs(**SIZES | {"T": 1}, requires_grad=False)
     before = inputs["initial_state"].clone()
     for name in (name for name, x in inputs.items() if x is not None):
@@ -134,25 +134,15 @@ def test_a_step_in_place_refuses_what_the_reference_refuses(rule):
         assert torch.equal(inputs["initial_state"], before), said
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu" or backends.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
-def test_a_step_in_place_is_checked_by_the_kernels_alone(monkeypatch):
-    monkeypatch.setattr("fairseq_fastweights.ops.rules.check_inputs", None)
-    for name in ("sum", "gated", "delta", "gated delta"):
-        inputs = RULE[name].inputs(**SIZES | {"T": 1}, requires_grad=False)
-        RULE[name].run(inputs, "native", in_place=True)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or backends.EXTENSIONS["cpu"] != "cpu", reason="of the CPU kernels")
-@pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_a_fault_of_a_kernel_is_raised_and_the_step_not_tried_again(monkeypatch, kind):
+def test_a_fault_of_a_kernel_is_raised_and_the_step_not_tried_again(monkeypatch):
     def fails(*inputs: object, state: Tensor, **options: object) -> Tensor:
         state += 1
-        raise kind("a bug")
+        raise RuntimeError("a bug")
 
     monkeypatch.setattr(kernels.Kernel, "step_", fails)
     inputs = RULE["delta"].inputs(**SIZES | {"T": 1}, requires_grad=False)
     before = inputs["initial_state"].clone()
-    with pytest.raises(kind, match="a bug"):
+    with pytest.raises(RuntimeError, match="a bug"):
         RULE["delta"].run(inputs, "auto", in_place=True)
     assert torch.equal(inputs["initial_state"], before + 1)
 

@@ -137,7 +137,7 @@ def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
         return tuple(inputs.values())
     given = dict(inputs)
     q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
-    arguments = ops.RULES[rule.operation_name].kernel.arguments(*given.values())
+    arguments = ops.RULES[rule.operation_name].kernel.parts(*given.values())
     return q, k, v, *arguments, None, state
 
 
@@ -216,7 +216,7 @@ def test_shapes_without_data_are_those_with_it(name, layout):
     """Strides too, even where two dimensions have a stride of 1: out comes as v does, and fairseq need not copy it."""
     for B, T, H in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1)):
         inputs = RULE[name].inputs(B=B, T=T, H=H, K=6, V=7, requires_grad=False)
-        laid = {n: kernels._last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
+        laid = {n: kernels.last_contiguous(LAYOUT[layout](x)) for n, x in inputs.items() if x.shape[-1] in (6, 7)}
         arguments = arguments_of(RULE[name], inputs | laid)
         forward, backward = OPERATORS.rule_forward.default, OPERATORS.rule_backward.default
         out, final_state, states = forward(*arguments, 64)
@@ -230,9 +230,9 @@ def test_views_of_fairseqs_tensors_are_not_copied():
     for shape in ((20, 2, 3, 4), (1, 2, 3, 4), (20, 1, 3, 4), (20, 2, 1, 4), (1, 1, 1, 4)):
         x = torch.randn(*shape[:2], 3 * shape[2] * shape[3], device=DEVICE).chunk(3, -1)[1]
         view = x.view(shape).transpose(0, 1)
-        assert kernels._last_contiguous(view) is view
+        assert kernels.last_contiguous(view) is view
         strides = [1 if n == 1 else step for n, step in zip(view.shape, view.stride(), strict=True)]
-        assert kernels._last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
+        assert kernels.last_contiguous(odd := view.as_strided(view.shape, strides)) is odd
 
 
 # Dimensions that are divided (test_divided), where `largest` says so, are compiled likewise.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.ops import backends, kernels, scan
+from fairseq_fastweights.ops import backends, scan
 from fairseq_fastweights.ops.backends import choose_backend
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, detached, differentiate, in_float64, named, outcome
@@ -199,7 +199,7 @@ def test_threads_and_kept_states_change_no_bit(monkeypatch):
         assert_same(outcome(SCAN, "native", inputs), expected, f"with {count} threads")
     torch.set_num_threads(before)
     for interval in (16, 48, 64, 512):
-        monkeypatch.setattr(kernels, "SCAN_INTERVAL", interval)
+        monkeypatch.setattr(scan, "SCAN_INTERVAL", interval)
         assert_same(outcome(SCAN, "native", inputs), expected, f"with a state every {interval} steps")
 
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_done_is_said():
 @pytest.mark.parametrize(
     ("module", "name", "built", "time", "channels"),
     [
-        pytest.param(kernels, "selective_scan", True, 1, 3, marks=on_cpu),
+        pytest.param(scan, "native", True, 1, 3, marks=on_cpu),
         (scan.ScanFunction, "apply", False, 7, 1),
         (scan, "reference", False, 1, 3),
     ],
