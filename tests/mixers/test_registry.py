@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_fastweights.mixers.gated_delta import GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
@@ -125,7 +126,8 @@ OWN: list[tuple[str, dict[str, float], str]] = [
         "divisor of num_heads, 2, or 0|be at least 0|be a finite number of at least 0",
     ),
     ("kimi-delta", {"key_heads": -1, "value_dim": -2}, "divisor of num_heads, 2, or 0|be at least 0"),
-    ("kimi-delta", {"conv": 0}, "be at least 1"),
+    ("gated-delta", {"kv_heads": 3, "gate_rank": -1}, "divisor of num_heads, 2|be at least 0"),
+    ("kimi-delta", {"conv": 0, "kv_heads": -1}, "be at least 1|divisor of num_heads, 2"),
     ("delta-product", {"eps": -1.0}, "be at least 0"),
     ("delta-product", {"writes": 0}, "be at least 1"),
     ("gla", {"key_dim": -1, "value_dim": -2, "eps": float("nan")}, "be (a finite number of )?at least 0"),
@@ -144,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     *((name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16") for name in ("softmax", "abc")),
     *((name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16") for name in MEMORIES),
-    *((name, {"backend": "cuda"}, BACKENDS) for name in ("mamba", *MEMORIES)),
+    *((name, {"backend": "cuda"}, BACKENDS) for name in ("mamba", "window-sum", *MEMORIES)),
     ("linformer", {"max_positions": 0}, "max_positions is 0; it must be at least 1"),
     ("delta", {"normalization": {"sum", "max"}}, "normalization is 'max,sum'; it may hold sum, attention, removal"),
     *(
@@ -156,6 +158,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("retention", {"fast_weight_heads": 16}, "the feature map gives keys 1 dimensions; with retention .* be even"),
     ("retention", {"feature_dim": 5}, "the feature map gives keys 5 dimensions; with retention"),
     ("retention", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with retention it must be none"),
+    ("window-sum", {"normalization": frozenset()}, "normalization is 'none'; with window-sum it must be auto, attent"),
+    ("window-sum", {"normalization": frozenset({"sum"})}, "normalization is 'sum'; with window-sum it must be auto"),
+    ("window-sum", {"feature_map": "tanh"}, "feature_map is 'tanh'; with window-sum it must be a map without negative"),
+    ("window-sum", {"feature_map": "elu", "feature_dim": 3}, "feature_dim is 3; with window-sum .* the head dim, 8"),
+    ("window-sum", {"rotary_dim": 3}, "rotary_dim is 3; it must be an even number"),
+    (
+        "gated-delta",
+        {"gated_delta_key_heads": 1, "gated_delta_kv_heads": 1},
+        "gated_delta_key_heads is 1; with kv_heads",
+    ),
     *(
         (name, {option_name(name, option): value}, f"{option_name(name, option)} is {value}; it must .*({allowed})")
         for name, options, allowed in OWN
@@ -168,3 +180,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_a_mixer_cannot_be_is_named(name, settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         build(name, **settings)
+
+
+def test_more_writes_than_one_are_of_delta_product_alone():
+    for kind in (GatedDelta, KimiDelta):
+        for writes in (0, 2):
+            with pytest.raises(ValueError, match=f"^writes is {writes}; it must be 1 "):
+                kind(WIDTH, 4, writes=writes)
+
+
+def test_settings_are_those_of_checkpoints_from_before_keys_were_shared():
+    names = {"key_heads", "key_dim", "value_dim", "conv", "negative_eigenvalues", "eps"}
+    assert set(GatedDelta(WIDTH, 4, kv_heads=2, gate_rank=3).settings()) == names

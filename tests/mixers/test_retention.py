@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -53,21 +51,3 @@ def test_only_differences_of_positions_matter_however_long_the_text_is(position)
     out, far = module(x)[0], module(x, {**state, "position": state["position"] + position})[0]
     assert error(far, out) <= 1e-6  # cosines and sines are rounded once, wherever they stand
     assert position == 1 or not torch.equal(far, out)
-
-
-def test_sums_beyond_the_range_of_float16_are_read():
-    """Products of q, k and v of some 10,000, summed over hundreds of steps, which the norm brings back to 1."""
-    module = build(64, 4)
-    with torch.no_grad():
-        for name in ("q_proj", "k_proj"):
-            getattr(module, name).bias.fill_(50.0)
-    low = copy.deepcopy(module).half()
-    x = contract.draw(2048, 64, batch=1).half()
-    plain = copy.deepcopy(low)
-    plain.needs_float32_range = False
-    assert not plain(x)[0].isfinite().all(), "the test does not test what it says"
-    out, _ = low(x)
-    exact, _ = copy.deepcopy(low).float()(x.float())
-    assert out.isfinite().all() and error(out, exact) <= 3e-3  # 1e-3 are two roundings of float16
-    out.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in low.parameters())

@@ -1,17 +1,14 @@
-"""Transformer-XL's attention is its equations, segment after segment, with padding, far into a text."""
+"""Transformer-XL's attention is its equations segment after segment, and far into a text."""
 
 from __future__ import annotations
 
-import math
-from functools import cache
-
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from tests.mixers import contract
+from tests.mixers.test_equations import transformer_xl
 
 EMBED, HEADS = 12, 2
 
@@ -19,48 +16,6 @@ EMBED, HEADS = 12, 2
 def build(memory: int, embed: int = EMBED, heads: int = HEADS, **options) -> TransformerXL:
     torch.manual_seed(0)
     return contract.spread(TransformerXL(embed, heads, memory=memory, **options), 0.5, keep=0)
-
-
-@cache
-def encoding(distance: int, embed: int) -> Tensor:
-    angles = [distance / 10000 ** (2 * i / embed) for i in range((embed + 1) // 2)]
-    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)][:embed], dtype=torch.float64)
-
-
-def naive(mixer: TransformerXL, x: Tensor, past: Tensor | None = None) -> Tensor:
-    """One query after the other, with the encoding of its distance to each key."""
-    past = x[:0] if past is None else past.detach()
-    inputs = torch.cat([past, x])
-    q, k, v = mixer.q_proj(x), mixer.k_proj(inputs), mixer.v_proj(inputs)
-    rows = []
-    for i in range(len(x)):
-        place, heads = len(past) + i, []
-        seen = list(range(max(0, place - mixer.memory) if mixer.same_length else 0, place + 1))
-        distances = [min(place - j, mixer.clamp_len or place) for j in seen]
-        encoded = mixer.position_proj(torch.stack([encoding(distance, mixer.embed_dim) for distance in distances]))
-        for h in range(mixer.num_heads):
-            part = slice(h * mixer.head_dim, (h + 1) * mixer.head_dim)
-            scores = k[seen, part] @ (q[i, part] + mixer.content_bias[h])
-            scores = scores + encoded[:, part] @ (q[i, part] + mixer.position_bias[h])
-            heads.append((scores / math.sqrt(mixer.head_dim)).softmax(0) @ v[seen, part])
-        rows.append(mixer.out_proj(torch.cat(heads)))
-    return torch.stack(rows) if rows else x
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"memory": 0},
-        {"memory": 3, "bias": True},
-        {"memory": 3, "clamp_len": 4},
-        {"memory": 3, "embed": 15, "heads": 3},
-        *({"memory": memory, "same_length": True} for memory in (0, 3, 40)),
-    ],
-)
-def test_it_is_its_definition(options):
-    mixer = build(**options)
-    for time, padding in ((2, "none"), (9, "none"), (9, "whole")):
-        contract.check_definition(mixer, naive, contract.draw(time, mixer.embed_dim), contract.paddings(time)[padding])
 
 
 @pytest.mark.parametrize("padding", ["none", "whole"])
@@ -80,7 +35,7 @@ def test_segments_see_the_memory_and_no_gradient_enters_it(options, padding):
         past, start = x[:0, b], 0
         for length in lengths:
             places = torch.arange(start, start + length)[real[start : start + length, b]]
-            expected = expected.index_put((places, torch.tensor(b)), naive(mixer, x[places, b], past))
+            expected = expected.index_put((places, torch.tensor(b)), transformer_xl(mixer, x[places, b], past))
             past = torch.cat([past, x[places, b]])
             past, start = past[max(0, len(past) - mixer.memory) :], start + length
         assert state["filled"][b] == len(past)
@@ -100,8 +55,11 @@ def test_another_memory_takes_the_same_weights_and_a_state_of_the_first(trained,
     out, state = second(x[4:8], state)
     last, _ = second(x[8:], state)
     for b in range(contract.BATCH):
-        assert contract.error(out[:, b], naive(second, x[4:8, b], x[:4, b])) <= contract.FLOAT64
-        assert contract.error(last[:, b], naive(second, x[8:, b], x[max(0, 8 - evaluated) : 8, b])) <= contract.FLOAT64
+        assert contract.error(out[:, b], transformer_xl(second, x[4:8, b], x[:4, b])) <= contract.FLOAT64
+        assert (
+            contract.error(last[:, b], transformer_xl(second, x[8:, b], x[max(0, 8 - evaluated) : 8, b]))
+            <= contract.FLOAT64
+        )
 
 
 @pytest.mark.parametrize("dtype", contract.HALF)

@@ -11,6 +11,7 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers import fast_weight_attention
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
+from fairseq_fastweights.mixers.gated_delta import DeltaNet, DeltaProduct, GatedDelta, KimiDelta
 from fairseq_fastweights.mixers.update_rules import parse_normalization
 
 
@@ -92,3 +93,8 @@ def test_what_fails_when_states_are_carried_is_told():
         options = {"feature_map": feature_map, "normalization": frozenset(normalization.split())}
         told = FastWeightAttention(8, 2, update_rule=rule, **options).concern_when_carried()
         assert told is None if reason is None else re.search(reason, told)
+
+
+def test_of_the_delta_networks_deltanet_alone_never_forgets():
+    assert [kind(8, 2).concern_when_carried() for kind in (GatedDelta, KimiDelta, DeltaProduct)] == [None] * 3
+    assert "never forgets" in (DeltaNet(8, 2).concern_when_carried() or "")
