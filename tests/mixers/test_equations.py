@@ -23,7 +23,6 @@ from fairseq_fastweights.mixers.gated_linear_attention import GatedLinearAttenti
 from fairseq_fastweights.mixers.local_attention import SMALLEST_BLOCK, LocalAttention
 from fairseq_fastweights.mixers.mamba import Mamba
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
 from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from fairseq_fastweights.mixers.window_sum import WindowSum
@@ -44,6 +43,25 @@ def rms_norm(mixer: Any, y: Tensor) -> Tensor:
 def heads_of(mixer: Any, x: Tensor) -> list[Tensor]:
     """(time, heads, dim) each."""
     return [each(x).unflatten(-1, (-1, mixer.head_dim)) for each in (mixer.q_proj, mixer.k_proj, mixer.v_proj)]
+
+
+def turned(mixer: Any, x: Tensor) -> Tensor:
+    """(time, heads, dim), each pair (i, i + half) of rotated dimensions as a complex number, times e^(i t theta)."""
+    half = mixer.rotary.dim // 2
+    speeds = torch.tensor([mixer.rotary.base ** (-i / half) for i in range(half)], dtype=torch.float64)
+    angles = torch.arange(len(x), dtype=torch.float64)[:, None, None] * speeds
+    plane = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([plane.real, plane.imag, x[..., 2 * half :]], dim=-1)
+
+
+def softmax_attention(mixer: SoftmaxAttention, x: Tensor) -> Tensor:
+    q, k, v = heads_of(mixer, x)
+    q, k = turned(mixer, q), turned(mixer, k)
+    outputs = []
+    for t in range(len(x)):
+        scores = (k[: t + 1] * q[t]).sum(-1, keepdim=True) / math.sqrt(mixer.head_dim)
+        outputs.append(mixer.out_proj((scores.softmax(0) * v[: t + 1]).sum(0).flatten()))
+    return rows(outputs, x)
 
 
 def local_attention(mixer: LocalAttention, x: Tensor) -> Tensor:
@@ -101,9 +119,7 @@ def transformer_xl(mixer: TransformerXL, x: Tensor, past: Tensor | None = None) 
 def window_sum(mixer: WindowSum, x: Tensor) -> Tensor:
     q, k, v = heads_of(mixer, x)
     q, k = mixer.q_norm(q), mixer.k_norm(k)
-    if mixer.rotary.dim:
-        turned = turns(torch.arange(len(x))[:, None].float(), mixer.rotary.dim, mixer.rotary.base, x.dtype)
-        q, k = rotate(q, *turned), rotate(k, *turned)
+    q, k = turned(mixer, q), turned(mixer, k)
     k, v = (y.repeat_interleave(HEADS // y.shape[1], dim=1) for y in (k, v))
     f_q, f_k = (y[0] for y in mixer.feature_map(q[None], k[None]))
     if "sum" in mixer.normalization:
@@ -210,7 +226,11 @@ CASES: list[Case] = [  # a mixer, its options, and numbers of positions
     (TransformerXL, {"memory": 3, "embed_dim": 15, "num_heads": 3}, [2, 9]),
     *((TransformerXL, {"memory": memory, "same_length": True}, [2, 9]) for memory in (0, 3, 40)),
 ]
+ROTARY = {"rotary_dim": 2, "rotary_base": 50.0, **GROUPED}
 PADDED: list[Case] = [  # with padding, too
+    *((SoftmaxAttention, {"rotary_dim": dim}, [11]) for dim in (0, 2, 4, 6)),
+    (SoftmaxAttention, {"rotary_dim": 6, "rotary_base": 50.5}, [11]),
+    (WindowSum, {"window": 4, **ROTARY}, [15]),
     *((LocalAttention, {"window": window}, [time]) for time, window in ((13, 4), (70, 20), (110, 70))),
     *((WindowSum, {"window": window, **more}, [time]) for time, window, more in ((13, 4, GROUPED), (110, 70, {}))),
     *((ABCMLP, {"slots": slots}, [13]) for slots in (1, 3, 40)),
@@ -238,6 +258,7 @@ PADDED: list[Case] = [  # with padding, too
     (DeltaNet, {"num_heads": 4, "negative_eigenvalues": True}, [9]),
 ]
 EQUATIONS: dict[type[Mixer], Any] = {
+    SoftmaxAttention: softmax_attention,
     LocalAttention: local_attention,
     BoundedMemoryAttention: bounded_memory,
     TransformerXL: transformer_xl,
@@ -271,7 +292,9 @@ def test_outputs_and_gradients_are_those_of_the_equations(kind, options, times, 
     for time in times:
         x = contract.draw(time, mixer.embed_dim)
         with ops.check_values(True):  # so that rules get only gates within the ranges that they declare
-            contract.check_definition(mixer, equations(mixer), x, contract.paddings(time)[padding])
+            # Angles are rounded in float32.
+            bound = 1e-6 if "rotary_dim" in options else contract.FLOAT64
+            contract.check_definition(mixer, equations(mixer), x, contract.paddings(time)[padding], bound)
 
 
 @pytest.mark.parametrize("padding", ["none", "whole"])
@@ -294,19 +317,13 @@ def test_work_of_windows_grows_linearly(kind):
 
 
 @torch.no_grad()
-def test_window_sum_rotates_and_within_the_window_it_is_softmax_attention():
-    rotary = {"rotary_dim": 2, "rotary_base": 50.0, **GROUPED}
-    mixer, x = build(WindowSum, {"window": 4, **rotary}), contract.draw(15, EMBED)
-    angles = 1e-6  # in float32
-    expected = torch.stack([window_sum(mixer, row) for row in x.unbind(1)], dim=1)
-    assert contract.error(mixer(x)[0], expected) <= angles
-    parts, _ = contract.in_parts(mixer, x, [1, 5, 3, 6], None, overwrite=True)
-    assert contract.error(parts, expected) <= angles
-    wide, attention = build(WindowSum, {"window": 15, **rotary}), SoftmaxAttention(EMBED, HEADS, **rotary).double()
-    attention.load_state_dict({n: p for n, p in wide.state_dict().items() if n in attention.state_dict()})
+def test_within_the_window_window_sum_is_softmax_attention():
+    mixer, attention = build(WindowSum, {"window": 15, **ROTARY}), SoftmaxAttention(EMBED, HEADS, **ROTARY).double()
+    attention.load_state_dict({n: p for n, p in mixer.state_dict().items() if n in attention.state_dict()})
+    x = contract.draw(15, EMBED)
     for gradients in (False, True):  # with and without the short way
         with torch.set_grad_enabled(gradients):
-            assert contract.error(wide(x)[0], attention(x)[0]) <= contract.FLOAT64
+            assert contract.error(mixer(x)[0], attention(x)[0]) <= contract.FLOAT64
 
 
 @pytest.mark.parametrize("state", [False, True])

@@ -1,4 +1,4 @@
-"""Softmax attention, plain and with GPT-NeoX's rotary positions, is its definition: at once, in parts, padded."""
+"""Softmax attention far into a text and in generation, and the parameters of all mixers with a softmax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
-from torch import Tensor
 
 from fairseq_fastweights.mixers.bounded_memory_attention import ABCMLP, Linformer
 from fairseq_fastweights.mixers.local_attention import LocalAttention
@@ -17,7 +16,7 @@ from fairseq_fastweights.mixers.transformer_xl import TransformerXL
 from tests.mixers import contract
 from tests.mixers.contract import error
 
-TIME, EMBED, HEADS = 11, 24, 2  # heads of 12 dimensions
+EMBED, HEADS = 24, 2  # heads of 12 dimensions
 BIASES = ("content_bias", "position_bias")
 ANGLES = 1e-6  # rounding of angles in float32
 
@@ -25,52 +24,6 @@ ANGLES = 1e-6  # rounding of angles in float32
 def build(rotary_dim: int, **options: float) -> SoftmaxAttention:
     torch.manual_seed(0)
     return contract.spread(SoftmaxAttention(EMBED, HEADS, rotary_dim=rotary_dim, **options), 0.4, keep=0)
-
-
-def by_hand(module: SoftmaxAttention, x: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Complex numbers, one position after the other; padding takes none."""
-    q, k, v = (each(x).unflatten(-1, (HEADS, -1)) for each in (module.q_proj, module.k_proj, module.v_proj))
-    half = module.rotary.dim // 2
-    speeds = torch.tensor([module.rotary.base ** (-i / half) for i in range(half)], dtype=torch.float64)
-    real = torch.ones(x.shape[:2]) if padding is None else ~padding.t()
-    angles = (real.cumsum(0)[..., None].double() * speeds)[:, :, None]
-
-    def turned(y: Tensor) -> Tensor:
-        plane = torch.complex(y[..., :half], y[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([plane.real, plane.imag, y[..., 2 * half :]], dim=-1)
-
-    q, k, rows = turned(q), turned(k), torch.zeros_like(v)
-    for b in range(x.shape[1]):
-        for t in range(len(x)):
-            seen = [s for s in range(t + 1) if padding is None or s == t or not padding[b, s]]
-            scores = (q[t, b] * k[seen, b]).sum(-1, keepdim=True) / math.sqrt(module.head_dim)
-            rows[t, b] = (scores.softmax(0) * v[seen, b]).sum(0)
-    return module.out_proj(rows.flatten(2))
-
-
-# On the left, on both sides and within, nowhere.
-PADDING = [[1] * 4 + [0] * 7, [1, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1], [0] * 11]
-PADDING = torch.tensor(PADDING, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
-@pytest.mark.parametrize(("rotary_dim", "base"), [(0, 10000), (2, 10000), (4, 10000), (12, 10000), (6, 50.5)])
-def test_it_is_its_definition_whole_and_in_parts(rotary_dim, base, padding):
-    module, x = build(rotary_dim, rotary_base=base), contract.draw(TIME, EMBED)
-    real = (torch.zeros_like(PADDING) if padding is None else padding).t().logical_not()
-    expected = by_hand(module, x, padding)[real]
-    out, _ = module(x, None, padding)
-    assert out.isfinite().all() and error(out[real], expected) <= ANGLES
-    other = torch.where(real[..., None], x, 100 * contract.draw(TIME, EMBED, seed=7))
-    # Whatever stands where padding is; a matrix product of the same numbers elsewhere in memory may differ in a bit.
-    assert error(module(other, None, padding)[0][real], out[real]) <= ANGLES
-    for lengths in ([1] * TIME, [4, 1, 1, 5]):
-        state, outs = None, []
-        for piece, mask in zip(x.split(lengths), (~real.t()).split(lengths, dim=1), strict=True):
-            # As fairseq's decoder does: no mask where nothing in the piece is padding.
-            out, state = module(piece, state, mask if mask.any() else None)
-            outs.append(out)
-        assert error(torch.cat(outs)[real], expected) <= ANGLES
 
 
 @pytest.mark.parametrize(
