@@ -52,7 +52,7 @@ class install:
 
     Raises:
         UnknownFunction: if a function to replace is missing or has other arguments; nothing is replaced then.
-        ValueError: for a model of another class, or what is no model.
+        ValueError: for a model of another class, or no model.
 
     Examples:
         >>> from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -121,9 +121,9 @@ def _known(module: ModuleType) -> Mapping[str, Any]:
         function = _before.get((module.__name__, name), getattr(module, name, None))
         takes = None if function is None else tuple(inspect.signature(function).parameters)
         if takes != parameters:
-            what = "has no such function" if takes is None else f"takes {', '.join(takes)}"
+            found = "has no such function" if takes is None else f"takes {', '.join(takes)}"
             raise UnknownFunction(
-                f"{name} of {module.__name__} in transformers {transformers.__version__} {what}; it must take "
+                f"{name} of {module.__name__} in transformers {transformers.__version__} {found}; it must take "
                 f"{', '.join(parameters)}, as in 5.20"
             )
     return names
@@ -159,7 +159,7 @@ def _rule(
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with decays per head or per key, in float32, with queries divided by sqrt(key_dim)."""
-    # Of prompts shorter than the convolution's reach, and of parts of prompts, time is contiguous instead of channels.
+    # After prompts shorter than the convolution's kernel, and parts of prompts, time is contiguous instead of channels.
     q, k, v = (x.to(torch.float32).contiguous() for x in (query, key, value))
     g, beta = g.to(torch.float32), beta.to(torch.float32)
     scale = q.shape[-1] ** -0.5

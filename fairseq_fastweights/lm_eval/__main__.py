@@ -32,7 +32,7 @@ CHECKS = (
     "lm_eval.models.huggingface.HFLM._get_config",  # a folder of transformers
     "lm_eval.models.huggingface.HFLM._create_tokenizer",
 )
-"""Functions of lm_eval that refuse what a user gave by Python's own `ValueError`."""
+"""Functions of lm_eval that refuse a user's input by Python's own `ValueError`."""
 
 
 def main() -> int:
@@ -43,8 +43,8 @@ def main() -> int:
         import fairseq_fastweights.huggingface
         import fairseq_fastweights.lm_eval.model  # noqa: F401
     except ModuleNotFoundError as error:
-        told = f"there is no package {error.name}; pip install 'fairseq-fastweights[eval]'"
-        return fail(PROGRAM, error, told)
+        message = f"there is no package {error.name}; pip install 'fairseq-fastweights[eval]'"
+        return fail(PROGRAM, error, message)
     logging.basicConfig(format="%(asctime)s %(levelname)-8s %(message)s", datefmt="%Y-%m-%d:%H:%M:%S")
     logging.getLogger("fairseq_fastweights").setLevel(logging.INFO)  # which backend runs; lm_eval shows its own alone
     try:
@@ -53,10 +53,10 @@ def main() -> int:
                 stack.enter_context(mock.patch(name, _refusing(pkgutil.resolve_name(name))))
             cli_evaluate()
     except (InvalidInput, OSError) as error:
-        told = textwrap.shorten(str(error), 500) or type(error).__name__
+        message = textwrap.shorten(str(error), 500) or type(error).__name__
         if isinstance(error, ConnectionError):  # it names the data set or the model
-            told += "; it must be in the cache of HF_HOME, or --include_path name tasks that read files"
-        return fail(PROGRAM, error, told)
+            message += "; it must be in the cache of HF_HOME, or --include_path name tasks that read files"
+        return fail(PROGRAM, error, message)
     return 0
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
-log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows what loggers below its own say
+log = logging.getLogger(f"lm_eval.{__name__}")  # lm_eval shows the messages of loggers below its own
 
 _NOT_OF_CHECKPOINTS = {"parallelize", "tp_plan", "peft", "delta", "autogptq", "gptqmodel", "gguf_file"}
 
@@ -40,14 +40,14 @@ class Row:
     Attributes:
         tokens: the tokens to read.
         endings: for each continuation, the number of its request, its length and its last token.
-        said: log-probabilities of tokens, from the first of the longest continuation to the last of the row.
+        log_probs: log-probabilities of tokens, from the first of the longest continuation to the last of the row.
         greedy: whether each of these is the most probable token.
         last: log-probabilities of the token after the row.
     """
 
     tokens: list[int]
     endings: list[tuple[int, int, int]] = field(default_factory=list)
-    said: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     greedy: list[bool] = field(default_factory=list)
     last: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -64,7 +64,7 @@ class Row:
             self.tokens[start + 1 : start + 1 + len(scored)], device=logits.device, dtype=torch.long
         )
         within = scored[: len(following)]
-        self.said += within.gather(-1, following[:, None])[:, 0].tolist()
+        self.log_probs += within.gather(-1, following[:, None])[:, 0].tolist()
         self.greedy += (within.argmax(-1) == following).tolist()
         if len(within) < len(scored):
             self.last = scored[-1]
@@ -73,9 +73,9 @@ class Row:
         """Yields the request's number, the log-probability and whether each token is the likeliest, of each ending."""
         likeliest = int(self.last.argmax())
         for number, length, token in self.endings:
-            start = len(self.said) + 1 - length
+            start = len(self.log_probs) + 1 - length
             greedy = all(self.greedy[start:]) and token == likeliest
-            yield number, (sum(self.said[start:]) + float(self.last[token]), greedy)
+            yield number, (sum(self.log_probs[start:]) + float(self.last[token]), greedy)
 
 
 @register_model("fairseq-fastweights")
@@ -93,10 +93,10 @@ class FastWeightLM(HFLM):
             rows of similar lengths, the longest first, and at most `--max_batch_size` rows.
         segment: number of tokens of a row that are read at a time.
         dtype: of the weights; "auto" for that of the checkpoint.
-        options: the other arguments of lm_eval's `hf`, except those for loading a model. With `add_bos_token=False` a
-            text begins with nothing; otherwise with what the tokenizer of `to-huggingface` puts there: the end of
-            another text, as in fairseq, or, for a model that `from-huggingface` made and that still has softmax
-            attention in all layers, what its source's tokenizer puts there. Scores are those of `hf` for that folder.
+        options: the other arguments of lm_eval's `hf`, except those for loading a model. With `add_bos_token=False` no
+            token is put before a text; otherwise that of the tokenizer of `to-huggingface`: the end of another text, as
+            in fairseq, or, for a model that `from-huggingface` made and that still has its original mixers, that of its
+            original tokenizer. Scores are those of `hf` for that folder.
 
     Raises:
         ValueError: if an argument is not allowed, or the checkpoint cannot be used; the message says why.
@@ -126,7 +126,7 @@ class FastWeightLM(HFLM):
         self._config = self._model.config
 
     def _create_tokenizer(self, *arguments: Any, add_bos_token: bool | None = None, **options: Any) -> None:
-        """Sets what a text begins with, if that is said; the tokenizer came with the model."""
+        """Sets whether a token is put before texts, if the option is given; the tokenizer came with the model."""
         if add_bos_token is not None:
             self.tokenizer.add_bos_token = add_bos_token
 
@@ -193,7 +193,7 @@ class FastWeightLM(HFLM):
     def _read(self, batch: Sequence[Row]) -> None:
         """Reads rows, the longest first, in segments, each from the state after the one before."""
         longest = len(batch[0].tokens)
-        # What follows a row's end is neither seen by what comes before it nor scored.
+        # The padding after a row's end is not scored, and earlier positions do not see it.
         tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in batch], device=self.device)
         first = min(row.first for row in batch)
         cache = None

@@ -1,4 +1,4 @@
-"""Tiny folders of flash-linear-attention's models, and what its models compute, as its `naive` functions do."""
+"""Tiny folders of flash-linear-attention's models, and their outputs as its `naive` functions compute them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _convolved(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    """Reads a memory that decays, and adds values under their keys, or with `beta` corrects what these hold."""
+    """Linear attention with decay; with `beta` the delta rule."""
     state, out = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
     for t in range(q.shape[1]):
         state = state * decay[:, t, :, :, None]

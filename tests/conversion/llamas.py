@@ -55,7 +55,7 @@ def model(kind: str, **settings: Any) -> nn.Module:
     config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**{**SIZES, **HYBRID.get(kind, {}), **settings})
     made = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
-        # Smaller ones where a memory corrects what it holds: a chunk of steps is a product, which enlarges rounding.
+        # Smaller ones for delta rules: a chunk of steps is a product, which enlarges rounding.
         std = 0.13 if kind in HYBRID else 0.3
         for name, parameter in made.named_parameters():
             centered = kind == "Qwen3_5" and not name.endswith("linear_attn.norm.weight")  # they multiply by 1 + w

@@ -12,7 +12,7 @@ from tests.conftest import import_plugin
 
 GPT2 = {"vocab_size": 272, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 3}
 GPT2 |= {"bos_token_id": 271, "eos_token_id": 271}
-# 16 of its word types fill the embeddings up.
+# 16 of its entries pad the embeddings.
 NEOX = {"vocab_size": 288, "max_position_embeddings": 24, "hidden_size": 16, "intermediate_size": 28}
 NEOX |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 0}
 TYPES = 272
@@ -20,7 +20,7 @@ SPACES = ("  ", "   ", "    ")
 
 
 def tokenizer(neox: bool) -> Any:
-    """A byte-level BPE with `TYPES` word types: as GPT-2's, or with what Pythia's has besides."""
+    """A byte-level BPE with `TYPES` entries: as GPT-2's, or with the added tokens of Pythia's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

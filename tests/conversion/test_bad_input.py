@@ -60,7 +60,7 @@ def shard(place: str) -> Spoil:
 
 
 def weights(change: Callable[[dict[str, Any]], object], name: str = "pytorch_model.bin") -> Spoil:
-    """With what `change` makes of a file that torch.save wrote."""
+    """With a file of torch.save changed by `change`."""
     return lambda folder: torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
 
 

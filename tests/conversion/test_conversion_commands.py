@@ -22,7 +22,7 @@ LINES = ["the cat sat on the mat", "and  the other cats   sat there,", "Grüße:
 
 @pytest.fixture(scope="module", params=["gpt2", "neox"])
 def converted(request, tmp_path_factory) -> SimpleNamespace:
-    """A source of the sizes that `train` asks for, what was made of it, and `LINES`, binarised as it says."""
+    """A folder with the sizes that `train` asks for, the converted one, and `LINES`, binarised with it."""
     folder, neox = tmp_path_factory.mktemp(request.param), request.param == "neox"
     theirs, ours = folder / "theirs", folder / "ours"
     sizes = {"n_embd": 32, "n_inner": 32, "n_head": 2, "n_positions": 64}

@@ -101,7 +101,7 @@ def test_what_is_frozen_stays_equal_to_the_bit(corpus, trained, tmp_path, way):
     log = in_turn(corpus, tmp_path, *flags, "--max-update", "7", "--save-interval-updates", "1")
     files = {int(file.stem.rsplit("_", 1)[1]): file for file in tmp_path.glob("checkpoint_*_*.pt")}
     source, frozen, last = (weights(file) for file in (trained / "model.pt", files[6], files[7]))
-    # What the source holds is rounded to half precision.
+    # The base model's weights are rounded to half precision.
     start = {name: x.to(dtype) if x.is_floating_point() else x for name, x in source.items()}
     for before, after, parts, moved in (
         (start, frozen, "embed_tokens .fc1.weight .fc2. final_layer_norm", False),

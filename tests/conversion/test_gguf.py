@@ -22,7 +22,7 @@ SETTINGS = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 300, "bos_
 
 
 def write(path: Path, made: Any, kind: gguf.GGMLQuantizationType, change: Any = lambda writer: None) -> None:
-    """Writes a Llama as llama.cpp's converter does, all matrices in this type; and makes them what they stand for."""
+    """Writes a Llama as llama.cpp's converter does, all matrices in this type, and rounds the model's to it."""
     config, writer = made.config, gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

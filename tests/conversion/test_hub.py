@@ -1,4 +1,4 @@
-"""Models by their names: what is fetched of them, from where, and what is said where that is not possible."""
+"""Models by their names: the files that are fetched, from the hub or its cache, and the errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME, COMMIT = "some/model", "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """A hub with one model: what `huggingface_hub` would say of it, and its cache on the disk."""
+    """A hub with one model: the answers of `huggingface_hub`, and its cache on the disk."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
@@ -111,7 +111,7 @@ def test_shards_may_have_the_ending_twice():
 
 
 def answered(kind: type[Exception], status: int = 404) -> Exception:
-    """An error of the hub's, which knows what it answered."""
+    """An error of the hub's, with its answer."""
     error = kind.__new__(kind)
     Exception.__init__(error, f"{status} says the hub\nand more")
     error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def answered(kind: type[Exception], status: int = 404) -> Exception:
         ),
     ],
 )
-def test_what_cannot_be_fetched_is_said_in_one_line(hub, capsys, fails, message):
+def test_errors_of_the_hub_are_one_line(hub, capsys, fails, message):
     hub.fails = fails
     assert main(["from-huggingface", NAME, "ours", "--revision", "v1"]) == 2
     error = capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_each_layer_is_compared_on_what_the_sources_own_layer_reads(converted, k
 
 
 class Constant(Mixer):
-    """Gives the same number everywhere, and notes what it reads."""
+    """Gives the same number everywhere, and notes its inputs."""
 
     def __init__(self, value: float) -> None:
         super().__init__(WIDTH)

@@ -1,4 +1,4 @@
-"""A converted model is its source: logits and probabilities; what is converted back is its source's bits."""
+"""A converted model gives the original logits and probabilities; the conversion back gives the original bits."""
 
 import json
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from fairseq_fastweights.conversion.weight_files import WeightFiles
 from fairseq_fastweights.files.digests import is_changed
 from tests.conversion import sources
 
-LOGITS = 1e-4  # of a few units; what is seen is below 2e-6
+LOGITS = 1e-4  # of a few units; those seen are below 2e-6
 
 
 def without_prefix(folder: Path) -> None:
-    """As GPT-2 was published: by the model below the language model, and without a word on what is tied."""
+    """As GPT-2 was published: by the model below the language model, and without `tie_word_embeddings`."""
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     del state["lm_head.weight"]
     sources.save_bin(folder, {name.removeprefix("transformer."): weight for name, weight in state.items()})

@@ -69,7 +69,7 @@ def linear(monkeypatch) -> None:
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "gate_rank": 3}], ids=["repeated", "shared"])
 @pytest.mark.parametrize("name", RECURRENT[:3])
 def test_a_gated_delta_network_reads_the_projections_with_open_gates(attention, linear, name, options):
-    """Its first output by its equations, of what the attention's own projections give."""
+    """Its output by its equations, from the attention's own projections."""
     exact = {option_name(name, option): x for option, x in {"eps": 1e-15, **options}.items()}
     negative = {option_name(name, "negative_eigenvalues"): True} if name == "delta-product" else {}
     mixer, x = swapped(attention, name, **negative, **exact), torch.randn(6, WIDTH, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_without_biases_nothing_is_of_the_source_and_gates_stay_large(attention,
         ("gated-delta", {"gated_delta_kv_heads": 1}, "gated_delta_kv_heads is 1; in place .* must be 2 "),
     ],
 )
-def test_what_has_no_room_for_the_attention_is_named(name, options, message):
+def test_sizes_without_room_for_the_attention_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         check_recurrent(build(name, False, **options), HEADS, HEADS * DIM, SHAPE["kv_heads"] * DIM)
 

@@ -1,4 +1,4 @@
-"""Each setting of a config.json means here what it means to its class, also where it is missing, or is refused."""
+"""Each setting of a config.json has the meaning that its class gives it, also if it is missing, or is refused."""
 
 from __future__ import annotations
 

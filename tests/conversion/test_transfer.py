@@ -1,4 +1,4 @@
-"""Which of a Transformer's weights a model takes, and what is reported of them."""
+"""The weights of a Transformer that a model takes, and the report on them."""
 
 import logging
 import re
@@ -121,7 +121,7 @@ def test_a_group_is_taken_and_nothing_else(fairseq, source):
         ("layers.0.self_attn.value_decay_proj.bias layers.0.encoder_attn.q_proj.weight", None, None),
     ],
 )
-def test_norms_go_with_what_they_precede(names, pre_norm, post_norm):
+def test_norms_go_with_the_part_after_them(names, pre_norm, post_norm):
     for name in names.split():
         number = int(name.split(".")[1]) if name.startswith("layers") else None
         for expected, is_pre_norm in ((pre_norm, True), (post_norm, False)):
@@ -212,7 +212,7 @@ def test_local_attention_keeps_weights_and_is_the_source_in_its_window(source, t
 
 @pytest.mark.parametrize("common", ["--decoder-normalize-before", ""], ids=["pre-norm", "post-norm"])
 def test_retention_starts_with_attention_of_its_own(fairseq, tmp_path, reported, common):
-    """Choi 2024, Sec. 3.2: in hybrids attention goes to the softmax layers; norms go with what they precede."""
+    """Choi 2024, Sec. 3.2: in hybrids attention goes to the softmax layers; norms go with the part after them."""
     model = make_source(fairseq, tmp_path, f"{common} --decoder-layers 3")
     flags = "--decoder-layers 3 --update-rule retention --fast-weight-heads 4 --softmax-attention-layers 2"
     taken, report, _ = reported(tmp_path, f"{common} {flags} --freeze all")

@@ -49,7 +49,7 @@ def test_all_that_does_not_fit_is_listed_at_once(fairseq, source, tmp_path):
     torch.save(state, tmp_path / "x" / "model.pt")
     tied = "wrong shape decoder.embed_tokens.weight 44 x 12 44 x 16"
     assert misfits(fairseq, tmp_path / "x", f"{PRE_NORM} {SWAPPED}")[1] == tied
-    # What is not taken need not fit.
+    # Weights that are not taken need not fit.
     flags = f"{PRE_NORM} {SWAPPED} --transfer output-projection"
     assert misfits(fairseq, tmp_path / "x", flags) == ["left over encoder.embed_tokens.weight 5 x 6 -"]
     # Norms stand elsewhere.
@@ -71,7 +71,7 @@ def test_a_group_that_the_source_lacks_is_named(fairseq, source, tmp_path):
         ("--no-token-positional-embeddings", "no_token_positional_embeddings False True"),
         ("--rotary-dim 4 --softmax-attention-layers 2", "rotary_dim 0 4"),
         ("--parallel-residual", "parallel_residual False True"),
-        # What the source masks has no trained output.
+        # Symbols that the base model masks have no trained output.
         ("--mask-special-symbols", "mask_special_symbols False True"),
         # Heads cut queries, keys and values up.
         (HEADS, "decoder_attention_heads 2 4"),
@@ -119,7 +119,7 @@ NO_DECODER = {**ONE_WEIGHT, "extra_state": {"train_iterator": {}}, "optimizer_hi
         (b"", (*WORDS[:5], "w6", "w5", *WORDS[7:]), "type 9 is 'w6' in FOLDER/dict.txt and 'w5' in that of the data"),
     ],
 )
-def test_what_is_no_language_model_with_the_datas_dictionary_is_refused(fairseq, tmp_path, content, words, message):
+def test_files_without_a_language_model_or_the_datas_words_are_refused(fairseq, tmp_path, content, words, message):
     if words is not None:
         shutil.copy(fairseq.data(words) / "dict.txt", tmp_path)
     file = tmp_path / "model.pt"

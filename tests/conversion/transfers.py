@@ -1,4 +1,4 @@
-"""Sources of a transfer: tiny Transformers of fairseq, saved as fairseq saved them in 2019 and saves them today."""
+"""Base models of a transfer: tiny Transformers of fairseq, saved as fairseq saved them in 2019 and saves them today."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ from tests.models.conftest import Fairseq
 
 PRE_NORM = "--decoder-normalize-before --share-decoder-input-output-embed"
 
-# What the options of a language model were called in 2019; later ones are not among them.
+# The names of a language model's options in 2019; later ones are not among them.
 _OPTIONS_2019 = """adaptive_input adaptive_input_cutoff adaptive_input_factor adaptive_softmax_cutoff
     adaptive_softmax_dropout adaptive_softmax_factor attention_dropout character_embeddings decoder_attention_heads
     decoder_embed_dim decoder_ffn_embed_dim decoder_input_dim decoder_layers decoder_learned_pos

@@ -173,8 +173,8 @@ def test_only_the_models_kind_is_changed_and_others_are_refused():
 def test_unknown_functions_are_refused_before_anything_is_replaced(monkeypatch):
     before, name = module_of("qwen3_next").causal_conv1d_fn, "chunk_kimi_delta_attention"  # of the last module
     monkeypatch.setattr(module_of("kimi_linear"), name, lambda query, key, value, decay: None)
-    for what in ("takes query, key, value, decay", "has no such function"):
-        with pytest.raises(fast.UnknownFunction, match=rf"{name} of .* in transformers [\d.]+ {what}"):
+    for found in ("takes query, key, value, decay", "has no such function"):
+        with pytest.raises(fast.UnknownFunction, match=rf"{name} of .* in transformers [\d.]+ {found}"):
             fast.install()
         monkeypatch.delattr(module_of("kimi_linear"), name, raising=False)
     assert module_of("qwen3_next").causal_conv1d_fn is before

@@ -101,7 +101,7 @@ class Delta(NamedTuple):
 def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """OLMo-hybrid: layers with attention have norms behind their parts, and one norm for all heads of queries.
 
-    Norms have either of two names. What transformers 5.20 saves differs further: the first norm of layers with
+    Norms have either of two names. Folders that transformers 5.20 saved differ further: the first norm of layers with
     attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
     config["full_attention_interval"] = min(4, number(config, "num_hidden_layers", MOST_LAYERS))

@@ -1,6 +1,6 @@
 """Settings of a Hugging Face folder's tokenizer and of generation, beside the pieces: chat templates and token ids.
 
-`from-huggingface` keeps the files in the subfolder `ORIGINALS` of what it makes, and `to-huggingface` reads them there.
+`from-huggingface` keeps the files in the subfolder `ORIGINALS` of its folder, and `to-huggingface` reads them there.
 """
 
 from __future__ import annotations

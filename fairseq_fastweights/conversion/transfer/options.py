@@ -30,7 +30,7 @@ class TransferOptions(FairseqDataclass):
         default="all",
         metadata={
             "help": f"which weights of --transfer-from to take: all, or comma-separated {', '.join(GROUPS)}; norms go "
-            "with what follows them (default: all)"
+            "with the part that follows them (default: all)"
         },
     )
     freeze: str = field(
@@ -60,7 +60,9 @@ class TransferOptions(FairseqDataclass):
     )
     dry_run: bool = field(
         default=False,
-        metadata={"help": "report what would be transferred and frozen, and stop before training (default: off)"},
+        metadata={
+            "help": "report which weights would be transferred and frozen, and stop before training (default: off)"
+        },
     )
 
     # Options of fairseq's that decide which weights can be transferred or frozen.
@@ -86,7 +88,7 @@ def check_options(options: Any) -> None:
         raise InvalidInput(f"transfer is {options.transfer!r}; with transfer_from it must name something")
     if not frozen <= transferred:
         raise InvalidInput(
-            f"freeze is {options.freeze!r}, but transfer is {options.transfer!r}: only what is transferred can be "
+            f"freeze is {options.freeze!r}, but transfer is {options.transfer!r}: only transferred weights can be "
             "frozen"
         )
     _check_unfreezing(options, bool(frozen))
