@@ -3,8 +3,8 @@
     python tools/edit_patches.py open FOLDER
     python tools/edit_patches.py save FOLDER
 
-In the repository that `open` makes, the tag `released` is fairseq 0.12.2, and each commit after it is a patch, with the
-patch's head as its message. They are changed as commits are, for example by `git commit --fixup` and `git rebase
+In the repository that `open` makes, the tag `released` is fairseq 0.12.2 with safe calls, and each commit after it is a
+patch, with the patch's head as its message. They are changed as commits are, for example by `git commit --fixup` and `git rebase
 --interactive --autosquash released`. `save` writes all patches anew, in files named by the first lines of the messages.
 """
 
@@ -44,11 +44,12 @@ def open_patches(folder: Path) -> None:
         source = Path(work) / "fairseq"
         shutil.copytree(download(Path(work)), source)  # unpacked by root, files keep owners, whom git distrusts
         git("init", "--quiet", folder=source, doing="make a repository")
+        fairseq_patches.make_calls_safe(source)
         _commit(source, "fairseq 0.12.2")
         git("tag", "released", folder=source, doing="name the release")
         for patch in fairseq_patches.in_order():
             git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
-            _commit(source, patch.read_text(encoding="utf-8").partition("\ndiff --git ")[0])
+            _commit(source, patch.read_text(encoding="utf-8").partition("\n--- a/")[0])
         source.rename(folder)
 
 
@@ -67,9 +68,10 @@ def save_patches(folder: Path) -> None:
     written = {}
     for number, commit in enumerate(commits, start=1):
         head = git("log", "-1", "--format=%B", commit, folder=folder, doing="read a commit").strip()
-        diff = git("diff", "--no-renames", f"{commit}^", commit, folder=folder, doing="compare commits")
+        # One line of context is enough: the source that patches apply to is always the same.
+        diff = git("diff", "--no-renames", "--unified=1", f"{commit}^", commit, folder=folder, doing="compare commits")
         name = re.sub(r"[^a-z0-9]+", "-", head.partition("\n")[0].lower()).strip("-")
-        diff = re.sub("^index .*\n", "", diff, flags=re.MULTILINE)  # hashes of files, which nobody reads
+        diff = re.sub("^(index|diff --git) .*\n", "", diff, flags=re.MULTILINE)  # which git apply does not need
         written[f"{number:04d}-{name}.patch"] = f"{head}\n\n{diff}"
     for patch in fairseq_patches.in_order():
         patch.unlink()

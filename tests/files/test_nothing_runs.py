@@ -57,6 +57,7 @@ LISTED = {
     "fairseq/models/__init__.py: import_module": "modules in a folder that is code",
     "fairseq/tasks/__init__.py: import_module": "modules in a folder that is code",
     "fairseq/utils.py: import_module": "--user-dir",
+    "fairseq/data/fasta_dataset.py: shell=True, shell=True": "the path of a file, which is quoted",
     "fairseq/scoring/bleu.py: ctypes.cdll.LoadLibrary": "fairseq's own library",
     "fairseq/models/speech_to_text/hub_interface.py: torch.hub.load": HUB,
     "fairseq/examples/adaptive_span/__init__.py: import_module": "modules in a folder that is code",

@@ -19,7 +19,6 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.token_generation_constraints import pack_constraints
-from fairseq_cli.generate import alignment_string
 
 from fairseq_fastweights.command_line import told
 from tests.models.translation import EOS, PAD, batch, build, sentences, shifted
@@ -319,11 +318,6 @@ def test_candidates_are_taken_in_turns_by_how_many_constraints_they_meet(fairseq
     found, words, beams = search.step(1, lprobs, torch.tensor([[[-150.0], [-1.0]]]))
     assert found.tolist() == [[-151, -2, -152, -161]]
     assert words.tolist() == [[4, 4, 6, 6]] and beams.tolist() == [[0, 1, 0, 1]]
-
-
-def test_alignments_are_written_as_pairs_or_probabilities() -> None:
-    assert alignment_string([(0, 1), (2, 0)], "hard") == "0-1 2-0"
-    assert alignment_string([["0.25", "0.75"], ["1.0", "0.0"]], "soft") == "0.25,0.75 1.0,0.0"
 
 
 def test_constraints_with_a_language_model_are_refused(fairseq):

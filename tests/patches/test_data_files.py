@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary, FairseqDataset, data_utils, iterators
-from fairseq.data.huffman import HuffmanCodeBuilder, HuffmanMMapIndexedDatasetBuilder
 from fairseq.data.indexed_dataset import make_builder
 from torch.utils.data import TensorDataset
 
@@ -36,18 +35,10 @@ def written(folder: Path, impl: str) -> Path:
     if impl == "raw":
         (folder / "train").write_text("".join(f"{' '.join(line)}\n" for line in text))
         return folder / "train"
-    if impl == "huffman":
-        coder = HuffmanCodeBuilder()
-        for line in text:
-            coder.add_symbols(*line)
-        with HuffmanMMapIndexedDatasetBuilder(str(folder / "train"), coder.build_code()) as builder:
-            for line in text:
-                builder.add_item(line)
-    else:
-        builder = make_builder(str(folder / "train.bin"), impl, vocab_size=len(WORDS))
-        for line in LINES:
-            builder.add_item(line)
-        builder.finalize(str(folder / "train.idx"))
+    builder = make_builder(str(folder / "train.bin"), impl, vocab_size=len(WORDS))
+    for line in LINES:
+        builder.add_item(line)
+    builder.finalize(str(folder / "train.idx"))
     return folder / "train.bin"
 
 
@@ -90,14 +81,13 @@ CHANGES: dict[Callable[[Path], object], str] = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["cut", "overwritten", "touched", "written again", "replaced"])
-@pytest.mark.parametrize("impl", ["mmap", "cached", "lazy", "raw", "huffman"])
+@pytest.mark.parametrize("impl", ["mmap", "cached", "lazy", "raw"])
 def test_what_changes_open_data_is_noticed_and_what_does_not_is_not(tmp_path, impl, change):
     path = written(tmp_path, impl)
     age(tmp_path)
     data = data_utils.load_indexed_dataset(str(tmp_path / "train"), WORDS, impl)
     before, sent = read(data), pickle.dumps(data)
-    if impl != "huffman":  # which has no dictionary's numbers
-        assert before == [line.tolist() + [WORDS.eos()] * (impl == "raw") for line in LINES]
+    assert before == [line.tolist() + [WORDS.eos()] * (impl == "raw") for line in LINES]
     change(path)
     message = rf"^{path} has changed while it was read: "
     if CHANGES[change]:

@@ -142,30 +142,3 @@ def test_options_of_hydra_are_numbers():
         cfg = compose("config", ["optimization.clip_norm=nan"])
     with pytest.raises(ValueError, match=r"^setting optimization\.clip_norm is nan; it must be a finite number$"):
         hydra_main.__wrapped__(cfg)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("a: &a [1, {b: c}]\nd: *a", {"a": [1, {"b": "c"}], "d": [1, {"b": "c"}]}),
-        ("", None),
-        ("- &a0 {x: 1}\n" + "".join(f"- &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(20)), "than 100,000"),
-        ("- &a0 [x]\n" + "".join(f"- &a{i + 1} [*a{i}, *a{i}]\n" for i in range(20)), "than 100,000"),
-        ("&a [*a]", "inf values"),
-        ("a: [1", "expected"),
-        ("[" * 500, "recursion"),
-        ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("{[1]: 2}", "unhashable key"),
-        ("!!timestamp 2000-99-99", "month must be"),
-    ],
-    ids=range(10),
-)  # fmt: skip
-def test_yaml_is_read_and_its_aliases_multiply_nothing(tmp_path, text, found):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    if not isinstance(found, str):
-        assert settings.read_yaml(path) == found
-        return
-    with pytest.raises(ValueError, match=rf"^{path} cannot be read as YAML: .*{found}") as error:
-        settings.read_yaml(path)
-    assert "\n" not in str(error.value)

@@ -177,15 +177,3 @@ def test_options_that_sharding_does_not_support_are_refused(flags, complaint, ou
     cfg = Namespace(common=options, distributed_training=options, ema=options, task=options)
     with pytest.raises(ValueError, match=complaint):
         fully_sharded_data_parallel.check_options(cfg)
-
-
-def test_another_fairseq_is_told_so_before_a_model_is_built(corpus, tmp_path, monkeypatch):
-    from fairseq_cli import train as program
-
-    from fairseq_fastweights.tasks import long_runs
-
-    monkeypatch.delattr(fully_sharded_data_parallel, "check_options", raising=False)
-    monkeypatch.setattr(program, "fsdp_enable_wrap", program.fsdp_enable_wrap)
-    long_runs._look_after_sharding()
-    with pytest.raises(SystemExit, match=r"ddp_backend is fully_sharded.*build_fairseq"):
-        train(corpus, tmp_path, "--ddp-backend", "fully_sharded")
