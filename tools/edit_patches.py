@@ -4,8 +4,9 @@
     python tools/edit_patches.py save FOLDER
 
 In the repository that `open` makes, the tag `released` is fairseq 0.12.2 with safe calls, and each commit after it is a
-patch, with the patch's head as its message. They are changed as commits are, for example by `git commit --fixup` and `git rebase
---interactive --autosquash released`. `save` writes all patches anew, in files named by the first lines of the messages.
+patch, with the patch's head as its message. They are changed as commits are, for example by `git commit --fixup` and
+`git rebase --interactive --autosquash released`. `save` writes all patches anew, in files named by the first lines of
+the messages.
 """
 
 import argparse

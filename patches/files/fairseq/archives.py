@@ -11,7 +11,7 @@ import zlib
 from fairseq.text_files import FileError
 
 _TIMES = 100
-"""The files of an archive may be so many times as large as the archive. Weights become a little larger, texts five times."""
+"""Files may become so many times as large as their archive. Weights become a little larger, texts five times."""
 
 
 def unpack(archive: str, cache: str) -> str:
