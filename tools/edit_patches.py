@@ -50,7 +50,7 @@ def open_patches(folder: Path) -> None:
         git("tag", "released", folder=source, doing="name the release")
         for patch in fairseq_patches.in_order():
             git("apply", str(patch), folder=source, doing=f"apply {patch.name} to the source of fairseq 0.12.2")
-            _commit(source, patch.read_text(encoding="utf-8").partition("\n--- a/")[0])
+            _commit(source, patch.read_text(encoding="utf-8").partition("\n--- ")[0])
         source.rename(folder)
 
 
@@ -72,7 +72,8 @@ def save_patches(folder: Path) -> None:
         # One line of context is enough: the source that patches apply to is always the same.
         diff = git("diff", "--no-renames", "--unified=1", f"{commit}^", commit, folder=folder, doing="compare commits")
         name = re.sub(r"[^a-z0-9]+", "-", head.partition("\n")[0].lower()).strip("-")
-        diff = re.sub("^(index|diff --git) .*\n", "", diff, flags=re.MULTILINE)  # which git apply does not need
+        # git apply needs none of these lines.
+        diff = re.sub("^(index|diff --git|new file mode) .*\n", "", diff, flags=re.MULTILINE)
         written[f"{number:04d}-{name}.patch"] = f"{head}\n\n{diff}"
     for patch in fairseq_patches.in_order():
         patch.unlink()

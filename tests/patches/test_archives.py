@@ -43,6 +43,7 @@ def member(name, kind, target="", headers=None):
         ("m.tar", "w", (member("./", tarfile.DIRTYPE), "./model1.pt", "./model2.pt"), ("model1.pt", "model2.pt")),
         ("m", "w:bz2", ("a/model.pt",), ("model.pt",)),
         ("m.tar.xz", "w:xz", ("model.pt", "data/dict.txt"), ("data/dict.txt", "model.pt")),
+        ("m.tgz", "w:gz", ("/fairseq-archive-out/model.pt",), ("model.pt",)),
     ],
 )
 def test_an_archive_is_unpacked_once_and_stays(tmp_path, cache, monkeypatch, name, mode, members, files):
@@ -84,13 +85,7 @@ def test_what_an_archive_may_not_hold_is_refused(tmp_path, cache, members, messa
     assert not list(cache.iterdir()) and not (tmp_path / "out").exists()
 
 
-def test_a_name_from_the_root_stays_in_the_folder(tmp_path):
-    archive = write(tmp_path / "m.tar", "/fairseq-archive-out/model.pt", mode="w")
-    assert [path.name for path in Path(file_utils.load_archive_file(archive)).iterdir()] == ["model.pt"]
-    assert not Path("/fairseq-archive-out").exists()
-
-
-def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache, monkeypatch):
+def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache):
     archive = write(tmp_path / "m.tar.gz", "a/one", "a/two")
     whole, plain = Path(archive).read_bytes(), gzip.decompress(Path(archive).read_bytes())
     folders = Path(write(tmp_path / "folders", member("a", tarfile.DIRTYPE))).read_bytes()
@@ -99,17 +94,7 @@ def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache, monke
         Path(archive).write_bytes(damaged)
         with pytest.raises(ValueError, match=r"^\S*m\.tar\.gz cannot be unpacked: "):
             file_utils.load_archive_file(archive)
-    Path(archive).write_bytes(whole)
-
-    def cut_off(source, target):
-        target.write(source.read(2))
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(tarfile, "copyfileobj", lambda source, target, *_: cut_off(source, target))
-        file_utils.load_archive_file(archive)
     assert not list(cache.iterdir())
-    assert len(list(Path(file_utils.load_archive_file(archive)).iterdir())) == 2
     with pytest.raises(ValueError, match="is no regular file; it must be a folder or an archive"):
         file_utils.load_archive_file("/dev/null")
 

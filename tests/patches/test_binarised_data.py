@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import data_utils
-from fairseq.data.huffman import HuffmanCodeBuilder, HuffmanMMapIndexedDatasetBuilder
 from fairseq.data.indexed_dataset import (
     IndexedDatasetBuilder,
     MMapIndexedDataset,
@@ -70,21 +69,12 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (edit("train.idx", lambda x: x[:12]), "train.idx is cut short: it has 12 bytes, fewer than an index begins with"),
     (edit("train.idx", lambda x: b""), "train.idx is damaged: it begins with b''"),
     (edit("train.idx", lambda x: bytes(len(x))), "train.idx is damaged: it begins with "),
-    (
-        edit("train.idx", lambda x: x.replace(*MANY, 1)),
-        "with the 1,000,000,000 entries that it says it must have 1[26],",
-    ),
+    (edit("train.idx", lambda x: x.replace(*MANY, 1)), "with the 1,000,000,000 entries that it says it must"),
     (edit("train.idx", lambda x: x[:8] + b"\7" + x[9:]), "train.idx is damaged: version "),
     (edit("train.idx", lambda x: x[:17] + b"\x77" + x[18:]), "train.idx is damaged: version 1 and type "),
     (edit("train.idx", lambda x: b"WHATEVER and its own"), "train.idx is damaged: it begins with b'WHATEVER'"),
-    *(
-        (edit("train.idx", change), "idx is damaged: entry [012], or the one after it, is where no ent")
-        for change in WRONG
-    ),
-    (
-        edit("train.bin", lambda x: x + b"\4\0\0\0"),
-        r"train.bin has \d+ bytes; by train.idx it must have (10|20): it is",
-    ),
+    *((edit("train.idx", change), "idx is damaged: entry [012], or the one after it, is where") for change in WRONG),
+    (edit("train.bin", lambda x: x + b"\4\0\0\0"), r"train.bin has \d+ bytes; by train.idx it must have (10|20): i"),
     (edit("train.bin", lambda x: x[:-1]), r"bin has \d+ bytes; by train.idx it must have (10|20): it is cut short"),
     (edit("train.bin", lambda x: b""), "train.bin has 0 bytes; by train.idx it must have"),
     (edit("train.bin", lambda x: x.replace(b"\5", b"\x37")), "bin has the token number 5[45]; the dictionary has 40"),
@@ -96,7 +86,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
 @pytest.mark.parametrize(("spoil", "message"), SPOILT, ids=range(len(SPOILT)))
 def test_damage_is_named(split, spoil, message):
     age(split.parent)
-    check_split(str(split), TYPES)  # what was right before is looked at again
+    check_split(str(split), TYPES)  # data that was right before is looked at again
     spoil(split)
     with pytest.raises(ValueError, match=message) as error:
         check_split(str(split), TYPES)
@@ -132,8 +122,7 @@ def test_a_flipped_bit_of_an_index_is_noticed(split):
             check_split(str(split), TYPES)
 
 
-def test_indices_that_other_formats_have(tmp_path, split):
-    """An item of several dimensions, and a Huffman code."""
+def test_items_of_several_dimensions(tmp_path, split):
     builder = IndexedDatasetBuilder(str(tmp_path / "shapes.bin"))
     for shape in ((2, 3), (), (0, 4)):
         builder.add_item(torch.ones(shape, dtype=torch.int64))
@@ -149,19 +138,6 @@ def test_indices_that_other_formats_have(tmp_path, split):
     edit("shapes.bin", lambda x: b"")(split)
     with pytest.raises(ValueError, match=r"shapes\.idx is damaged: entry 0, or the one after it, is where no entry"):
         check_split(str(tmp_path / "shapes"), None)
-    coder = HuffmanCodeBuilder()
-    coder.add_symbols("a", "b", "b")
-    with HuffmanMMapIndexedDatasetBuilder(str(tmp_path / "coded"), coder.build_code()) as coded:
-        for line in (["a", "b"], [], ["b"]):
-            coded.add_item(line)
-    check_split(str(tmp_path / "coded"), TYPES)
-    for wrong in (2**61, -1):
-        edit("coded.idx", lambda x, wrong=wrong: x[:-24] + struct.pack("<q", wrong) + x[-16:])(split)
-        with pytest.raises(ValueError, match=r"entry [01], or the one after it, is"):
-            check_split(str(tmp_path / "coded"), TYPES)
-    os.mkfifo(tmp_path / "train.vocab")
-    with pytest.raises(ValueError, match=r"train\.vocab is no regular file"):
-        check_split(str(split), TYPES)
 
 
 def test_tokens_are_whole_numbers_of_their_type(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints are loaded without running what is in them, and those of old releases, too."""
+"""Checkpoints, also those of old releases, are loaded without running code in them."""
 
 import argparse
 import io
@@ -24,17 +24,6 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
-class Forged:
-    """Unpickled, an array of two numbers of another shape."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def __reduce__(self) -> tuple[object, ...]:
-        function, arguments, state = np.arange(2.0).__reduce__()
-        return function, arguments, (state[0], self.shape, *state[2:])
-
-
 def checkpoint(**entries: object) -> dict[str, object]:
     run = {"criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqNAG", "num_updates": 7}
     return {
@@ -46,8 +35,8 @@ def checkpoint(**entries: object) -> dict[str, object]:
     }
 
 
-def saved(content: object, zipped: bool = True, keep: float = 1.0, old: bytes = b"", new: bytes = b"") -> bytes:
-    """As torch.save writes it, or as it did before torch 1.6; a part of that, or with other names of what is in it."""
+def saved(content: object, zipped: int = True, keep: float = 1.0, old: bytes = b"", new: bytes = b"") -> bytes:
+    """As torch.save writes it, or as it did before torch 1.6; a part of that, or with other names in it."""
     file = io.BytesIO()
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
     written = file.getvalue()[: int(keep * len(file.getvalue()))]
@@ -98,33 +87,21 @@ def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: 
         content = saved(checkpoint(metrics=loaded))
 
 
+# tests/test_bounded_loading.py and tests/test_integrity.py have more of what is refused.
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (lambda witness: saved(checkpoint(args=Hostile(witness))), "asks for .*open"),
-        (lambda witness: saved(checkpoint(args=Hostile(witness)), zipped=False), "asks for .*open"),
-        (lambda witness: pickle.dumps(Hostile(witness), protocol=2), ""),
-        (saved(checkpoint(metrics=np.array([{}, []], dtype=object))), "only numbers are allowed"),
-        (
-            lambda _: saved(checkpoint(metrics=Forged((10**12,)))),
-            r"cannot be loaded.*a NumPy array of shape \(1000000000000,\) with 16 bytes",
-        ),
-        (
-            lambda _: saved(checkpoint(metrics=Forged((-1, -2)))),
-            "cannot be loaded.*a shape with a part that is no whole number, or below 0",
-        ),
-        (b"", "empty"),
-        (b"no checkpoint", "no checkpoint .torch.save writes no opcode b'n'"),
-        *[(saved(checkpoint())[:length], "cut short") for length in (1, 10)],
-        *[(saved(checkpoint(), keep=keep), "cut short") for keep in (0.5, 0.99)],
-        *[(saved(checkpoint(), zipped=False, keep=keep), "cut short") for keep in (0.1, 0.3, 0.6, 0.9, 0.95, 0.99)],
-        *[(saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)})],
+        *((lambda path, zipped=z: saved(checkpoint(args=Hostile(path)), zipped), "asks for .*open") for z in (0, 1)),
+        (lambda path: pickle.dumps(Hostile(path), protocol=2), ""),
+        (lambda _: b"", "empty"),
+        *((lambda _, zipped=z: saved(checkpoint(), zipped, keep=0.9), "cut short") for z in (0, 1)),
+        *((lambda _, x=x: saved(x), "is not one of fairseq") for x in (torch.zeros(2), {"weight": torch.zeros(2)})),
     ],
 )
 def test_refuses_and_names_what_is_no_checkpoint_and_runs_nothing_of_it(load, content, says, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     with pytest.raises(ValueError, match=rf"file\.pt.* {says}") as error:
-        load(content if isinstance(content, bytes) else content(witness))
+        load(content(witness))
     assert "weights_only" not in str(error.value)  # no advice to run it after all
     assert not witness.exists()
 

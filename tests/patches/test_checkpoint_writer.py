@@ -1,11 +1,9 @@
 """Checkpoints of fairseq are whole or not there, and it writes to no file elsewhere."""
 
+import io
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,34 +42,28 @@ def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(save, t
     path, left, torch_save = tmp_path / "checkpoint_last.pt", failures, torch.save
     path.write_bytes(b"before")
 
-    def fail(file: Any, now: str) -> None:
+    def fail(now: str, file: Any) -> None:
         nonlocal left
         if left and now == when:
             left -= 1
-            with suppress(ValueError):  # it is closed
+            if not file.closed:
                 file.write(JUNK)
             raise FULL
 
-    class Failing:
-        def __init__(self, name: str, mode: str) -> None:
-            self.file = open(name, mode)  # noqa: SIM115
-
-        def __enter__(self) -> Any:
-            return self if when == "write" else self.file
-
+    class Failing(io.FileIO):
         def write(self, data: Any) -> int:
-            fail(self.file, "write")
-            return self.file.write(data)
+            if data is not JUNK:
+                fail("write", self)
+            return super().write(data)
 
-        def flush(self) -> None:
-            self.file.flush()
-
-        def __exit__(self, *ignored: object) -> None:
-            self.file.close()
-            fail(self.file, "close")
+        def close(self) -> None:
+            was_open = not self.closed
+            super().close()
+            if was_open:
+                fail("close", self)
 
     def save_failing(state: Any, file: Any) -> None:
-        fail(file, "torch")
+        fail("torch", file)
         torch_save(state, file)
 
     monkeypatch.setattr(checkpoint_writer, "open", Failing, raising=False)
@@ -93,51 +85,23 @@ def test_what_a_link_names_is_not_written_to(save, tmp_path):
     assert precious.read_text() == "precious" and not path.is_symlink() and why_damaged(path) is None
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch) -> SimpleNamespace:
-    """A run whose `save`, at the end of an epoch, returns what the best checkpoint and the last one hold."""
-    from fairseq import checkpoint_utils
-    from fairseq.dataclass.configs import CheckpointConfig
-
-    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
-    config = CheckpointConfig(save_dir=str(tmp_path), no_epoch_checkpoints=True)
-    epochs = SimpleNamespace(epoch=1, end_of_epoch=lambda: True, state_dict=dict)
-    trainer = Mock(data_parallel_rank=0, checkpoint_suffix="", should_save_checkpoint_on_current_rank=True)
-    trainer.get_num_updates.return_value = 7
-
-    def save(content: str) -> list[str]:
-        trainer.save_checkpoint = lambda path, state: Path(path).write_text(content)
-        with suppress(KeyboardInterrupt):
-            checkpoint_utils.save_checkpoint(config, trainer, epochs, 1.0)
-        return [path.read_text() for path in sorted(tmp_path.glob("*.pt"))]
-
-    return SimpleNamespace(save=save, config=config)
-
-
-def test_a_copy_that_is_cut_off_leaves_the_last_checkpoint_whole(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_copy_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch, later):
     from fairseq import checkpoint_writer
 
     def cut_off(source, target, size: int) -> None:
         target.write(source.read(1))
-        raise KeyboardInterrupt
-
-    assert run.save("first") == ["first", "first"]
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer.shutil, "copyfileobj", cut_off)
-        assert run.save("second") == ["second", "first"]
-    assert run.save("third") == ["third", "third"] and len(list(tmp_path.iterdir())) == 2
-
-
-def test_background_writes_are_of_copies_and_their_failures_are_raised(run, tmp_path, monkeypatch):
-    from fairseq import checkpoint_writer
-    from fairseq.file_io import PathManager
+        raise FULL
 
     monkeypatch.setattr(checkpoint_writer, "find_spec", lambda name: True)
-    run.config.write_checkpoints_asynchronously = True
-    run.save("first")
-    PathManager.async_close()
-    assert (tmp_path / "checkpoint_last.pt").read_text() == "first"
-    checkpoint_writer.copy(str(tmp_path / "none.pt"), str(tmp_path / "checkpoint_last.pt"), True)
-    with pytest.raises(FileNotFoundError):
-        PathManager.async_close()
-    assert (tmp_path / "checkpoint_last.pt").read_text() == "first"
+    source, path = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    for content in ("first", "second"):
+        source.write_text(content)
+        checkpoint_writer.copy(str(source), str(path), later)
+        checkpoint_writer.finish()
+        assert path.read_text() == content
+    monkeypatch.setattr(checkpoint_writer.shutil, "copyfileobj", cut_off)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint_writer.copy(str(source), str(path), later)
+        checkpoint_writer.finish()
+    assert path.read_text() == "second" and len(list(tmp_path.iterdir())) == 2

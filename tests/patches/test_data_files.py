@@ -125,25 +125,6 @@ def test_data_that_lacks_what_its_index_says_and_pipes_are_refused(tmp_path):
         data_files.DataFile(str(tmp_path / "pipe"))
 
 
-def test_data_that_has_changed_between_two_epochs_is_named(tmp_path):
-    path, files = written(tmp_path, "mmap"), data_files.TrainingFiles()
-
-    def load() -> None:
-        with files.loading():
-            data_utils.load_indexed_dataset(str(tmp_path / "train"), WORDS)
-            data_utils.load_indexed_dataset(str(tmp_path / "nothing"), WORDS)
-
-    load()
-    assert [Path(name).name for name in files.now] == ["train.idx", "train.bin"]
-    os.utime(path, (1, 1))
-    load()
-    replace(path)
-    with pytest.raises(
-        ValueError, match=r"train\.bin has changed since this training read it: its 24 bytes are others"
-    ):
-        load()
-
-
 FILES = {"a/train.idx": data_files.Content(9, 1), "a/train.bin": data_files.Content(8, 2)}
 OTHERS = {"b/train.idx": data_files.Content(9, 1), "b/train.bin": data_files.Content(7, 2)}
 

@@ -1,4 +1,7 @@
-"""The parts of a language model around its layers compute in fewer operators what they computed in more."""
+"""The parts of a language model around its layers have fewer operators and the same results."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,13 +33,9 @@ def test_positions_without_padding_are_rows_that_follow_each_other(length: int) 
     assert positions.half()(words).dtype == torch.float16
 
 
-def softmax() -> AdaptiveSoftmax:
-    torch.manual_seed(0)
-    return AdaptiveSoftmax(30, 8, [10, 20], 0.0, 1, adaptive_inputs=AdaptiveInput(30, PAD, 8, 1, 8, [10, 20]))
-
-
-def test_the_first_band_of_many_words_is_one_product() -> None:
-    head = softmax().head
+def test_the_first_cluster_of_many_tokens_is_one_product() -> None:
+    embed = AdaptiveInput(30, PAD, 8, 1, 8, [10, 20])
+    head = AdaptiveSoftmax(30, 8, [10, 20], 0.0, 1, adaptive_inputs=embed).head
     for rows in (16, 15):  # twice the width, and fewer
         x = torch.randn(rows, 8, requires_grad=True)
         inputs = [x, head.word_proj.weight, head.class_proj.weight]
@@ -49,32 +48,43 @@ def test_the_first_band_of_many_words_is_one_product() -> None:
         )
 
 
-def test_the_loss_is_the_sum_of_the_bands() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder = torch.nn.Module()
-            self.decoder.adaptive_softmax = softmax()
+ENDS = [4, 6, 9, 12]
+BATCHES = [[[0, 11, 4], [4, 1, 3]], [[8, 8, 8]]]
 
-        def forward(self, x):
-            return (x,)
 
-        def get_targets(self, sample, _):
-            return sample["target"]
+@pytest.mark.parametrize("tokens", [*BATCHES, [[0, 1, 3]], [[]]], ids=str)
+def test_every_token_is_in_its_cluster(tokens):
+    from fairseq.modules import clusters
 
-    criterion = AdaptiveLoss.__new__(AdaptiveLoss)
-    torch.nn.Module.__init__(criterion)
-    criterion.padding_idx, criterion.sentence_avg = PAD, False
-    model, x = Model(), torch.randn(1, 9, 8, requires_grad=True)
-    for words in ([4, 5, 6, 7, 8, 9, 4, 5, PAD], [4, 12, 25, 7, 8, 29, 14, 5, PAD]):  # of one band, of all
-        target = torch.tensor([words])
-        loss, size, _ = criterion(model, {"net_input": {"x": x}, "target": target})
-        bands = model.decoder.adaptive_softmax
-        first = bands.head(x[0]).log_softmax(-1)
-        tails = [tail(x[0]).log_softmax(-1) + first[:, 10 + i, None] for i, tail in enumerate(bands.tail)]
-        scores = torch.cat([first[:, :10], *tails], dim=1)
-        wanted = -scores.gather(1, target.t()).flatten()[target[0] != PAD].sum()
-        assert loss.shape == (1,) and size == 8
-        torch.testing.assert_close(loss[0], wanted)
-        gradients = (torch.autograd.grad(sum_, x, retain_graph=True)[0] for sum_ in (loss, wanted))
-        torch.testing.assert_close(*gradients)
+    flat = torch.tensor(tokens, dtype=torch.long).view(-1)
+    found, starts, joined = clusters.find(flat.view(len(tokens), -1), ENDS), [0, *ENDS[:-1]], []
+    for number, (places, ids) in enumerate(zip(found.places, found.ids, strict=True)):
+        inside = [i for i, token in enumerate(flat.tolist()) if starts[number] <= token < ENDS[number]]
+        assert (places is None and ids is None and not inside) or (
+            places.tolist() == inside and (ids + starts[number]).tolist() == flat[inside].tolist()
+        )
+        joined += inside
+        assert all(found.heads[i] == (flat[i] if number == 0 else 3 + number) for i in inside)
+    assert [joined[i] for i in found.back] == list(range(flat.numel()))
+    with pytest.raises(ValueError, match="token ids range from 0 to 12; they must be from 0 to 11"):
+        clusters.find(torch.tensor([0, 12]), ENDS)
+
+
+@pytest.mark.parametrize("tokens", BATCHES, ids=str)
+def test_adaptive_input_and_loss_are_those_of_every_token(tokens):
+    tokens = torch.tensor(tokens, dtype=torch.long)
+    torch.manual_seed(0)
+    embed = AdaptiveInput(12, PAD, 8, 2, 8, ENDS[:-1])
+    softmax = AdaptiveSoftmax(12, 8, ENDS[:-1], 0.0, factor=2, adaptive_inputs=embed, tie_proj=True)
+    x = embed(tokens)
+    for position, token in enumerate(tokens.view(-1).tolist()):
+        cluster = next(i for i, end in enumerate(ENDS) if token < end)
+        expected = embed.embeddings[cluster](torch.tensor(token - [0, *ENDS][cluster]))
+        assert torch.allclose(x.view(-1, 8)[position], expected, atol=1e-6)
+    model = Mock(decoder=SimpleNamespace(adaptive_softmax=softmax), return_value=(x,), get_targets=lambda *_: tokens)
+    criterion = AdaptiveLoss(SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD)), False)
+    loss, size, _ = criterion(model, {"net_input": {}, "target": tokens})
+    scores = softmax.get_log_prob(x, None).gather(-1, tokens[..., None]).squeeze(-1)
+    wanted = -scores[tokens != PAD].sum()
+    assert loss.shape == (1,) and size == int((tokens != PAD).sum())
+    torch.testing.assert_close(loss[0], wanted)

@@ -1,4 +1,4 @@
-"""A run that goes on within an epoch reads what is left of it, once, however its batches are made then."""
+"""A run that goes on within an epoch reads its rest once, however batches are made then."""
 
 import random
 from itertools import chain, islice
@@ -15,13 +15,11 @@ pytestmark = pytest.mark.usefixtures("our_fairseq")
 class Numbers(FairseqDataset):
     """Samples that are their numbers; `prefetches` as a data set that fairseq keeps in memory."""
 
+    supports_prefetch = False
+
     def __init__(self, count: int, longest: int = 5, prefetches: bool = False) -> None:
         self.sizes = np.arange(count) % longest + 1
-        self.prefetches = prefetches
-
-    @property
-    def supports_prefetch(self) -> bool:
-        return self.prefetches
+        self.supports_prefetch = prefetches
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -31,8 +29,6 @@ class Numbers(FairseqDataset):
 
     def num_tokens(self, index: int) -> int:
         return int(self.sizes[index])
-
-    size = num_tokens
 
     def ordered_indices(self) -> np.ndarray:
         return np.argsort(self.sizes, kind="stable")
@@ -143,13 +139,11 @@ def test_what_was_read_of_other_samples_says_nothing_of_these(caplog):
     assert caplog.text.count("of other samples: as many batches as were read are left out, unless --reset-dat") == 2
 
 
-@pytest.mark.parametrize("why", ["no task divides them", "samples repeat"])
-def test_other_batches_are_refused_where_what_is_left_is_unknown(why):
+@pytest.mark.parametrize("change", [{"divide": None}, {"_frozen_batches": ([7], [8], [7])}])
+def test_other_batches_are_refused_where_what_is_left_is_unknown(change):
+    """Where no task divides samples into batches, or samples repeat."""
     [other] = iterators(max_sentences=4)
-    if why == "samples repeat":
-        other._frozen_batches = (*other.frozen_batches, [7])
-    else:
-        other.divide = None
+    vars(other).update(change)
     with pytest.raises(ValueError, match="stopped within an epoch of other batches; they must be the same, or --reset"):
         other.load_state_dict(read_until(4))
 

@@ -17,7 +17,6 @@ from tests.conftest import command
 pytest.importorskip("fairseq.whole_folders", reason="needs the fairseq of tools/build_fairseq.py --force")
 pytestmark = pytest.mark.usefixtures("our_fairseq")
 
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 BAD = b"a b\n" * 9 + b"\xc3\xb6 \xff\n" + b"b c\n" * 9
 SAYS = "line 10: not UTF-8, byte 4 of the line is 0xff (byte 40 of the file)"
 
@@ -52,25 +51,6 @@ def test_dictionaries_are_loaded_as_they_were_saved(tmp_path, words):
     dictionary.add_symbol("two\nlines")
     with pytest.raises(ValueError, match=r"the symbol 'two\\nlines', which cannot be saved: it ends a line"):
         dictionary.save(str(tmp_path / "dict.txt"))
-
-
-def test_symbols_that_are_overwritten_keep_their_numbers_and_stand_once(tmp_path):
-    rows = [f"{word} 1 #fairseq:overwrite" for word in SPECIAL] + ["a 9", "b 8", "a 7 #fairseq:overwrite"]
-    (tmp_path / "first").write_text("\n".join(rows) + "\n")
-    first = Dictionary.load(str(tmp_path / "first"))
-    assert [first.index(word) for word in (*SPECIAL, "b", "a")] == [4, 5, 6, 7, 9, 10]
-    assert [first[number] for number in range(8)] == 2 * SPECIAL and first.bos() == 0
-    assert first.string([6, 9, 10, 3, 7], include_eos=True) == "</s> b a <unk> <unk>"
-    second = saved_and_loaded(first, tmp_path / "second")
-    third = saved_and_loaded(second, tmp_path / "third")
-    for dictionary in (first, second, third):
-        assert len(set(dictionary.symbols)) == len(dictionary) == len(dictionary.indices) == 11
-        assert dictionary.symbols == first.symbols and dictionary.indices == first.indices
-        assert [dictionary[number] for number in (*range(8), 9, 10)] == [*SPECIAL, *SPECIAL, "b", "a"]
-    assert (tmp_path / "second").read_text() == (tmp_path / "third").read_text()
-    updated = Dictionary()
-    updated.update(first)
-    assert len(updated) == 11
 
 
 @pytest.mark.parametrize(
@@ -178,12 +158,11 @@ def test_data_that_is_preprocessed_again_is_read_on_as_it_was(tmp_path):
     os.close(descriptor)
 
 
-def align(bad: Path, *flags: str) -> str:
+def align(bad: Path) -> str:
     for language in ("en", "de"):
         bad.with_suffix(f".{language}").write_text("a b\n" * 19)
-    prefix = str(bad.with_suffix(""))
-    out = str(bad.with_name("out"))
-    return command("preprocess", *"-s en -t de --trainpref".split(), prefix, "--destdir", out, *flags)
+    flags = ["--trainpref", str(bad.with_suffix("")), "--destdir", str(bad.with_name("out"))]
+    return command("preprocess", *f"-s en -t de --align-suffix {bad.suffix[1:]}".split(), *flags)
 
 
 def subwords(bad: Path) -> object:
@@ -201,8 +180,7 @@ def score(*flags: str, given: bytes = b"") -> str:
 
 
 READERS = {
-    "alignments": lambda bad: align(bad, "--align-suffix", bad.suffix[1:]),
-    "alignments for a table": lambda bad: align(bad, "--alignfile", str(bad)),
+    "alignments": align,
     "scored": lambda bad: score("--sys", str(bad), "--ref", __file__),
     "reference": lambda bad: score("--sys", str(bad), "--ref", str(bad)),
     "standard input": lambda bad: score("--ref", __file__, given=bad.read_bytes()),
@@ -233,13 +211,9 @@ def test_a_command_without_a_plugin_ends_in_one_line(capsys, monkeypatch):
     # Commands set their log up before they import fairseq, which would do it otherwise.
     code = "import sys, fairseq_cli; sys.exit('fairseq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    shown: list[object] = []
-    fairseq_cli._end(lambda *error: shown.append(error), ValueError, ValueError("x"), None)
-    with pytest.raises(SystemExit, match="2"):
-        fairseq_cli._end(print, FileError, FileError("text, line 1: not UTF-8"), None)
-    with pytest.raises(SystemExit, match="2"):
-        fairseq_cli._end(print, InvalidInput, InvalidInput("--lr is ''"), None)
-    assert capsys.readouterr().err == "".join(
-        f"fairseq-preprocess: error: {line}\n" for line in ("text, line 1: not UTF-8", "--lr is ''")
-    )
-    assert len(shown) == 1
+    for error in (FileError("text, line 1: not UTF-8"), InvalidInput("--lr is ''")):
+        with pytest.raises(SystemExit, match="2"):
+            fairseq_cli._end(print, type(error), error, None)
+        assert capsys.readouterr().err == f"fairseq-preprocess: error: {error}\n"
+    fairseq_cli._end(lambda *error: print(error[1]), ValueError, "x", None)
+    assert capsys.readouterr().out == "x\n"

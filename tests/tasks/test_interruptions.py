@@ -1,9 +1,11 @@
 """Signals, folders and files that a long run may meet: it ends with a checkpoint, or does not begin."""
 
+import importlib
 import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.tasks.conftest import forked, slow
 from tests.tasks.test_log_outlets import log_to
 from tests.tasks.test_resuming import CARRY
 
+pytestmark = pytest.mark.usefixtures("our_fairseq")
 FLAGS = [*CARRY, "--decoder-layers", "1", "--no-epoch-checkpoints"]
 
 
@@ -265,3 +268,9 @@ def test_a_training_on_a_cpu_keeps_the_memory_of_large_tensors(corpus, tmp_path,
     monkeypatch.setattr(long_runs, "keep_freed_memory", lambda: kept.append(True))
     train(corpus, tmp_path, *FLAGS, "--max-update", "1", "--no-save")
     assert kept
+
+
+def test_a_fairseq_that_is_not_patched_is_told(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "fairseq.extensions", None)
+    importlib.reload(long_runs)
+    assert "this fairseq is not patched: an interrupted training saves no checkpoint" in caplog.text

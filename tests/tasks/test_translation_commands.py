@@ -169,7 +169,17 @@ def test_interactive_skips_a_byte_order_mark_and_names_invalid_utf8(
             translate(text + b"e3 \xff\n", *flags)
 
 
-# Alignments in generation: tests/models/test_fast_weight_transformer.py.
+def test_interactive_writes_soft_alignments(our_fairseq, pairs, tmp_path, capsys):
+    train_translation(pairs, tmp_path, "--arch", "transformer_tiny", "--max-update", "1")
+    (tmp_path / "input").write_text("e1 e2 e3\n")
+    flags = f"--path {tmp_path}/checkpoint_last.pt --input {tmp_path}/input --max-len-b 4 --print-alignment soft"
+    command("interactive", str(pairs), *TRANSLATION, *QUIET, *flags.split())
+    (alignment,) = re.findall(r"(?m)^A-0\t(.*)$", capsys.readouterr().out)
+    for probabilities in alignment.split():
+        assert sum(map(float, probabilities.split(","))) == pytest.approx(1, abs=0.01)
+
+
+# What generation refuses of alignments is in tests/models/test_fast_weight_transformer.py.
 def test_a_memory_does_not_learn_from_alignments(pairs, tmp_path):
     flags = "--load-alignments --label-smoothing 0.1 --criterion label_smoothed_cross_entropy_with_alignment"
     with pytest.raises(ValueError, match="load_alignments is True; it must be left out"):

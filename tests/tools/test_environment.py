@@ -29,7 +29,7 @@ def source(our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The files of the release that are patched: those of the fairseq that is installed, with all patches undone."""
     monkeypatch.setattr(fairseq_patches, "in_order", lambda: PATCHES)
     root = tmp_path / "fairseq-0.12.2"
-    for name in {name for patch in PATCHES for name in re.findall(r"^diff --git .* b/(.*)", patch.read_text(), re.M)}:
+    for name in {name for patch in PATCHES for name in re.findall(r"^\+\+\+ b/(.*)", patch.read_text(), re.M)}:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(INSTALLED / name, root / name)
     for patch in reversed(PATCHES):
@@ -50,6 +50,16 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
     assert fairseq.__version__ == VERSION
     with pytest.raises(BuildError, match=rf"^cannot apply {PATCHES[0].name} to the source of .*: fairseq"):
         apply_patches(source)
+
+
+def test_calls_that_would_run_code_are_replaced() -> None:
+    loads = "torch.load(f)\ntorch.load(\n    f,\n)\ntorch.load(f, weights_only=False)\n"
+    unsafe = f"# Head.\nimport torch\nx = eval(y) + model.eval()\n{loads}os.system(x)\nyaml.load(f, yaml.FullLoader)\n"
+    safe = fairseq_patches.with_safe_calls(unsafe)
+    imports = "from fairseq.settings import run_without_shell\nfrom fairseq.settings import literal\nimport torch\n"
+    loads = loads.replace("(f)", "(f, weights_only=True)").replace("f,\n)", "f,\n weights_only=True)")
+    calls = f"x = literal(y) + model.eval()\n{loads}run_without_shell(x)\nyaml.load(f, yaml.SafeLoader)\n"
+    assert safe == f"# Head.\n{imports}{calls}" == fairseq_patches.with_safe_calls(safe)
 
 
 A, B, NEW = "ImportError: a", "ImportError: b", "download install"
@@ -121,7 +131,7 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
     assert not edit("save", "error: .*: 1 changed files are not committed, among them new.py")
     edit_patches._commit(commits, "Setup: no more\n\nIts reason.")
     assert edit("save") == {name := f"{len(before) + 1:04d}-setup-no-more.patch"}
-    assert (patches / name).read_text().startswith("Setup: no more\n\nIts reason.\n\ndiff")
+    assert (patches / name).read_text().startswith("Setup: no more\n\nIts reason.\n\n--- /dev/null\n")
 
 
 @pytest.fixture

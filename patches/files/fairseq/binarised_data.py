@@ -1,10 +1,8 @@
-"""Looks at binarised data, and whether a dictionary is a file, before anything of it is read.
+"""Checks binarised data, and that a dictionary is a file, before they are read.
 
-Every load of an indexed data set and of a dictionary calls this module.
-
-fairseq believes what an index says: one that is cut short is an error of NumPy, or numbers that memory held by chance;
-one that says more than there is in the file with the tokens, and a token that the dictionary has not, are errors in the
-middle of an epoch.
+Every load of an indexed data set and of a dictionary calls this module. fairseq trusts an index: one that is cut short
+is an error of NumPy, or gives numbers that memory held by chance; one of a longer file, and a token that is not in the
+dictionary, are errors in the middle of an epoch.
 """
 
 import math
@@ -20,8 +18,8 @@ from fairseq.data_files import note, state_of
 from fairseq.text_files import FileError, open_text
 
 _MMAP, _CACHED, _HUFFMAN = b"MMIDIDX\x00", b"TNTIDX\x00\x00", b"HUFFIDX\x00"
-_HEADS = {_MMAP: "<BQBQ", _CACHED: "<QQQQQ", _HUFFMAN: "<BQQQ"}
-"""What follows the magic number; that of two formats has a ninth byte."""
+_HEADS = {_MMAP: "<BQBQ", _CACHED: "<QQQQQ"}
+"""The formats of the bytes after the magic number, which has a ninth byte in the first of them."""
 _TYPES = {
     1: np.uint8,
     2: np.int8,
@@ -34,7 +32,7 @@ _TYPES = {
     9: np.uint32,
     10: np.uint64,
 }
-"""Numbers of the types of tokens, as fairseq has them."""
+"""fairseq's codes of types."""
 _DIMENSIONS = 32
 """NumPy's arrays have no more."""
 
@@ -48,7 +46,7 @@ class _Index(NamedTuple):
         size: of the file, in bytes.
     """
 
-    dtype: np.dtype[Any] | None  # no numbers, but a code
+    dtype: np.dtype[Any]
     first: int
     size: int
 
@@ -62,8 +60,8 @@ def check_split(prefix: str, dictionary: Sized | None) -> None:
     if not (os.path.exists(index) and os.path.exists(tokens)):
         note(path for path in (prefix, f"{prefix}.fasta") if os.path.isfile(path))
         return
-    for path in (index, tokens, f"{prefix}.vocab"):
-        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+    for path in (index, tokens):
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise FileError(f"{path} is no regular file; data must be what fairseq-preprocess wrote")
     _check(prefix, None if dictionary is None else len(dictionary), state_of(index), state_of(tokens))
     note((index, tokens))
@@ -78,7 +76,7 @@ def check_folder(path: str) -> None:
 def open_dictionary(path: str) -> TextIO:
     """Opens a dictionary; a pipe alone that the shell made of a command's output, as in `--srcdict <(...)`.
 
-    Raises `FileError` if there is none, and for what is no file: to open a pipe might wait forever.
+    Raises `FileError` if there is none, and for a folder or another pipe, which might be waited for forever.
     """
     if not os.path.exists(path):
         raise FileError(f"there is no dictionary {path}; fairseq-preprocess writes it beside the data")
@@ -92,13 +90,15 @@ def open_dictionary(path: str) -> TextIO:
 def _check(prefix: str, types: int | None, *_: object) -> None:
     path = f"{prefix}.bin"
     index = _read_index(f"{prefix}.idx")
+    if index is None:
+        return
     size = os.path.getsize(path)
     if size != index.size:
         raise FileError(
             f"{path} has {size:,} bytes; by {os.path.basename(prefix)}.idx it must have {index.size:,}: it is cut "
             "short, or the index is of other data"
         )
-    if types is None or index.dtype is None:
+    if types is None:
         return
     if index.dtype.kind not in "iu":
         raise FileError(f"{path} holds numbers of type {index.dtype}; tokens must be whole numbers")
@@ -119,27 +119,25 @@ def _extremes(path: str, dtype: np.dtype[Any]) -> tuple[int, ...]:
     return (max(found), min(found)) if found else ()
 
 
-def _read_index(path: str) -> _Index:
-    """Raises `FileError` if the index is damaged."""
+def _read_index(path: str) -> _Index | None:
+    """None for a Huffman code, which is not checked. Raises `FileError` if the index is damaged."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         magic = file.read(8)
+        if magic == _HUFFMAN:
+            return None
         if magic not in _HEADS:
             raise FileError(f"{path} is damaged: it begins with {magic!r}, as no index does")
         head = file.read(struct.calcsize(_HEADS[magic]))
         if len(head) < struct.calcsize(_HEADS[magic]):
             raise FileError(f"{path} is cut short: it has {size} bytes, fewer than an index begins with")
         values = struct.unpack(_HEADS[magic], head)
-        code, unit, numbers, length = 1, 0, 0, 0
         if magic == _MMAP:
             ninth, version, code, entries = values
             expected = 26 + entries * (4 + 8)
-        elif magic == _CACHED:
+        else:
             version, code, unit, entries, numbers = values
             ninth, expected = 0, 48 + 8 * (2 * (entries + 1) + numbers)
-        else:
-            ninth, version, length, entries = values
-            expected = 33 + entries * (4 + 8)
         if ninth or version != 1 or code not in _TYPES:
             raise FileError(
                 f"{path} is damaged: version {version + (ninth << 64)} and type {code}, where version is 1 and type "
@@ -155,26 +153,18 @@ def _read_index(path: str) -> _Index:
             dims, places = (np.fromfile(file, np.int64, entries + 1) for _ in range(2))
             sizes = _sizes(dims, np.fromfile(file, np.int64, numbers))
             wrong = (sizes < 0) | (np.diff(places) != sizes) | (unit != dtype.itemsize)
-        else:
+        else:  # each begins where those before it end
             sizes = np.fromfile(file, np.int32, entries).astype(np.int64)
             places = np.fromfile(file, np.int64, entries)
-            if magic == _MMAP:  # each begins where those before it end
-                end = places[-1:] + sizes[-1:] * dtype.itemsize
-                places = np.append(places, end)
-                wrong = (sizes < 0) | (np.diff(places) != sizes * dtype.itemsize)
-            else:  # where each ends; a token has a bit at least
-                places = np.concatenate([[0], places])
-                wrong = (sizes < 0) | (np.diff(places) < 0) | (np.diff(places) * 8 < sizes)
+            places = np.append(places, places[-1:] + sizes[-1:] * dtype.itemsize)
+            wrong = (sizes < 0) | (np.diff(places) != sizes * dtype.itemsize)
         last = int(places[-1]) if len(places) else 0
-        if wrong.any() or (places < 0).any() or places[:1].any() or (magic == _HUFFMAN and last != length):
+        if wrong.any() or (places < 0).any() or places[:1].any():
             raise FileError(
                 f"{path} is damaged: entry {int(wrong.argmax())}, or the one after it, is where no entry can be"
             )
-        return {
-            _MMAP: _Index(dtype, 0, last),
-            _CACHED: _Index(dtype, 1, last * dtype.itemsize),  # the format is Lua's, which counts from 1
-            _HUFFMAN: _Index(None, 0, last),
-        }[magic]
+        # The cached format is Lua's, which counts from 1.
+        return _Index(dtype, 0, last) if magic == _MMAP else _Index(dtype, 1, last * dtype.itemsize)
 
 
 def _sizes(dims: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -15,14 +15,14 @@ _DATA = ("train_subset", "batch_size", "max_tokens", "required_batch_size_multip
 _SAME_SHAPES = re.compile(
     ".*(attention_heads|activation_fn|normalize_before|no_scale_embedding|positional_embeddings)|(share|tie)_.*"
 )
-"""Settings that change what a model computes, or which weights are one, and no weight's name or shape."""
+"""Settings that change a model's computation or tie weights, but no weight's name or shape."""
 
 Changes = dict[str, tuple[Any, Any]]
 """By name, the setting of the checkpoint and that of the run."""
 
 
 def of_data(former: Any, now: Any) -> str:
-    """The settings that change the samples of an epoch or its batches, in words; "" for none."""
+    """The changed settings on which the samples of an epoch or its batches depend, in words; "" for none."""
     shared = _changes(former, now, "dataset") | _changes(former, now, "common")
     found = _changes(former, now, "task") | {name: shared[name] for name in _DATA if name in shared}
     processes = _changes(former, now, "distributed_training")
@@ -71,7 +71,7 @@ def _misfit(path: str, changes: Changes) -> InvalidInput:
 
 
 def _changes(former: Any, now: Any, part: str) -> Changes:
-    """The settings of a part that both have and that differ; what a file says is not resolved."""
+    """The settings of a part that both have and that differ; a checkpoint's interpolations are not resolved."""
     one, other = _plain(getattr(former, part, None), False), _plain(getattr(now, part), True)
     both = [name for name in other if name in one and not name.startswith("_")]
     return {name: (one[name], other[name]) for name in both if str(one[name]) != str(other[name])}

@@ -1,6 +1,6 @@
 """Loads checkpoint files without running code that they may contain.
 
-Every read of a checkpoint goes through this module. `checkpoint_pickles` says what may be in one.
+Every read of a checkpoint goes through this module. `checkpoint_pickles` lists the classes that may be in one.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,7 @@ def open_checkpoint(file: str, path: str) -> BinaryIO:
 
 
 def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Lets a function that reads a checkpoint, its first argument, fail in one line that names it.
-
-    It converts what old versions of fairseq wrote, and fails wherever something else is found.
-    """
+    """Lets a function that reads and upgrades a checkpoint, its first argument, fail in one line that names it."""
 
     @wraps(load)
     def named(path: str, *others: Any, **options: Any) -> dict[str, Any]:

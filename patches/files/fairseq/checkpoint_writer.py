@@ -1,7 +1,7 @@
 """Writes checkpoints, each of which is whole or not there.
 
-A file is written beside the one that it replaces, from its beginning at each try, and gets a checkpoint's name when all
-of it is there. What stands in its way, such as a link to a file elsewhere, is removed and never written to.
+A file is written beside the one that it replaces, from its beginning at each try, and is renamed when it is whole. A
+link in its place is removed, and nothing is written through it.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ import torch
 from fairseq.digests import with_digests
 
 _Result = TypeVar("_Result")
-_thread = ThreadPoolExecutor(1)  # which is started by the first that it is given
+_thread = ThreadPoolExecutor(1)  # starts with its first call
 _unfinished: list[Future[None]] = []
 
 
 def save(state: Any, path: str, in_background: bool = False) -> None:
     """Saves a checkpoint, with digests if it is a dictionary with "model".
 
-    Raises what the last of three tries raises; then there is no new file. With `in_background`, if iopath is installed,
-    a thread writes what is the state now, and what it raises comes from the next call or from `finish`.
+    The third failure is raised, and there is no new file then. With `in_background`, if iopath is installed, a thread
+    writes a copy of the present state; the next call, or `finish`, raises the thread's error.
     """
     state = with_digests(state)
     if _has_thread(in_background):
@@ -49,7 +49,7 @@ def copy(source: str, path: str, in_background: bool = False) -> None:
 
 
 def write_whole(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Has a file written by `write`; if that fails, twice more from the beginning."""
+    """Lets `write` write a file; if that fails, twice more from the beginning."""
     _in_three_tries(lambda: _write_once(path, write))
 
 
@@ -77,7 +77,7 @@ def _in_three_tries(act: Callable[[], _Result], left: int = 2) -> _Result:
 
 
 def finish() -> None:
-    """Waits for what is written in the background; raises what went wrong there."""
+    """Waits for writes in the background; raises their errors."""
     while _unfinished:
         _unfinished.pop(0).result()
 

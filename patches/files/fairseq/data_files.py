@@ -1,10 +1,9 @@
-"""Reads the files of data sets so that what changes them meanwhile is noticed, and notes which ones a training reads.
+"""Reads the files of data sets, notices changes of them meanwhile, and notes which ones a training reads.
 
-fairseq maps files into memory. Where such a file has been cut short since, reading it ends the process with SIGBUS,
-which Python cannot catch; where it has been written over, other data is read in silence. `DataFile` copies what is
-asked for by pread(2), and then looks at the file's size and time: what had been written before the copy was made has
-changed one of them. For each line this takes 3 microseconds longer than a memory map. A file that another one is
-renamed over, as fairseq-preprocess does it, stays open and can be read on.
+fairseq maps files into memory. If such a file has been cut short since, reading it ends the process with SIGBUS, which
+Python cannot catch; if it has been written over, other data is read in silence. `DataFile` copies bytes by pread(2),
+and then compares the file's size and time, one of which a write before the copy has changed. A line takes 3 more
+microseconds than from a memory map. A file that another one is renamed over, as by fairseq-preprocess, stays open.
 """
 
 import logging
@@ -27,7 +26,7 @@ _notes: "list[dict[str, Content]]" = []
 
 
 class Content(NamedTuple):
-    """The content of a file, as far as it is compared."""
+    """The size and the CRC-32 of a file, by which contents are compared."""
 
     size: int
     crc: int
@@ -53,7 +52,7 @@ class DataFile:
         _opened.add(self)
 
     def read_into(self, array: np.ndarray[Any, Any], place: int) -> None:
-        """Fills an array with what is at `place`, in bytes."""
+        """Fills an array with the bytes from `place` on."""
         rest: Any = array.reshape(-1).view(np.uint8)
         try:
             while len(rest) and (count := os.preadv(self._descriptor, [rest], int(place))):
@@ -71,12 +70,12 @@ class DataFile:
         return array
 
     def check(self) -> None:
-        """Raises a `FileError` if the file is another one than it was; what was read before may be of that one."""
+        """Raises a `FileError` if the file has changed since it was opened."""
         if complaint := self.why_changed():
             raise FileError(complaint)
 
     def why_changed(self) -> str | None:
-        """The error of a changed file; one that was only touched has none."""
+        """The error of a changed file; None for one that was only touched."""
         try:
             state = _state(os.fstat(self._descriptor))
         except OSError:
@@ -110,7 +109,7 @@ class DataFile:
 
 
 class TrainingFiles:
-    """The files of a training's data: what is in them when they are loaded, for the first time and again.
+    """The files of a training's data, whose contents are compared when they are loaded again.
 
     Attributes:
         now: those of this epoch, in the order in which they were loaded.
@@ -122,7 +121,7 @@ class TrainingFiles:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Notes what is loaded meanwhile. Raises `FileError` if a file has changed since an earlier epoch."""
+        """Notes the files that are loaded meanwhile. Raises `FileError` if one has changed since an earlier epoch."""
         with noted() as self.now:
             yield
         for path, found in self.now.items():
@@ -139,11 +138,11 @@ def kept(files: dict[str, Content]) -> list[list[Any]]:
 
 
 def compare(files: dict[str, Content], former: list[list[Any]], in_epoch: bool, goes_on: bool) -> None:
-    """Compares an epoch's data with what a checkpoint kept; data may have been moved.
+    """Compares an epoch's data with the contents that a checkpoint kept; data may have been moved.
 
     Args:
-        files: what is there.
-        former: what was `kept`.
+        files: the files that are there.
+        former: those that were `kept`.
         in_epoch: whether the checkpoint is from within an epoch, of which the rest is to be read.
         goes_on: whether it is the run's own last one, and none that --restore-file names.
 

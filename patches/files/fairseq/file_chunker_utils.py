@@ -1,7 +1,7 @@
 """Reads the parts of a text file that several processes share, line by line.
 
-This has the names of the module in fairseq as released, which searched for the beginning of a character by going back
-until the text could be read, and so, where a byte is no UTF-8, to before the file.
+It replaces fairseq's module of this name, which went back to find the beginning of a character, and before a byte that
+is not UTF-8 to before the file.
 """
 
 import codecs
@@ -29,7 +29,7 @@ class Chunker:
     """A context that gives the lines of a file from `start_offset` to `end_offset`; to its end if that is not positive.
 
     Raises:
-        FileError: for what is no UTF-8, when it is read.
+        FileError: when bytes that are not UTF-8 are read.
     """
 
     def __init__(self, path: str, start_offset: int, end_offset: int) -> None:

@@ -1,8 +1,7 @@
-"""Answers on the CPU what a batch on a GPU holds: how many words, whether there is padding, which of them are rare.
+"""Keeps a batch's copy on the CPU, which answers questions about the batch without waiting for a GPU.
 
-A question to a tensor on a GPU (`item()`, `nonzero()`, `if mask.any()`) waits until the GPU has done all that it was
-told before, and then has nothing to do until the next operator is started. A batch comes from the CPU, where it can be
-asked without waiting.
+A question to a tensor on a GPU (`item()`, `nonzero()`, `if mask.any()`) waits until all operators before it are done;
+then the GPU idles until the next one is launched. Batches come from the CPU, where an answer costs no wait.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 def move(x: Tensor, device: Any) -> Tensor:
-    """`x` on `device`, which remembers where it comes from; a GPU is not waited for."""
+    """Copies `x` to `device` without waiting for it; the copy remembers `x`."""
     if x.device.type == "cpu" and torch.device(device).type == "cuda" and x.numel():
         return remember(x.pin_memory().to(device=device, non_blocking=True), x)
     return x.to(device=device, non_blocking=True)
@@ -38,12 +37,12 @@ def known(x: Tensor) -> Tensor | None:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The numbers of `x` on the CPU, for which a GPU is waited for only if they were computed there."""
+    """The numbers of `x` on the CPU; waits for a GPU only if they were computed there."""
     found = known(x)
     return x.cpu() if found is None else found
 
 
 def contains(x: Tensor, number: int) -> bool:
-    """Says whether `number` is among the numbers of `x`."""
+    """True if `number` is among the numbers of `x`."""
     found = known(x)
     return bool(x.eq(number).any()) if found is None else number in found.numpy()

@@ -1,7 +1,7 @@
-"""Does what an optimizer does to all parameters in a few operators, in place of some for each of them.
+"""Updates all parameters in a few operators, where fairseq's optimizers launch several for each.
 
-A model of 16 layers has more than 200 parameters, most of them small: on a GPU to start an operator takes longer than
-to run it. PyTorch has operators that take lists of tensors (`torch._foreach_...`, `torch._fused_adamw_`), on a CPU too.
+A model of 16 layers has more than 200 parameters, most of them small: on a GPU, launching an operator takes longer than
+running it. PyTorch's operators for lists of tensors (`torch._foreach_...`, `torch._fused_adamw_`) run on a CPU too.
 """
 
 import math
@@ -14,9 +14,9 @@ from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
 _PORTION = 2**24
-"""So many numbers that are in 16 bits are in 32 bits at a time, for as long as they are computed with."""
+"""So many numbers of parameters in 16 bits are converted to 32 bits at a time."""
 NAG_ON = ("cuda",)
-"""The devices where `nag` takes all parameters together. A CPU that goes through one at a time has it in its cache."""
+"""The devices where `nag` takes all parameters together. A CPU keeps one parameter at a time in its cache."""
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -85,7 +85,7 @@ def _portions(things: Iterable[Any], size: Callable[[Any], int]) -> Iterator[lis
 def in_float32(params: Sequence[Any]) -> Iterator[tuple[list[Any], list[Tensor], list[Tensor]]]:
     """Parameters of one type that have gradients, their numbers and their gradients, in float32 for those in 16 bits.
 
-    These come in portions, and what becomes of their numbers is copied back.
+    Those in 16 bits come in portions, which are copied back after their update.
     """
     if params and params[0].dtype not in _HALF:
         yield list(params), [p.detach() for p in params], [p.grad.detach().to(p.dtype) for p in params]
@@ -111,8 +111,8 @@ def goes_together(p: Any) -> bool:
 def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[str, Any], skip: Any = None) -> list[Any]:
     """A step of fairseq's Adam for all parameters that have gradients and go together; returns the others.
 
-    fairseq adds epsilon to the square root of the running average before the bias of that is corrected, torch after it:
-    what torch is told is epsilon divided by the correction.
+    fairseq adds epsilon to the square root of the running average before its bias is corrected, torch after it: so
+    torch gets epsilon divided by the correction.
 
     Args:
         params: some of the group's.

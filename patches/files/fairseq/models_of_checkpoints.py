@@ -1,7 +1,7 @@
 """Makes the models that checkpoints hold: no larger than their weights allow, and of weights that a model can have.
 
-A checkpoint says in its settings what its model is. While it is made, its tensors are counted, so that a file of a few
-bytes cannot ask for gigabytes: not by a parameter, not by a table of positions that no file holds, not by a million
+A checkpoint's settings describe its model. While the model is made, its tensors are counted, so that a file of a few
+bytes cannot ask for gigabytes: not by a parameter, nor by a table of positions that no file holds, nor by a million
 layers.
 """
 
@@ -25,18 +25,18 @@ _TENSORS, _MORE_TENSORS = 100, 10_000
 _NO_SIZES = {"min_params_to_wrap", "seed"}
 """Whole numbers among a model's settings that make nothing larger."""
 _NO_MODEL = (RuntimeError, RecursionError)
-"""The errors of this kind that settings raise; others say what the machine lacks."""
+"""The RuntimeErrors that settings raise; others, of subclasses, are about the machine."""
 
 
 _OF_SIZES = (MemoryError, OverflowError, RuntimeError, TypeError)
-"""The errors that a size raises that is no number of this machine's."""
+"""The errors that too large a size raises."""
 
 
 class _TooLargeError(Exception):
     """A tensor of this shape is too large, or one too many."""
 
-    def __init__(self, what: str, shape: tuple[int, ...] = ()) -> None:
-        super().__init__(what)
+    def __init__(self, asked_for: str, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(asked_for)
         self.shape = shape
 
 
@@ -64,14 +64,14 @@ class _Limit(TorchDispatchMode):
         return made
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that a call would make, without numbers; nothing where that cannot be known."""
+        """The tensors that a call would make, without numbers; none if that cannot be known."""
         args, kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs = {**kwargs, "device": torch.device("meta")}
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         try:
             made = func(*args, **kwargs)
-        except Exception:  # the call itself says what is wrong with it
+        except Exception:  # the call itself raises the error
             return []
         return [tensor for tensor in _tensors(made) if tensor.untyped_storage()._cdata not in given]
 
@@ -140,7 +140,7 @@ def _read(settings: Any, name: str) -> Any:
     try:
         value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
         return literal(value) if isinstance(value, str) and value.lstrip().startswith(("[", "(")) else value
-    except Exception:  # a reference to nothing, or no literal: what uses it says so
+    except Exception:  # a reference to nothing, or no literal: its user raises the error
         return None
 
 

@@ -1,4 +1,4 @@
-"""Which samples of an epoch were read: a run that goes on with other batches leaves these out, and no others."""
+"""Notes which samples of an epoch were read: a run that goes on with other batches leaves out these alone."""
 
 import logging
 from typing import Any
@@ -26,6 +26,7 @@ class ReadSamples:
     def begin(self) -> None:
         """Begins an epoch, whose samples may have other sizes."""
         self._identity: list[int] | None = None
+        self._order: list[Any] | None = None
         self._before: torch.Tensor | None = None
         self.rest: Any = None
         self.start = 0
@@ -35,8 +36,10 @@ class ReadSamples:
         self._order = batches
         self._digest: int | None = None
 
-    def state(self, done: int) -> dict[str, Any]:
-        """The state for a checkpoint, after `done` batches of each process."""
+    def state(self, done: int) -> dict[str, Any] | None:
+        """The state for a checkpoint, after `done` batches of each process; None if no order was noted."""
+        if self._order is None:
+            return None
         read = _unpacked(self._before, len(self._iterator.dataset))
         read[_samples(self._order[: done * self._iterator.num_shards])] = True
         packed = torch.from_numpy(np.packbits(read))
@@ -100,6 +103,7 @@ class ReadSamples:
     def digest(self) -> int:
         """A digest of the epoch's batches, and of how many processes read them."""
         if self._digest is None:
+            assert self._order is not None
             lengths = [self._iterator.num_shards, *map(len, self._order)]
             self._digest = crc32(np.concatenate([lengths, _samples(self._order)]).tobytes())
         return self._digest

@@ -70,7 +70,7 @@ def _checked(size: Any, most: int) -> Any:
 
 
 def run_without_shell(command: str) -> int:
-    """Runs a command, of whose words a shell would run more; returns its exit status. It stands for `os.system`."""
+    """Runs a command without a shell, in place of `os.system`; returns its exit status."""
     return subprocess.call(shlex.split(command))
 
 
@@ -100,7 +100,7 @@ def check_literals(settings: Any) -> None:
 
 
 def check_checkpoint(path: str, state: Mapping[str, Any], overrides: Any) -> None:
-    """Raises a `FileError` if a checkpoint's settings, or what overrides them, are of another kind or no literals."""
+    """Raises a `FileError` if a checkpoint's settings, or their `overrides`, are of another kind or no literals."""
     args, cfg = state.get("args"), state.get("cfg")
     kinds: dict[str, tuple[Any, Any]] = {"args": (args, Namespace), "cfg": (cfg, dict)}
     if isinstance(cfg, dict):

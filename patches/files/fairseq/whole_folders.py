@@ -19,12 +19,12 @@ _PREFIX = ".unfinished-"
 
 @contextmanager
 def put_in_place(folder: str) -> Iterator[str]:
-    """A folder to write files into, which then take their places in `folder`, all after the last one is written.
+    """A folder to write files into, which are moved to `folder` after the last one is written.
 
-    Who reads a file that is replaced keeps it. After an error the files are removed, and what was there before stays;
-    what a process has left that was killed is removed by the next one.
+    A reader of a file that is replaced keeps the old one. After an error the new files are removed and the old ones
+    stay. Files that a killed process left are removed by the next one.
     """
-    with _locked(folder):  # so that no other process takes what is made here for what was left
+    with _locked(folder):  # so that no other process takes the new folder for one that was left
         _remove_unfinished(folder)
         work = tempfile.mkdtemp(prefix=_PREFIX, dir=folder)
         in_use = os.open(work, os.O_RDONLY)
@@ -39,12 +39,11 @@ def put_in_place(folder: str) -> Iterator[str]:
 
 
 class LogFile(logging.FileHandler):
-    """A log, which may go on. Raises `FileError` if it is something else than a file of one name."""
+    """A log, which is appended to. Raises `FileError` if it is a link, a pipe or a device."""
 
     def _open(self) -> TextIOWrapper:
-        flags = (
-            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        )  # not to wait for a pipe's reader
+        # O_NONBLOCK, not to wait for a pipe's reader.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             descriptor = os.open(self.baseFilename, flags | os.O_CLOEXEC, 0o666)
             found = os.fstat(descriptor)
@@ -67,13 +66,11 @@ def check_hydras_files(arguments: list[str]) -> None:
         with suppress(FileNotFoundError):
             kind = os.lstat(path).st_mode
             if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-                raise FileError(
-                    f"{path} is a link, a pipe or a device; hydra writes to it, so it must be a regular file"
-                )
+                raise FileError(f"{path} is a link, a pipe or a device; hydra writes to it: it must be a regular file")
 
 
 def open_new(path: str) -> TextIO:
-    """Opens a text file to be written line by line; what was there before is removed, not written to."""
+    """Opens a new text file to be written line by line; removes an old one of that name."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return open(path, "x", buffering=1, encoding="utf-8")
@@ -99,7 +96,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _lock(descriptor: int, wait: bool = False) -> bool:
-    """Says whether this process has locked it: not where another one has, nor on a file system without locks."""
+    """True if this process has locked it; False if another one has, or if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

@@ -1,7 +1,6 @@
-"""Ends fairseq's commands in one line, and exit code 2, for what is wrong with a file or an option of theirs.
+"""Ends fairseq's commands in one line, and exit code 2, after an error in a file or an option.
 
-This is for commands that load no plugin, such as fairseq-preprocess; in fairseq as released the file is empty. Where
-FASTWEIGHTS_TRACEBACK=1 asks for it, there is a traceback.
+It serves commands that load no plugin, such as fairseq-preprocess. FASTWEIGHTS_TRACEBACK=1 asks for a traceback.
 """
 
 import os
@@ -19,7 +18,7 @@ def _end(otherwise: Any, kind: type[BaseException], error: BaseException, trace:
         otherwise(kind, error, trace)
         return
     print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-    if threading.active_count() > 1:  # one that reads batches by PyTorch's code would abort Python's own shutdown
+    if threading.active_count() > 1:  # a thread that reads batches would abort Python's shutdown
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2)

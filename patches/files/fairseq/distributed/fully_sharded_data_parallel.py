@@ -29,7 +29,7 @@ _wrapping = False
 
 @contextmanager
 def fsdp_enable_wrap(cfg: Any) -> Iterator[None]:
-    """While the model is built, `fsdp_wrap` notes what is to be sharded by itself."""
+    """While the model is built, `fsdp_wrap` notes which modules are sharded by themselves."""
     global _wrapping
     _wrapping = True
     try:
@@ -72,7 +72,7 @@ def check_options(cfg: Any) -> None:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A model in parts; whatever is not said here is the model's own.
+    """A model in parts; attributes that are not defined here are the model's own.
 
     Its parameters are this process's parts, plain tensors that share memory with the model's.
 
@@ -106,9 +106,9 @@ class FullyShardedDataParallel(nn.Module):
         units = [x for x in module.modules() if getattr(x, _UNIT, False) and x is not module]
         for unit in reversed(units):
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=not cfg.no_reshard_after_forward, mp_policy=policy)
-        # It warns, of every model that returns a view, of changing that in place, which no criterion does.
+        # It warns of changes in place to a view that a model returns; no criterion makes any.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-        # What is in no other group stays together until the backward pass is over: the criterion may use it.
+        # The rest stays together until the backward pass is over: the criterion may use it.
         fully_shard(module, mesh=self._mesh, reshard_after_forward=False, mp_policy=policy)
         self.module = module.to(device)
         self._wholes: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
@@ -186,7 +186,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._gather(self._lay_out(x, self._wholes[name]))
 
     def _lay_out(self, part: Tensor, whole: Tensor) -> Any:
-        """A DTensor of this process's `part` of what has the shape of `whole`."""
+        """A DTensor, shaped as `whole`, of which this process has `part`."""
         from torch.distributed.tensor import DTensor, Shard
 
         part = part.to(self._mesh.device_type)

@@ -1,6 +1,6 @@
-"""Meters that read a GPU's numbers when they are asked, all at once, and not when they are told.
+"""Meters that read numbers of a GPU when a value is asked for, many at once, and not when they are updated.
 
-A loss that is read after every update keeps the GPU waiting after every update; that of a hundred updates can be read
+Reading a loss after every update makes the GPU wait after every update; the losses of a hundred updates can be read
 together.
 """
 
@@ -16,7 +16,7 @@ MOST = 1000
 
 
 class Settled:
-    """An attribute of a meter: before it is read, whatever the meter was told and kept is added."""
+    """An attribute of a meter: before it is read, the updates that the meter has kept are added."""
 
     def __set_name__(self, kind: type, name: str) -> None:
         self._name = name  # where it would be without this class, as in meters of old checkpoints
@@ -31,7 +31,7 @@ class Settled:
 
 
 def is_kept(meter: Any, *values: Any) -> bool:
-    """Says whether these values of an update are kept until a `Settled` attribute is read: if one is a tensor."""
+    """Keeps the values of an update, if one is a tensor, until a `Settled` attribute is read; True if it keeps them."""
     late = vars(meter).setdefault("_late", [])
     if not late and not any(torch.is_tensor(x) and x.numel() == 1 for x in values):
         return False
@@ -42,7 +42,7 @@ def is_kept(meter: Any, *values: Any) -> bool:
 
 
 def settle(meter: Any) -> None:
-    """Gives a meter what it has kept, now as numbers of Python's."""
+    """Updates a meter with the values that it has kept, now as numbers of Python."""
     late = vars(meter).pop("_late", [])
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for x in (x for values in late for x in values if torch.is_tensor(x) and x.numel() == 1):
@@ -56,13 +56,13 @@ def settle(meter: Any) -> None:
 
 
 class LateNumbers:
-    """Numbers that were told to be computed, read when the next ones are on their way: by then they are there."""
+    """Numbers that are read when the next ones are being computed: by then they are there."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, Any, Any] | None = None
 
     def exchange(self, x: Tensor, of: Any) -> tuple[Tensor | None, Any]:
-        """Gives `x` and what it is of, and takes what was given the last time; None and None the first time."""
+        """Gives `x` and the samples `of` which it is, and takes the last ones given; None and None the first time."""
         on_gpu = x.device.type == "cuda"
         numbers = torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu).copy_(x, non_blocking=True)
         done = torch.cuda.Event() if on_gpu else None
@@ -72,7 +72,7 @@ class LateNumbers:
         return last
 
     def take(self) -> tuple[Tensor | None, Any]:
-        """Takes what was given the last time."""
+        """Takes the number and the samples that were given last."""
         if self._last is None:
             return None, None
         (numbers, done, of), self._last = self._last, None
@@ -82,7 +82,7 @@ class LateNumbers:
 
 
 class LateValues(Mapping[str, Any]):
-    """A dictionary that `find` makes when it is asked for something for the first time."""
+    """A dictionary that `find` makes when an entry is asked for."""
 
     def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
         self._find = find

@@ -1,11 +1,11 @@
-"""Says which settings a command has in one line; all of them, some hundred, only where LOGLEVEL=DEBUG asks for them."""
+"""Logs the settings of a command in one line; all of them, some hundred, if LOGLEVEL=DEBUG asks for them."""
 
 import logging
 from typing import Any
 
 
 def log_settings(logger: logging.Logger, settings: Any) -> None:
-    """Logs what is trained and how, or what is read; at the level of debugging also all settings."""
+    """Logs the task, the model and how it is trained, or the path of the model; at debug level all settings."""
     parts = ("task", "model", "criterion", "optimizer", "lr_scheduler")
     names = {part: _name(getattr(settings, part, None)) for part in parts}
     if names["model"] is None:
