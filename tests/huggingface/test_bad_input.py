@@ -117,7 +117,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("exported", cut("model.safetensors"), "model.safetensors: the file is broken or cut short"),
     ("exported", flip, "model.safetensors is damaged: its weights do not have the digest"),
     ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
-    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 word types, .* is 44"),
+    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 entries, .* is 44"),
     ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0\n"), "dict.txt: this is not a dictionary"),
     ("exported", weights(lambda s: s.pop(FC1) is None or s), rf"{FC1} +missing +\(32,\)"),
     ("exported", weights(lambda s: s | {"x": torch.ones(2)}), r"x +\(2,\) +nothing of this name"),
