@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import Option, State
-from fairseq_fastweights.mixers.projections import are_plain, project
+from fairseq_fastweights.mixers.mixer import Option, State, are_plain, project
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 LOG_OF_NOTHING = -1e30
@@ -77,10 +76,12 @@ class BoundedMemoryAttention(SoftmaxMixer):
         keys, values = (None, None) if state is None else (state["keys"], state["values"])
         q, phi, psi = q * self.head_dim**-0.5, phi.to(v.dtype), psi.to(v.dtype)
         # The decay rule twice. K_t q_t: values phi_t are written under k_t and read with q_t.
-        scores, keys = ops.decay_rule(q, k, phi, None, log_kept, initial_state=keys, in_place=in_place)
+        scores, keys = ops.RULES["decay"].for_layer(q, k, phi, None, log_kept, initial_state=keys, in_place=in_place)
         weights = self.dropout_module(scores.softmax(dim=-1, dtype=ops.state_dtype(v.dtype))).to(v.dtype)
         # V_t^T softmax(...): values v_t are written under psi_t and read with the weights.
-        out, values = ops.decay_rule(weights, psi, v, log_kept, None, initial_state=values, in_place=in_place)
+        out, values = ops.RULES["decay"].for_layer(
+            weights, psi, v, log_kept, None, initial_state=values, in_place=in_place
+        )
         read = real.sum(dim=1) if state is None else state["read"] + real.sum(dim=1)
         out = self.out_proj(self._join_heads(out.to(x.dtype).transpose(1, 2)))
         return out, {"keys": keys, "values": values, "read": read, **after}

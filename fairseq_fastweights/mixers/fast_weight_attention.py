@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import State
-from fairseq_fastweights.mixers.projections import are_plain, project, reset_linear
+from fairseq_fastweights.mixers.mixer import State, are_plain, project
+from fairseq_fastweights.mixers.projections import reset_linear
 from fairseq_fastweights.mixers.update_rules import (
     UPDATE_RULES,
     check_normalization,
@@ -151,14 +151,14 @@ class FastWeightAttention(LinearAttention):
         """Runs the rule; with attention normalisation the state's last value column holds the normaliser z."""
         how: dict[str, Any] = {"backend": self.backend} | ({} if starts is None else {"starts": starts})
         if not self.normalization & {"attention", "removal"}:
-            return self.rule(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
+            return self.rule.for_layer(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
         ones = v.new_ones(*v.shape[:3], 1)
         if not self.rule.corrects:
             gates = [
                 F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
             ]
             v = torch.cat([v, ones], dim=-1)
-            both, state = self.rule(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
+            both, state = self.rule.for_layer(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
             out, z_q = both.split([self.head_dim, 1], dim=-1)
             return self._divide(out, z_q), state
 
@@ -177,7 +177,9 @@ class FastWeightAttention(LinearAttention):
             root = torch.where(d > self.feature_map.sum_eps, d, torch.ones_like(d)).sqrt()
             k_written, v_written = k / root, v * root
         z_q, z = self._normaliser(q, k, ones, log_decay, z, in_place=in_place, **how)
-        out, memory = self.rule(q, k_written, v_written, *gates, initial_state=memory, in_place=in_place, **how)
+        out, memory = self.rule.for_layer(
+            q, k_written, v_written, *gates, initial_state=memory, in_place=in_place, **how
+        )
         if "attention" in self.normalization:
             out = self._divide(out, z_q)
         if state is None or not in_place:
@@ -199,8 +201,8 @@ class FastWeightAttention(LinearAttention):
     ) -> tuple[Tensor, Tensor]:
         """z_t q_t for every step, z_t = f_t z_{t-1} + k_t, and the last z."""
         if log_decay is None:
-            return ops.sum_rule(q, k, ones, initial_state=z, **how)
-        return ops.decay_rule(q, k, ones, log_decay, None, initial_state=z, **how)
+            return ops.RULES["sum"].for_layer(q, k, ones, initial_state=z, **how)
+        return ops.RULES["decay"].for_layer(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
         value = elementwise.gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.ops.checks import without_autocast
-from fairseq_fastweights.ops.elementwise import divided_by_largest, map_features, random_exponents, random_features
+from fairseq_fastweights.ops.elementwise import apply_map, divided_by_largest, random_exponents, random_features
 
 Scales = Literal["fixed", "queries", "queries and source", "all"]
 """See `FeatureMap.forward`."""
@@ -112,7 +112,7 @@ class FeatureMap(nn.Module):
         return self._map_alike(q, scales, **how), self._map_alike(k, scales, **how)
 
     def _map_alike(self, x: Tensor, scales: Scales, **how: Any) -> Tensor:
-        return map_features(self._prepare(x), self.operation, nu=self.nu, **how)
+        return apply_map(self._prepare(x), self.operation, nu=self.nu, **how)
 
     def _prepare(self, x: Tensor) -> Tensor:
         """The tensor that the operation is applied to."""
@@ -288,7 +288,7 @@ class FavorMap(FeatureMap):
         # Keys of a whole source are divided by one number, the largest feature of their row and head.
         k = _at_least_float32(k)
         exponents = random_exponents(k @ features, k, self.scale)
-        return phi_q, map_features(divided_by_largest(exponents, self._log_epsilon, (1, 3)), **how)
+        return phi_q, apply_map(divided_by_largest(exponents, self._log_epsilon, (1, 3)), **how)
 
     def _drawn(self, x: Tensor) -> Tensor:
         """The rows of R, times the scale of x, as columns, in the precision in which x is mapped."""

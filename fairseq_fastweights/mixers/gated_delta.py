@@ -12,12 +12,23 @@ from torch.nn import functional as F
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mamba import draw_step_biases_
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, beyond, in_rows
-from fairseq_fastweights.mixers.projections import are_plain, gated_norm, project, shared
+from fairseq_fastweights.mixers.mixer import (
+    KEY_SIZES,
+    VALUE_SIZES,
+    Mixer,
+    Option,
+    State,
+    are_plain,
+    beyond,
+    gated_norm,
+    in_rows,
+    project,
+)
+from fairseq_fastweights.mixers.projections import shared
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.mixers.update_rules import known_to_lose_when_carried
 from fairseq_fastweights.ops import kernels
-from fairseq_fastweights.ops.elementwise import gate, map_features
+from fairseq_fastweights.ops.elementwise import apply_gate, apply_map
 
 SMALLEST_RATE, LARGEST_RATE = 0.01, 16
 """The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
@@ -36,7 +47,7 @@ class _ForgetGate(nn.Module):
     def forward(self, low: Tensor, backend: str) -> Tensor:
         """The log decays, from `low`, what `f_a_proj` made of the text."""
         rates = self.A_log.flatten()
-        log_gate = gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
+        log_gate = apply_gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
         return log_gate.unflatten(-1, (len(rates), -1))
 
 
@@ -201,14 +212,14 @@ class GatedDelta(Mixer):
         )
         q, k, v = mixed.split(self._channels, -1)
         # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
-        unit = partial(map_features, normalization="length", eps=1e-6, dtype=q.dtype, backend=self.backend)
+        unit = partial(apply_map, normalization="length", eps=1e-6, dtype=q.dtype, backend=self.backend)
         q = unit(_heads(q, self.key_heads), scale=self.key_dim**-0.5)
         k = unit(_heads(k, self.writes * (self.kv_heads or self.key_heads)))
         v = _heads(v, self.writes * (self.kv_heads or self.num_heads))
         if self.kv_heads:
             k, v = (shared(x, self.writes * self.num_heads, 2) for x in (k, v))
         most = 2.0 if self.negative_eigenvalues else 1.0
-        beta = gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
+        beta = apply_gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
         log_gate = self._log_gate(of_gates, beta)
         if lengths is not None:  # what is neither decayed nor written leaves the state as it is
             end = beyond(len(text), lengths).t()
@@ -249,7 +260,7 @@ class GatedDelta(Mixer):
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        return ops.gated_delta_rule(q, k, v, beta, log_gate, starts=starts, **options)
+        return ops.RULES["gated-delta"].for_layer(q, k, v, beta, log_gate, starts=starts, **options)
 
     @property
     def _gate_projections(self) -> list[Any]:
@@ -258,7 +269,7 @@ class GatedDelta(Mixer):
 
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
         """log f, (batch, time, num_heads) as `beta` or (batch, time, num_heads, key_dim)."""
-        log_gate = gate(projected[0], "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
+        log_gate = apply_gate(projected[0], "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
         return log_gate.transpose(0, 1)
 
     def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -438,7 +449,7 @@ class DeltaNet(GatedDelta):
     ) -> tuple[Tensor, Tensor]:
         if self.negative_eigenvalues:  # the delta rule has no write strengths of more than 1
             return super()._remember(q, k, v, beta, log_gate, **options)
-        return ops.delta_rule(q, k, v, beta, **options)
+        return ops.RULES["delta"].for_layer(q, k, v, beta, **options)
 
     def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
         if self.gate:

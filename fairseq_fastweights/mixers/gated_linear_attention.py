@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, in_rows
-from fairseq_fastweights.mixers.projections import gated_norm, project
-from fairseq_fastweights.ops.elementwise import gate
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, gated_norm, in_rows, project
+from fairseq_fastweights.ops.elementwise import apply_gate
 
 TEMPERATURE = 16
 """The root that is taken of the decays (tau in the paper): forgetting then begins slow."""
@@ -96,14 +95,16 @@ class GatedLinearAttention(Mixer):
         # (batch, time, heads, dim)
         q, k, v = (part.to(precise).unflatten(-1, (self.num_heads, -1)).transpose(0, 1) for part in (q, k, v))
         # log f = log(sigmoid(W_f2 W_f1 x + b)) / 16
-        decays = gate(self.f_b_proj(low), "log_sigmoid", scale=1 / TEMPERATURE, backend=self.backend)
+        decays = apply_gate(self.f_b_proj(low), "log_sigmoid", scale=1 / TEMPERATURE, backend=self.backend)
         log_decay = decays.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
         if padding is not None:  # neither a write nor a decay: the state stays
             k, log_decay = (part.masked_fill(padding[:, :, None, None], 0) for part in (k, log_decay))
         before = None if state is None else state["state"]
         how: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": self.backend}
         # S_t = Diag(f_t) S_{t-1} + k_t v_t^T,  y_t = q_t S_t
-        y, memory = ops.decay_rule(q * self.key_dim**-0.5, k, v, log_decay, None, initial_state=before, **how)
+        y, memory = ops.RULES["decay"].for_layer(
+            q * self.key_dim**-0.5, k, v, log_decay, None, initial_state=before, **how
+        )
         # w * y / rms(y) * silu(W_g x)
         how = {"eps": self.eps, "dtype": logits.dtype, "backend": self.backend}
         out = gated_norm(self.o_norm, y.transpose(0, 1), logits, "silu", **how)

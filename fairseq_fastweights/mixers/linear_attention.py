@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import Scales, build_feature_map, is_favor
-from fairseq_fastweights.mixers.mixer import in_rows
-from fairseq_fastweights.mixers.projections import Attention, project, shared
+from fairseq_fastweights.mixers.mixer import in_rows, project
+from fairseq_fastweights.mixers.projections import Attention, shared
 
 SMALLEST_DIVISOR = 1e-30
 """Attention normalisation treats smaller sums as 0; above it, gradients stay within float32's range."""

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from fairseq_fastweights.mixers.mixer import (
     Option,
     State,
+    project,
     within_documents,
 )
-from fairseq_fastweights.mixers.projections import project
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 SMALLEST_BLOCK = 32

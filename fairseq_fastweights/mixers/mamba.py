@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State, beyond, in_rows
-from fairseq_fastweights.mixers.projections import are_plain
+from fairseq_fastweights.mixers.mixer import Mixer, Option, State, are_plain, beyond, in_rows
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.ops.chunkwise.chunks import are_apart
-from fairseq_fastweights.ops.elementwise import gate
+from fairseq_fastweights.ops.elementwise import apply_gate
 from fairseq_fastweights.ops.scan import reference as step_by_step
 
 FORGETS = 2.0**64
@@ -120,9 +119,11 @@ class Mamba(Mixer):
         dt, B, C = self.x_proj(in_rows(u)).split([self.dt_rank, self.state, self.state], dim=-1)
         # delta = softplus(W_dt dt + b_dt)
         if are_plain([self.dt_proj]):
-            delta = gate(F.linear(dt, self.dt_proj.weight), "softplus", bias=self.dt_proj.bias, backend=self.backend)
+            delta = apply_gate(
+                F.linear(dt, self.dt_proj.weight), "softplus", bias=self.dt_proj.bias, backend=self.backend
+            )
         else:
-            delta = gate(self.dt_proj(dt), "softplus", backend=self.backend)
+            delta = apply_gate(self.dt_proj(dt), "softplus", backend=self.backend)
         if lengths is not None:  # a step of no size leaves the state as it is
             delta = delta.masked_fill(beyond(len(text), lengths)[..., None], 0)
         # h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T,  y_t = h_t C_t + D * u_t
@@ -131,7 +132,7 @@ class Mamba(Mixer):
         how: dict[str, Any] = {"initial_state": before.get("scan"), "in_place": in_place, "backend": self.backend}
         u, delta, B, C = (part.transpose(0, 1) for part in (u, delta, B, C))
         y, scan_state = scan(u, delta, -self.A_log.to(precise).exp(), B, C, self.D.to(precise), **how)
-        out = gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)
+        out = apply_gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)
         return self.out_proj(in_rows(out)), {"conv": conv_state, "scan": scan_state}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.ops.elementwise import apply_gate
 
 State = dict[str, Tensor]
 """The state of a mixer: tensors by name.
@@ -272,3 +275,71 @@ def in_rows(x: Tensor) -> Tensor:
     """
     of_time, of_batch, _ = x.stride()
     return x if of_time == x.shape[1] * of_batch else x.flatten(0, 1).contiguous().view(x.shape)
+
+
+def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor]:
+    """The outputs of some linear modules for x, (..., width); of the first `together` ones in one tensor.
+
+    In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
+    pays where x has more rows than columns. Modules that may do more than multiply stay alone.
+    """
+    if modules[0].training and x.shape[:-1].numel() >= x.shape[-1] and are_plain(modules):
+        weights, all_biases, sizes = zip(*[(x.weight, x.bias, x.out_features) for x in modules], strict=True)
+        biases = [bias for bias in all_biases if bias is not None]
+        if len(biases) in (0, len(modules)):
+            # A matrix, as torch multiplies tensors of more dimensions in one way with gradients and in another without.
+            rows = x.reshape(-1, x.shape[-1])
+            projected = F.linear(rows, torch.cat(weights), torch.cat(biases) if biases else None)
+            sizes = sum(sizes[:together]), *sizes[together:]
+            return list(projected.unflatten(0, x.shape[:-1]).split(sizes, dim=-1))
+    parts = [module(x) for module in modules]
+    return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
+
+
+def are_plain(modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> bool:
+    """True if modules do what their class `kind` does with the parameters that they show.
+
+    Only of such modules may a fused operation read the parameters; others have to be called. Hooks may bring weights
+    for the length of a call, as accelerate's do where weights are offloaded, or change what comes out; modules of other
+    classes, as of adapters, quantization and parametrizations, may compute something else.
+    """
+    for module in modules:
+        own = vars(module)
+        if (
+            type(module) is not kind
+            or "forward" in own
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ):
+            return False
+    return True
+
+
+def gated_norm(
+    norm: Any,
+    y: Tensor,
+    logits: Tensor,
+    activation: str,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    backend: str,
+    size: int = 1,
+) -> Tensor:
+    """activation(logits) * norm(y / sqrt(size)), with the heads of y, (..., heads, dim), side by side.
+
+    Args:
+        norm: an RMS norm of each head, which adds `eps` under its root.
+        y: (..., heads, dim).
+        logits: (..., heads * dim).
+        activation, eps, dtype, backend: as of `ops.elementwise.gate`.
+        size: what squares of y are divided by.
+    """
+    if are_plain([norm], nn.RMSNorm):
+        # The norm of y / sqrt(size) is that of y with `size` times the epsilon: the division costs nothing.
+        eps = eps * size
+        return apply_gate(logits, activation, None, None, y, norm.weight, "rms", eps, 1.0, dtype, backend)
+    y = norm(y if size == 1 else y * size**-0.5).flatten(-2)
+    return apply_gate(logits, activation, y=y, dtype=dtype, backend=backend)

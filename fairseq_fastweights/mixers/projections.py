@@ -1,12 +1,8 @@
-"""Projections of a mixer: their shape in attention, and how a mixer uses its child modules.
-
-A mixer calls its child modules, unless a fused operation may read their parameters (`are_plain`).
-"""
+"""The shape of attention's projections: grouped keys and values, heads of any size, biases, norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +12,6 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.ops.elementwise import gate
 
 PROJECTION_BIASES = ("all", "qkv", "none")
 
@@ -152,70 +147,3 @@ def shared(x: Tensor, num_heads: int, dim: int) -> Tensor:
     """Repeats each head of `x` along `dim` for the heads of queries that share it, to `num_heads` heads."""
     heads = x.shape[dim]
     return x if heads == num_heads else x.repeat_interleave(num_heads // heads, dim)
-
-
-def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor]:
-    """The outputs of some linear modules for x, (..., width); of the first `together` ones in one tensor.
-
-    In training it is one product of matrices instead of several, and so backwards. The joined weights are a copy, which
-    pays where x has more rows than columns. Modules that may do more than multiply stay alone.
-    """
-    together_pays = modules[0].training and x.shape[:-1].numel() >= x.shape[-1]
-    if not together_pays or not are_plain(modules) or len({module.bias is None for module in modules}) > 1:
-        parts = [module(x) for module in modules]
-        return [torch.cat(parts[:together], dim=-1), *parts[together:]] if together > 1 else parts
-    weight = torch.cat([module.weight for module in modules])
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-    sizes = [module.out_features for module in modules]
-    # A matrix, as torch multiplies tensors of more dimensions in one way with gradients and in another one without.
-    projected = F.linear(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
-    return list(projected.split([sum(sizes[:together]), *sizes[together:]], dim=-1))
-
-
-def are_plain(modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> bool:
-    """True if modules do what their class `kind` does with the parameters that they show.
-
-    Only of such modules may a fused operation read the parameters; others have to be called. Hooks may bring weights
-    for the length of a call, as accelerate's do where weights are offloaded, or change what comes out; modules of other
-    classes, as of adapters, quantization and parametrizations, may compute something else.
-    """
-    for module in modules:
-        own = vars(module)
-        if (
-            type(module) is not kind
-            or "forward" in own
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        ):
-            return False
-    return True
-
-
-def gated_norm(
-    norm: Any,
-    y: Tensor,
-    logits: Tensor,
-    activation: str,
-    *,
-    eps: float,
-    dtype: torch.dtype,
-    backend: str,
-    size: int = 1,
-) -> Tensor:
-    """activation(logits) * norm(y / sqrt(size)), with the heads of y, (..., heads, dim), side by side.
-
-    Args:
-        norm: an RMS norm of each head, which adds `eps` under its root.
-        y: (..., heads, dim).
-        logits: (..., heads * dim).
-        activation, eps, dtype, backend: as of `ops.elementwise.gate`.
-        size: what squares of y are divided by.
-    """
-    if are_plain([norm], nn.RMSNorm):
-        # The norm of y / sqrt(size) is that of y with `size` times the epsilon: the division costs nothing.
-        eps = eps * size
-        return gate(logits, activation, y=y, weight=norm.weight, norm="rms", eps=eps, dtype=dtype, backend=backend)
-    y = norm(y if size == 1 else y * size**-0.5).flatten(-2)
-    return gate(logits, activation, y=y, dtype=dtype, backend=backend)

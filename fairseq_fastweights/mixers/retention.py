@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, within_documents
-from fairseq_fastweights.mixers.projections import gated_norm, reset_linear
+from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, gated_norm, within_documents
+from fairseq_fastweights.mixers.projections import reset_linear
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
-from fairseq_fastweights.ops.elementwise import gate
+from fairseq_fastweights.ops.elementwise import apply_gate
 
 ROTARY_BASE = 10000.0
 """The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""
@@ -129,7 +129,7 @@ class Retention(LinearAttention):
         if self.rms_norm:
             out = gated_norm(self.o_norm, y, logits, "silu", eps=self.eps, size=size, **how)
         else:
-            out = gate(logits, "silu", y=y, norm="layer", eps=self.eps * size, **how)
+            out = apply_gate(logits, "silu", y=y, norm="layer", eps=self.eps * size, **how)
         return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 
     def reset_special_parameters(self) -> None:
@@ -149,7 +149,7 @@ def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Any
     1 - g. The gated rule itself would need values divided by 1 - gamma, which are up to 2^(4 + heads) times as large
     and do not fit into float16.
     """
-    return ops.decay_rule(q, k, v, log_decay[..., None].expand(k.shape), None, **options)
+    return ops.RULES["decay"].for_layer(q, k, v, log_decay[..., None].expand(k.shape), None, **options)
 
 
 def log_decays(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import within_documents
-from fairseq_fastweights.mixers.projections import are_plain
+from fairseq_fastweights.mixers.mixer import are_plain, within_documents
 from fairseq_fastweights.ops.checks import check_devices
 from fairseq_fastweights.ops.kernels import differentiable, takes
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Option, State, in_rows, within_documents
-from fairseq_fastweights.mixers.projections import Attention, project, shared
+from fairseq_fastweights.mixers.mixer import Option, State, in_rows, project, within_documents
+from fairseq_fastweights.mixers.projections import Attention, shared
 from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 
 

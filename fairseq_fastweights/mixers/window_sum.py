@@ -13,8 +13,8 @@ from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
-from fairseq_fastweights.mixers.mixer import Option, State, beyond, within_documents
-from fairseq_fastweights.mixers.projections import are_plain, project, shared
+from fairseq_fastweights.mixers.mixer import Option, State, are_plain, beyond, project, within_documents
+from fairseq_fastweights.mixers.projections import shared
 from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
 from fairseq_fastweights.ops import kernels
@@ -236,7 +236,9 @@ class WindowSum(LinearAttention):
         q, k, v = self._features(q, k, v)
         k = k.masked_fill(staying[..., None, None], 0)
         v = F.pad(v, (0, 1), value=1.0)
-        return ops.sum_rule(q, k, v, initial_state=memory, starts=starts, in_place=in_place, backend=self.backend)
+        return ops.RULES["sum"].for_layer(
+            q, k, v, initial_state=memory, starts=starts, in_place=in_place, backend=self.backend
+        )
 
     def settings(self) -> dict[str, Any]:
         """The settings that names and shapes of parameters do not show."""

@@ -44,6 +44,8 @@ MAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "dpfp": _dpfp,
 }
 """By their names, in the order of the kernels' numbers for them."""
+_MAP_NUMBERS = {name: number for number, name in enumerate(MAPS)}
+_NORMALIZATION_NUMBERS = {name: number for number, name in enumerate(NORMALIZATIONS)}
 
 
 def map_features(
@@ -97,12 +99,28 @@ def map_features(
         raise ValueError(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}")
     if feature_map == "dpfp" and not 1 <= nu < 2 * x.shape[-1]:
         raise ValueError(f"nu is {nu}; it must be from 1 to {2 * x.shape[-1] - 1} for vectors of {x.shape[-1]}")
-    dtype = state_dtype(x.dtype) if dtype is None else dtype
+    return apply_map(x, feature_map, nu, normalization, eps, scale, dtype, backend)
+
+
+def apply_map(
+    x: Tensor,
+    feature_map: str = "identity",
+    nu: int = 1,
+    normalization: Normalization = "none",
+    eps: float = 0.0,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`map_features` for a layer, whose arguments need no checks."""
+    if dtype is None:
+        dtype = state_dtype(x.dtype)
     if not takes(backend, x):
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    numbers = list(MAPS).index(feature_map), nu, NORMALIZATIONS.index(normalization)
-    mapped: Tensor = kernels.map_features(x, *numbers, eps, scale, dtype)
+    mapped: Tensor = kernels.map_features(
+        x, _MAP_NUMBERS[feature_map], nu, _NORMALIZATION_NUMBERS[normalization], eps, scale, dtype
+    )
     return mapped
 
 
@@ -293,7 +311,25 @@ def gate(
         tensor([ 1., -1.])
     """
     _check(x, activation, bias, log_rate, y, weight, norm)
-    dtype = state_dtype(x.dtype) if dtype is None else dtype
+    return apply_gate(x, activation, bias, log_rate, y, weight, norm, eps, scale, dtype, backend)
+
+
+def apply_gate(
+    x: Tensor,
+    activation: str,
+    bias: Tensor | None = None,
+    log_rate: Tensor | None = None,
+    y: Tensor | None = None,
+    weight: Tensor | None = None,
+    norm: str = "none",
+    eps: float = 0.0,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`gate` for a layer, whose arguments need no checks."""
+    if dtype is None:
+        dtype = state_dtype(x.dtype)
     if backend == "auto" and not torch.compiler.is_compiling():
         form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
         few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]
@@ -308,8 +344,11 @@ def gate(
     numbers = _NUMBERS[activation], _NUMBERS[norm]
     if not takes(backend, x):
         return _definition_of_gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
-    shape, of_y = x.shape, 0 if norm == "none" else 1
-    x, y = _in_steps(x, 3), None if y is None else _in_steps(y, 3 + of_y)
+    shape = x.shape
+    if x.dim() != 3 or not x.is_contiguous():
+        x = _in_steps(x, 3)
+    if y is not None and (norm == "none" or y.dim() != 4 or not y.is_contiguous()):
+        y = _in_steps(y, 3 if norm == "none" else 4)
     out: Tensor = _gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
     return out if out.shape == shape else out.view(shape)
 
