@@ -23,7 +23,8 @@ from fairseq_fastweights.mixers.update_rules import (
     known_to_lose_when_carried,
     lookup,
 )
-from fairseq_fastweights.ops import Gate, elementwise, kernels
+from fairseq_fastweights.ops import Gate, kernels
+from fairseq_fastweights.ops.elementwise import apply_gate
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class FastWeightAttention(LinearAttention):
         self.update_rule = update_rule
         self.rule = rule
         self.takes_starts = rule.takes_starts
+        self._gate_names = [gate.projection for gate in rule.gates]
         for gate in rule.gates:
             width = num_heads * self._gate_size(gate)
             self.add_module(gate.projection, nn.Linear(embed_dim, width, bias=bias or gate.log))
@@ -112,7 +114,7 @@ class FastWeightAttention(LinearAttention):
     ) -> tuple[Tensor, State]:
         # Padding neither writes nor decays the state.
         time, batch, _ = x.shape
-        modules = [self._gate_projection(gate) for gate in self.rule.gates]
+        modules = [getattr(self, name) for name in self._gate_names]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
             return self._step(x, modules, kernels.own_state(state["state"], in_place))
         q, k, v, logits = self._inputs(x, *modules)
@@ -205,7 +207,7 @@ class FastWeightAttention(LinearAttention):
         return ops.RULES["decay"].for_layer(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
-        value = elementwise.gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
+        value = apply_gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
         if gate.per == "head":
             return value.transpose(0, 1)
         return self._heads(value, self._gate_size(gate))

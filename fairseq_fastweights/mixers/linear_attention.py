@@ -140,7 +140,8 @@ class LinearAttention(Attention):
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
         """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim); copies only if heads are shared."""
-        return shared(x.unflatten(-1, (-1, dim)).transpose(0, 1), self.num_heads, 2)
+        x = x.unflatten(-1, (-1, dim)).transpose(0, 1)
+        return x if x.shape[2] == self.num_heads else shared(x, self.num_heads, 2)
 
     def settings(self) -> dict[str, Any]:
         """The settings that names and shapes of parameters do not show, and the sizes of the features."""

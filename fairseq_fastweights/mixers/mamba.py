@@ -119,9 +119,8 @@ class Mamba(Mixer):
         dt, B, C = self.x_proj(in_rows(u)).split([self.dt_rank, self.state, self.state], dim=-1)
         # delta = softplus(W_dt dt + b_dt)
         if are_plain([self.dt_proj]):
-            delta = apply_gate(
-                F.linear(dt, self.dt_proj.weight), "softplus", bias=self.dt_proj.bias, backend=self.backend
-            )
+            projected = F.linear(dt, self.dt_proj.weight)
+            delta = apply_gate(projected, "softplus", bias=self.dt_proj.bias, backend=self.backend)
         else:
             delta = apply_gate(self.dt_proj(dt), "softplus", backend=self.backend)
         if lengths is not None:  # a step of no size leaves the state as it is

@@ -109,8 +109,8 @@ def check_inputs(
     gates: Sequence[Gate] = (),
     given: Sequence[Tensor | None] = (),
     starts: Tensor | None = None,
-) -> tuple[int, int, int, int, int, int]:
-    """Raises `ValueError` for inputs that an operation cannot take; returns the sizes of those that it can.
+) -> None:
+    """Raises `ValueError` for inputs that a rule cannot take.
 
     Args:
         q: (batch, time, key_heads, key_dim), of one dtype with v.
@@ -120,70 +120,64 @@ def check_inputs(
         gates: what else the operation takes.
         given: of each gate (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
         starts: (batch, time) of bool, or None.
-
-    Returns:
-        batch, time, heads, key_heads, key_dim and value_dim.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; it must have four dimensions: "
-                f"(batch, time, heads, {'value_dim' if name == 'v' else 'key_dim'})"
-            )
+    dtype = getattr(v, "dtype", None)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 4:
+            dims = f"(batch, time, heads, {'value_dim' if name == 'v' else 'key_dim'})"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have four dimensions: {dims}")
+        if x.dtype != dtype and isinstance(v, Tensor):
+            check_tensor("v", v)
+            raise ValueError(f"{name} has dtype {x.dtype}; it must be that of v, {dtype}")
+        if not x.is_contiguous() and x.shape[-1] > 1 and x.stride(-1) not in (0, 1):
+            raise ValueError(f"{name} has strides {x.stride()}; its last dimension must be contiguous (stride 1)")
     batch, time, heads, value_dim = v.shape
-    of_keys = k.shape
-    key_batch, key_time, key_heads, key_dim = of_keys
+    of_keys, of_steps = k.shape, (batch, time, heads)
+    key_heads, key_dim = of_keys[2:]
     check_shape("q", q, of_keys, "that of k")
     if key_dim < 1 or value_dim < 1 or heads < 1 or key_heads < 1:
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
+            f"k has shape {tuple(of_keys)} and v {tuple(v.shape)}: heads, key_dim and value_dim must be at least 1"
         )
-    if key_batch != batch or key_time != time:
+    if of_keys[0] != batch or of_keys[1] != time:
         check_shape("v", v, (*of_keys[:2], heads, value_dim), "batch and time as k has them")
     if heads % key_heads:
         raise ValueError(
-            f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; the heads of v, {heads}, must be those of k, "
+            f"v has shape {tuple(v.shape)} and k {tuple(of_keys)}; the heads of v, {heads}, must be those of k, "
             f"{key_heads}, or a multiple"
         )
-    dtype, of_steps = v.dtype, (batch, time, heads)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be that of v, {dtype}")
-        # Asked first, as strides take longer to get, and a step takes microseconds.
-        if not tensor.is_contiguous() and tensor.shape[-1] > 1 and tensor.stride(-1) not in (0, 1):
-            raise ValueError(f"{name} has strides {tensor.stride()}; its last dimension must be contiguous (stride 1)")
-
-    others = {"q": q, "k": k}
-    for gate, x in zip(gates, given, strict=True):
-        if x is None and gate.optional:
+    others: dict[str, Tensor] = {"q": q, "k": k}
+    for gate, given_gate in zip(gates, given, strict=True):
+        if given_gate is None and gate.optional:
             continue
-        tensor = check_tensor(gate.name, x)
+        x = check_tensor(gate.name, given_gate)
         if gate.is_key:
-            check_shape(gate.name, tensor, of_keys, "that of k")
-        elif gate.per == "head" or (gate.per == "head or key" and tensor.dim() == 3):
-            check_shape(gate.name, tensor, of_steps, "(batch, time, heads)")
+            shape, meaning = tuple(of_keys), "that of k"
+        elif gate.per == "head" or (gate.per == "head or key" and x.dim() == 3):
+            shape, meaning = of_steps, "(batch, time, heads)"
+        elif gate.per == "value":
+            shape, meaning = (*of_steps, value_dim), "(batch, time, heads, value_dim)"
         else:
-            per, dim = ("value", value_dim) if gate.per == "value" else ("key", key_dim)
-            check_shape(gate.name, tensor, (*of_steps, dim), f"(batch, time, heads, {per}_dim)")
-        if tensor.dtype != dtype and (gate.is_key or tensor.dtype != torch.float32):
+            shape, meaning = (*of_steps, key_dim), "(batch, time, heads, key_dim)"
+        check_shape(gate.name, x, shape, meaning)
+        if x.dtype != dtype and (gate.is_key or x.dtype != torch.float32):
             other = "" if gate.is_key else ", or torch.float32"
-            raise ValueError(f"{gate.name} has dtype {tensor.dtype}; it must be that of v, {dtype}{other}")
-        others[gate.name] = tensor
+            raise ValueError(f"{gate.name} has dtype {x.dtype}; it must be that of v, {dtype}{other}")
+        others[gate.name] = x
     if initial_state is not None:
-        wanted = (batch, heads, key_dim, value_dim)
-        check_state(initial_state, wanted, "(batch, heads, key_dim, value_dim)", dtype)
+        check_state(initial_state, (batch, heads, key_dim, value_dim), "(batch, heads, key_dim, value_dim)", v.dtype)
         others["initial_state"] = initial_state
     if starts is not None:
         if not isinstance(starts, Tensor) or starts.dtype != torch.bool:
             kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
             raise ValueError(f"starts is of {kind}; it must be a tensor of torch.bool")
         check_shape("starts", starts, (batch, time), "(batch, time)")
-        check_devices({"starts": starts}, "v", v)
+        others["starts"] = starts
     check_devices(others, "v", v)
     if values_checked:
+        others.pop("starts", None)
         _check_values({**others, "v": v}, zip(gates, given, strict=True))
-    return batch, time, heads, key_heads, key_dim, value_dim
 
 
 def check_in_place(

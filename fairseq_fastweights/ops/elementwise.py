@@ -114,7 +114,7 @@ def apply_map(
 ) -> Tensor:
     """`map_features` for a layer, whose arguments need no checks."""
     if dtype is None:
-        dtype = state_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not takes(backend, x):
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -329,7 +329,7 @@ def apply_gate(
 ) -> Tensor:
     """`gate` for a layer, whose arguments need no checks."""
     if dtype is None:
-        dtype = state_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if backend == "auto" and not torch.compiler.is_compiling():
         form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
         few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]

@@ -472,6 +472,8 @@ def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, 
 
 def correction(beta: Tensor, log_gate: Tensor | None = None) -> Parts:
     """The parts of a rule that corrects, after a decay if there is one."""
+    if log_gate is None:
+        return Parts(corrects=True, beta=beta)
     return decays(log_gate, corrects=True, beta=beta)
 
 

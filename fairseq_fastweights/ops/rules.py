@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -57,6 +57,8 @@ class Rule:
         source: model and paper that it is from.
         feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
         normalization: those of the paper's layers.
+        inputs: the names of q, k, v and the gates, in order.
+        operator_checks: whether the operator of a decode step refuses all that the rule does.
         why_not_gates: says why no kernel takes some gates together, or returns None; None if kernels take all.
 
     Examples:
@@ -83,11 +85,12 @@ class Rule:
     feature_map: str | None = None
     normalization: frozenset[str] = frozenset()
     why_not_gates: Callable[..., str | None] | None = None
+    operator_checks: bool = False
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The names of q, k, v and the gates, in order."""
-        return "q", "k", "v", *(gate.name for gate in self.gates)
+    inputs: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", ("q", "k", "v", *(gate.name for gate in self.gates)))
 
     def __call__(
         self,
@@ -104,10 +107,19 @@ class Rule:
         """
         if len(inputs) != 3 + len(self.gates):
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
+        options: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": backend}
+        if in_place and self.operator_checks and backend in ("auto", "native"):
+            try:
+                if self._kernel_checks(inputs, initial_state, starts):
+                    check_in_place(initial_state, self.inputs, inputs, starts)
+                    return self._run(*inputs, initial_state=initial_state, **options)  # type: ignore[arg-type]
+            except Exception:
+                self._check(inputs, initial_state, starts)  # names the argument at fault, if it is one
+                raise
         self._check(inputs, initial_state, starts)
         if in_place:
             check_in_place(initial_state, self.inputs, inputs, starts)
-        return self._run(*inputs, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)  # type: ignore[arg-type]
+        return self._run(*inputs, initial_state=initial_state, **options)  # type: ignore[arg-type]
 
     def for_layer(
         self,
@@ -170,6 +182,26 @@ class Rule:
                 f"the {self.name} rule was given {given}; it takes neither starts nor fewer heads of q and k"
             )
 
+    def _kernel_checks(self, inputs: tuple[Any, ...], state: Any, starts: Tensor | None) -> bool:
+        """True for a decode step that the kernel checks itself, before it changes the state; `_check` takes as long.
+
+        It does not check devices, strides, and that q is shaped as k: that is done here.
+        """
+        q, k, v, *gates = inputs
+        if not v.is_cpu or v.shape[1] != 1 or q.shape != k.shape or v.dim() != 4:
+            return False
+        if checks.values_checked or torch.compiler.is_compiling() or not can_change(state):
+            return False
+        for x in (q, k, state, *gates):
+            if not x.is_cpu:
+                return False
+        for x in (q, k, v):
+            if not x.is_contiguous() and x.stride(-1) not in (0, 1):
+                return False
+        if starts is not None and not starts.is_cpu:
+            return False
+        return "cpu" not in backends.LARGEST_DIM and backends.why_not("cpu", v.dtype) is None
+
     def _run(
         self,
         q: Tensor,
@@ -183,20 +215,22 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:
         batch, time, heads, value_dim = v.shape
         refused = None if self.why_not_gates is None else self.why_not_gates(*gates)
-        call = backend, v.device.type, v.dtype, k.shape[3], value_dim, time > 1, refused
-        # The choice is kept: it takes longer than the kernel of a decode step.
+        key_dim, device, dtype = k.shape[3], v.device, v.dtype
+        # The choice is kept, as it takes as long as the kernel of a decode step.
+        call = self, backend, device, dtype, key_dim, value_dim, time > 1, refused
         run: Kernel | Divided | Implementation | None
-        if torch.compiler.is_compiling():
-            run = self._choose(*call)
-        elif (run := backends.chosen.get((self, call))) is None:
-            run = backends.chosen[self, call] = self._choose(*call)
+        run = None if torch.compiler.is_compiling() else backends.chosen.get(call)
+        if run is None:
+            run = self._choose(backend, device.type, dtype, key_dim, value_dim, time > 1, refused)
+            if not torch.compiler.is_compiling():
+                backends.chosen[call] = run
         kernel = run if isinstance(run, (Kernel, Divided)) else None
         if kernel is not None and forward_ad._current_level >= 0:
             backends.refuse_tangents(initial_state, q, k, v, *gates)
         if time == 0:
             if in_place:
                 return torch.zeros_like(v), initial_state  # type: ignore[return-value]
-            return no_steps(v, (batch, heads, k.shape[3], value_dim), initial_state, (q, k, v, *gates))
+            return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, (q, k, v, *gates))
         # A rule of one's own may know no `starts`.
         options = {} if starts is None else {"starts": starts}
         if in_place and kernel is not None and time == 1 and can_change(initial_state):  # type: ignore[arg-type]
@@ -311,6 +345,7 @@ RULES = {
             (),
             reference.sum_rule,
             Kernel(kernels.Parts),
+            operator_checks=True,
             ordered=False,
             equation="S + v k^T",
             help="adds each value under its key (linear Transformer, Performer)",
@@ -323,6 +358,7 @@ RULES = {
             (Gate("log_gate", per="head", log=True),),
             reference.gated_rule,
             Kernel(kernels.one_gate),
+            operator_checks=True,
             equation="g S + (1 - g) v k^T",
             help="decays the memory by one gate per head",
             source="gated fast weights (Peng et al. 2021)",
@@ -343,6 +379,7 @@ RULES = {
             (_BETA,),
             reference.delta_rule,
             Kernel(kernels.correction),
+            operator_checks=True,
             equation="S + beta (v - S k) k^T",
             help="corrects what the key retrieves (Delta Network)",
             source="Delta Network (Schlag, Irie and Schmidhuber 2021)",
@@ -364,6 +401,7 @@ RULES = {
             (Gate("beta", per="head", most=2), Gate("log_gate", per="head or key", log=True)),
             reference.gated_delta_rule,
             Kernel(kernels.correction),
+            operator_checks=True,
             corrects=True,
             equation="S' + beta (v - S' k) k^T with S' = S Diag(f)",
             source="Gated DeltaNet (Yang et al. 2025), Kimi delta attention (Kimi Team 2025)",
