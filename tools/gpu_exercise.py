@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SMALL_SIZES = ((2, 3, 5, 7, 9), (1, 2, 64, 16, 16), (1, 1, 131, 33, 65), (1, 1, 200, 64, 64), (2, 1, 2, 130, 5))
 SMALL_SHAPES = [Shape("small", *sizes) for sizes in (*SMALL_SIZES, (1, 1, 530, 12, 7))]
 LARGE_SHAPES = [Shape("large", *sizes) for sizes in ((8, 8, 256, 16, 16), (2, 4, 1024, 64, 64), (1, 2, 4096, 64, 128))]
-Rule = Callable[..., tuple[Tensor, Tensor]]
+Operation = Callable[..., tuple[Tensor, Tensor]]
 
 
 def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -52,7 +52,7 @@ def calls(dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], device: str) -
     del os.environ["FASTWEIGHTS_CUDA_ALGORITHM"]
 
 
-def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
+def differentiated(rule: Operation, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
     """Output, final state and all gradients."""
     leaves = [x.detach().requires_grad_() for x in (*inputs, state)]
     outputs = rule(*leaves[:-1], initial_state=leaves[-1], backend="native")
@@ -60,7 +60,7 @@ def differentiated(rule: Rule, inputs: list[Tensor], state: Tensor) -> list[Tens
     return [*outputs, *gradients]
 
 
-def step(rule: Rule, inputs: list[Tensor], state: Tensor) -> Tensor:
+def step(rule: Operation, inputs: list[Tensor], state: Tensor) -> Tensor:
     """The output of one step that changes `state`."""
     with torch.no_grad():
         return rule(*inputs, initial_state=state, backend="native", in_place=True)[0]

@@ -5,16 +5,16 @@ Sequences are (batch, time, heads, dim), states (batch, heads, key_dim, value_di
 float64 inputs). Any strides will do as long as the last dimension of q, k and v is contiguous.
 
 `backend` is "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch), "native"
-(compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot do what is asked
-raises `BackendUnavailable`; none silently takes another's place. All have backward passes; forward-mode derivatives
-(`torch.func.jvp`) only "reference" has.
+(compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot run a call
+raises `BackendUnavailable`; none silently takes another's place. All have backward passes; only "reference" has
+forward-mode derivatives (`torch.func.jvp`).
 
-`starts` marks the first steps of documents that follow one another in a row: the state is emptied before each, and no
-gradient passes. If v has more heads than q and k, as many of its heads in turn share one of theirs.
+`starts` marks the first steps of documents that follow one another in a row: the state is set to 0 before each, and no
+gradient passes. If v has more heads than q and k, successive heads of v share one of theirs (grouped heads).
 
 With `in_place` the final state is written into `initial_state`, which is returned as the final state: generation, one
-token at a time, then moves no more than the state. Nothing of such a call can be differentiated. A state that shares
-memory with an input, or some of whose elements share memory, is refused.
+token at a time, then moves no more than the state. Such a call cannot be differentiated. A state that shares memory
+with an input, or some of whose elements share memory, is refused.
 
 `selective_scan`, the recurrence of Mamba, is no update rule: it has no queries and keys, but the same three forms.
 """

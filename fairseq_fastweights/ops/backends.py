@@ -1,6 +1,6 @@
-"""Which backend runs a call: where there are kernels, what "auto" takes, and the log's line that says it.
+"""Chooses the backend of a call: where there are kernels, and the choice of "auto".
 
-The first call of each kind logs its backend, so that no run is slow without a word.
+The first call of each kind logs its backend, so that a run without kernels is not slow in silence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {
 }
 """By type of device, the dtypes that its kernels take."""
 EXTENSIONS = {"cpu": "cpu", "cuda": "cuda"}
-"""By type of device, whose kernels its tensors are given to."""
+"""By type of device, the kernels that run its tensors: tests run those for GPUs, emulated, on tensors of the CPU."""
 LARGEST_DIM = {"cuda": 512}
 """By type of device, the largest key and value dimension that one call of its kernels takes, where there is a largest.
 
@@ -54,7 +54,7 @@ def fits(device_type: str, dim: int) -> bool:
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
     """Raises `NotImplementedError` if one of them carries a tangent, which the kernels would drop in silence."""
-    # Of the level first: where there is none, as nearly always, no tensor is asked, and a call takes no longer.
+    # The level comes first: outside forward-mode differentiation, nearly always, no tensor is asked.
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs
     ):
@@ -78,7 +78,7 @@ def cpu_instruction_set() -> str:
 
 
 def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
-    """The backend of a call of so many steps: `backend`, or what "auto" takes.
+    """The backend of a call: `backend`, or the choice of "auto".
 
     Args:
         backend: one of `BACKENDS`.
@@ -87,7 +87,7 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
         in_chunks: whether there is a form that is parallel in time.
 
     Raises:
-        ValueError: for what is no backend.
+        ValueError: for another name.
         BackendUnavailable: if kernels are asked for and there are none.
     """
     if backend not in BACKENDS:
@@ -97,6 +97,7 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
             return "native"
         # A single step has nothing to chunk: the reference's loop over time is that step.
         return "chunkwise" if in_chunks and time > 1 else "reference"
+    # A request for kernels is never served by another backend.
     if backend == "native" and why_not_native is not None:
         other = "chunkwise" if in_chunks else "reference"
         raise BackendUnavailable(
@@ -111,10 +112,11 @@ def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: 
 
     Args:
         kind: the type of the device.
-        backend: what was asked for, as of `choose_backend`.
-        why_not_native: as there.
-        in_chunks: as there.
+        backend: the backend that was asked for, as in `choose_backend`.
+        why_not_native: as in `choose_backend`.
+        in_chunks: as in `choose_backend`.
     """
+    # One line for each reason, not for each layer.
     key = kind, backend, why_not_native
     if key in _said or kind == "meta":
         return
@@ -126,12 +128,13 @@ def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: 
     told, level = f"fast weight rules run by {taken} on {where}", logging.INFO
     if backend == "auto" and why_not_native is not None:
         told += f": {why_not_native}"
+        # Kernels that could be there deserve a warning; a rule without a kernel does not.
         if kind in libraries.PARTS and why_not_native == libraries.load(kind):
             level = logging.WARNING
     logger.log(level, told)
 
 
 def say_again() -> None:
-    """Lets the next calls say it once more: another training, evaluation or generation begins."""
+    """Lets the next calls log their backends again: another training, evaluation or generation begins."""
     _said.clear()
     chosen.clear()

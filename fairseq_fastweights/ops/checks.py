@@ -1,8 +1,7 @@
 """Argument checks that every operation makes before it does any work.
 
-Checks of shapes, types and devices are always made: they read no data. Checks of *values* (finite numbers, log gates
-at most 0, write strengths in their range) would make a GPU wait for the CPU, so they are made only where `check_values`
-asks for them.
+Checks of shapes, types and devices are always made: they read no data. Checks of *values* (finite numbers, log gates at
+most 0, beta in its range) would make the CPU wait for a GPU, so they are made only where `check_values` asks for them.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class check_values:
 
     They are off unless the environment variable ``FASTWEIGHTS_CHECK_VALUES`` is set to something other than 0 when
     the package is imported. While they are on, each operation raises a `ValueError` for inputs that are not finite,
-    log gates and log decays above 0, and write strengths outside [0, 1] (where a gate or an erase key may come with
-    them, [0, 2]), and of `selective_scan` for a delta below 0 and an A above 0; on a GPU each call then waits for the
-    device.
+    log gates and log decays above 0, and beta outside [0, 1] (of rules with a gate or an erase key beside it, [0, 2]),
+    and `selective_scan` for a delta below 0 and an A above 0; on a GPU each call then waits for the device.
 
     Args:
         enabled: whether values are checked from here on; in a `with` statement, until its end.
@@ -51,7 +49,7 @@ class check_values:
         >>> with check_values(True):
         ...     out, state = ops.delta_rule(q, k, v, torch.full((1, 5, 2), 1.5))
         Traceback (most recent call last):
-        ValueError: beta ranges from 1.5 to 1.5; write strengths must be in [0, 1]
+        ValueError: beta ranges from 1.5 to 1.5; it must be in [0, 1]
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -78,21 +76,21 @@ class Gate:
 
     Attributes:
         name: of the argument.
-        per: what it has a number for at every step: each "head", or each "key" or "value" dimension of each head;
+        per: the numbers at every step: one for each "head", or for each "key" or "value" dimension of each head;
             "head or key" takes both.
-        log: whether it is the logarithm of a decay, at most 0; otherwise it is a write strength from 0 to `most`.
+        log: whether it is the logarithm of a decay, at most 0; otherwise it is a beta, from 0 to `most`.
             Either is 0 at padding. The biases of a layer's decays start so that these are uniformly distributed (Gu et
             al. 2020).
         optional: whether None will do, for no such gate.
-        is_key: whether it is no gate but a key, of any values, in as many heads as k.
-        most: what a write strength may be.
+        kind: "gate", or "key": any values, in as many heads as k.
+        most: the largest beta.
     """
 
     name: str
     per: Literal["head", "key", "value", "head or key"]
     log: bool = False
     optional: bool = False
-    is_key: bool = False
+    kind: Literal["gate", "key"] = "gate"
     most: float = 1
 
     @property
@@ -117,7 +115,7 @@ def check_inputs(
         k: as q.
         v: (batch, time, heads, value_dim), heads a multiple of key_heads.
         initial_state: (batch, heads, key_dim, value_dim) or None.
-        gates: what else the operation takes.
+        gates: the other inputs of the rule.
         given: of each gate (batch, time, heads), with key_dim or value_dim after it where it is per key or per value.
         starts: (batch, time) of bool, or None.
     """
@@ -132,6 +130,7 @@ def check_inputs(
             raise ValueError(f"{name} has dtype {x.dtype}; it must be that of v, {dtype}")
         if not x.is_contiguous() and x.shape[-1] > 1 and x.stride(-1) not in (0, 1):
             raise ValueError(f"{name} has strides {x.stride()}; its last dimension must be contiguous (stride 1)")
+    # Sizes come from v and k; q and the gates have to fit them.
     batch, time, heads, value_dim = v.shape
     of_keys, of_steps = k.shape, (batch, time, heads)
     key_heads, key_dim = of_keys[2:]
@@ -148,11 +147,12 @@ def check_inputs(
             f"{key_heads}, or a multiple"
         )
     others: dict[str, Tensor] = {"q": q, "k": k}
+    # Float32 is allowed beside half precision: log decays near 0 need its digits.
     for gate, given_gate in zip(gates, given, strict=True):
         if given_gate is None and gate.optional:
             continue
         x = check_tensor(gate.name, given_gate)
-        if gate.is_key:
+        if gate.kind == "key":
             shape, meaning = tuple(of_keys), "that of k"
         elif gate.per == "head" or (gate.per == "head or key" and x.dim() == 3):
             shape, meaning = of_steps, "(batch, time, heads)"
@@ -161,8 +161,8 @@ def check_inputs(
         else:
             shape, meaning = (*of_steps, key_dim), "(batch, time, heads, key_dim)"
         check_shape(gate.name, x, shape, meaning)
-        if x.dtype != dtype and (gate.is_key or x.dtype != torch.float32):
-            other = "" if gate.is_key else ", or torch.float32"
+        if x.dtype != dtype and (gate.kind == "key" or x.dtype != torch.float32):
+            other = "" if gate.kind == "key" else ", or torch.float32"
             raise ValueError(f"{gate.name} has dtype {x.dtype}; it must be that of v, {dtype}{other}")
         others[gate.name] = x
     if initial_state is not None:
@@ -175,6 +175,7 @@ def check_inputs(
         check_shape("starts", starts, (batch, time), "(batch, time)")
         others["starts"] = starts
     check_devices(others, "v", v)
+    # These read all numbers.
     if values_checked:
         others.pop("starts", None)
         _check_values({**others, "v": v}, zip(gates, given, strict=True))
@@ -186,16 +187,16 @@ def check_in_place(
     """Returns the state that is to be changed in place, or raises `ValueError` if it cannot be.
 
     Args:
-        initial_state: it must share no memory with what is read.
+        initial_state: it must share no memory with `inputs` and `starts`.
         names: of `inputs`.
-        inputs: what is read besides, which must not want a gradient.
+        inputs: all other inputs, which must not require a gradient.
         starts: as `check_inputs` takes it.
     """
     if initial_state is None:
         raise ValueError("initial_state is None and in_place is True; there must be a state to write into")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (initial_state, *inputs)):
         raise ValueError(
-            "in_place is True, but initial_state or an input requires a gradient; what changes in place cannot be "
+            "in_place is True, but initial_state or an input requires a gradient; a change in place cannot be "
             "differentiated: call it under torch.no_grad()"
         )
     if overlaps_itself(initial_state):
@@ -210,6 +211,7 @@ def check_in_place(
             "initial_state is a negative view, as the imaginary part of a conjugate, and in_place is True; it must be "
             "a tensor of its own, as resolve_neg() makes it"
         )
+    # A step writes the state where it has not read every input yet.
     shared = first_overlap(initial_state, (*inputs, starts))
     if shared is not None:
         raise ValueError(
@@ -248,7 +250,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """`meaning` says where that shape comes from."""
+    """`meaning` explains the shape in the error."""
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}, {meaning}")
 
@@ -281,15 +283,13 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
 def _check_values(tensors: dict[str, Tensor], gates: Iterable[tuple[Gate, Tensor | None]]) -> None:
     check_finite(tensors)
     for gate, values in gates:
-        if values is None or not values.numel() or gate.is_key:
+        if values is None or not values.numel() or gate.kind == "key":
             continue
         least, most = (float(x) for x in torch.aminmax(values.detach()))
         if gate.log and most > 0:
             raise ValueError(f"{gate.name} has a largest value of {most:g}; logs of decays must be at most 0")
         if not gate.log and not 0 <= least <= most <= gate.most:
-            raise ValueError(
-                f"{gate.name} ranges from {least:g} to {most:g}; write strengths must be in [0, {gate.most:g}]"
-            )
+            raise ValueError(f"{gate.name} ranges from {least:g} to {most:g}; it must be in [0, {gate.most:g}]")
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -298,6 +298,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     Where autocast is not on, or a device has none, as meta, it does nothing: entering takes microseconds.
     """
     device = x.device.type
+    # To enter autocast's own context takes microseconds.
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -323,6 +324,7 @@ def first_overlap(written: Tensor, read: Iterable[Tensor | None]) -> int | None:
         return None
     near = []
     try:
+        # Intervals of addresses first: most tensors lie apart.
         begin = written.data_ptr()
         if begin == 0:
             return None
@@ -356,6 +358,7 @@ def _layout(x: Tensor) -> tuple[Numbers, Numbers, int]:
 
 def _elements_are_disjoint(sizes: Numbers, strides: Numbers) -> bool:
     """True if each stride is beyond the reach of all smaller ones: then no two elements share memory."""
+    # Strides of dimensions of size 1 mean nothing.
     dims = [(n, stride) for n, stride in zip(sizes, strides, strict=True) if n > 1]
     for number, (_, stride) in enumerate(dims):
         others = dims[:number] + dims[number + 1 :]
@@ -389,6 +392,7 @@ def _meet(
 
     The places of one are marked, and those of the other looked at.
     """
+    # In the largest unit that both tensors' elements are multiples of.
     unit = gcd(width, other_width, distance)
     width, other_width, distance = width // unit, other_width // unit, distance // unit
     first, other_first = max(0, -distance), max(0, distance)

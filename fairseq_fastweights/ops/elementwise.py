@@ -32,6 +32,7 @@ def _dpfp(x: Tensor, nu: int) -> Tensor:
     z = F.relu(torch.cat([x, -x], dim=-1))
     # Every rotation is a view of this: the backward pass keeps z about twice, not nu + 1 times.
     padded = torch.cat([z[..., -nu:], z], dim=-1)
+    # Block j: z_i z_{i-j}, indices modulo 2 dim (Schlag et al. 2021, App. C).
     size = z.shape[-1]
     blocks = [z * padded.narrow(-1, nu - j, size) for j in range(1, nu + 1)]
     return blocks[0] if nu == 1 else torch.cat(blocks, dim=-1)
@@ -71,8 +72,8 @@ def map_features(
         feature_map: a key of `MAPS`.
         nu: how many rotations "dpfp" multiplies, from 1 to 2 dim - 1.
         normalization: "none", "sum" or "length".
-        eps: what is added to the sum, or under the root.
-        scale: what the result is multiplied by.
+        eps: added to the sum, or under the root.
+        scale: a factor of the result.
         dtype: of the result; None for float32, and float64 for inputs in float64, in which all is computed.
         backend: as of the update rules: "auto", "reference", "chunkwise" (the same as "reference") or "native", which
             has no forward-mode derivatives and no second ones; "auto" takes "reference" for the former.
@@ -132,6 +133,7 @@ def _reference(x: Tensor, feature_map: str, nu: int, normalization: str, eps: fl
 def _normalized(y: Tensor, normalization: str, eps: float) -> Tensor:
     if normalization == "sum":
         total = y.sum(-1, keepdim=True) + eps
+        # A sum that underflowed would divide 0 by 0: the vector stays as it is.
         y = y / torch.where(total.abs() < torch.finfo(y.dtype).tiny, 1.0, total)
     if normalization == "length":
         y = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)
@@ -159,11 +161,11 @@ def random_features(
     Args:
         projected: (batch, time, heads, features), the products of scale * source with the random features.
         source: (batch, time, heads, dim).
-        scale: what `source` is multiplied by.
-        log_epsilon: the logarithm of what is added to each feature.
+        scale: a factor of `source`.
+        log_epsilon: the logarithm of a number that is added to each feature.
         stabilized: whether vectors are divided by their largest exponential, that of `log_epsilon` counted.
         normalization: "none", "sum" or "length", as of `map_features`, as are the arguments that follow.
-        eps: what is added to the sum, or under the root.
+        eps: added to the sum, or under the root.
         dtype: of the result.
         backend: "native" has second derivatives, those of the definition.
 
@@ -228,6 +230,7 @@ def _definition_of_random(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
+    # l = [s + R x, s - R x], s = -(|x|^2 + log 2m) / 2.
     precise = state_dtype(projected.dtype)
     exponents = random_exponents(projected.to(precise), source.to(precise), scale)
     return _normalized(_exponentials(exponents, log_epsilon, stabilized), NORMALIZATIONS[normalization], eps).to(dtype)
@@ -278,10 +281,10 @@ def gate(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """scale * activation(x + bias), times -exp(log_rate) if that is given, and times y, or what a norm makes of it.
+    """scale * activation(x + bias), times -exp(log_rate) if that is given, and times y or its norm.
 
     With softplus and a log rate these are the logarithms of Mamba's and Gated DeltaNet's decays. With y it is a gated
-    read-out, whose norm is of each head, "rms" for weight * y / sqrt(mean(y^2) + eps) or "layer" for weight *
+    output, whose norm is of each head, "rms" for weight * y / sqrt(mean(y^2) + eps) or "layer" for weight *
     (y - mean(y)) / sqrt(variance(y) + eps); and without a norm the gate of Mamba and of SwiGLU networks.
 
     Args:
@@ -292,8 +295,8 @@ def gate(
         y: as x, or with a norm (..., heads, dim), heads * dim = channels; None for no factor.
         weight: (dim,), of the norm; None for 1.
         norm: one of `NORMS`.
-        eps: what the norm adds under its root.
-        scale: what the result is multiplied by.
+        eps: added under the root of the norm.
+        scale: a factor of the result.
         dtype: of the result; None for float32, and float64 for x in float64, in which all is computed.
         backend: as of `map_features`; "native" has second derivatives, those of the definition.
 
@@ -331,6 +334,7 @@ def apply_gate(
     if dtype is None:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if backend == "auto" and not torch.compiler.is_compiling():
+        # Where kernels and PyTorch both can, the faster one by form and size.
         form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
         few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]
         if form == "plain" and (few or (y is None and precise)):
@@ -339,11 +343,13 @@ def apply_gate(
             check_devices({"y": y}, "x", x)
             return y * ACTIVATIONS[activation](x)
         backend = "reference" if few else backend
+        # A GPU's kernel holds a vector in the registers of one block of threads.
         if x.is_cuda and norm != "none" and y is not None and y.shape[-1] > most_normed(x.dtype):
             backend = "reference"
     numbers = _NUMBERS[activation], _NUMBERS[norm]
     if not takes(backend, x):
         return _definition_of_gate(x, bias, log_rate, y, weight, *numbers, eps, scale, dtype)
+    # Kernels take (time, batch, channels), and y with a norm as (time, batch, heads, dim).
     shape = x.shape
     if x.dim() != 3 or not x.is_contiguous():
         x = _in_steps(x, 3)
@@ -403,10 +409,12 @@ def _definition_of_gate(
         if tensor is not None and tensor.device != x.device:
             check_devices({name: tensor}, "x", x)
     precise = state_dtype(x.dtype)
+    # In float32 at least, and rounded once at the end.
     logits = x.to(precise) if bias is None else x.to(precise) + bias.to(precise)
     out = list(ACTIVATIONS.values())[activation](logits)
     if log_rate is not None:
         rates = -log_rate.to(precise).exp()
+        # log f = -exp(A_log) softplus(x + bias), a rate for each head.
         out = (out.unflatten(-1, (len(rates), -1)) * rates[:, None]).flatten(-2)
     if y is not None:
         y, w = y.to(precise), None if weight is None else weight.to(precise)

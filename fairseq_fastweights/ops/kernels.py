@@ -6,7 +6,7 @@ gates of a rule into the operators' arguments; `Divided`, for key and value dime
 The kernels keep, for the backward pass, the inputs and a state every `interval` steps; it computes those in between
 again. Every result has the same bits on every run. On a CPU the number of threads changes none of them either, but
 where there are fewer heads than threads: these share a head's value columns, and gradients that sum over columns (those
-of q, k, write strengths and gates but those of values) are rounded in another order.
+of q, k, beta and gates, but not of gates for each value) are rounded in another order.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
+# The arguments of one rule; `Parts` has those between v and starts.
 _RULE = (
     "Tensor q, Tensor k, Tensor v, Tensor? erase, bool corrects, Tensor? beta, Tensor? log_gate, bool complement,"
     " Tensor? log_key_decay, Tensor? log_value_decay, Tensor? starts"
@@ -46,6 +47,7 @@ _CONVOLUTION = "Tensor x, Tensor weight, Tensor? bias, Tensor? before, Tensor? l
 DPFP = 3
 """The place of "dpfp", the only map that changes a vector's size."""
 _SCHEMAS = (
+    # interval: steps between two kept states, 0 to keep none.
     f"rule_forward({_RULE}, Tensor? initial_state, int interval) -> (Tensor out, Tensor final_state, Tensor states)",
     f"rule_backward(Tensor d_out, Tensor? d_final_state, {_RULE}, Tensor? initial_state, Tensor states, int interval)"
     " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_erase, Tensor d_beta, Tensor d_log_gate, Tensor d_log_key_decay,"
@@ -67,6 +69,7 @@ _SCHEMAS = (
     f"short_convolution({_CONVOLUTION}) -> (Tensor y, Tensor last)",
     f"short_convolution_backward(Tensor d_y, Tensor? d_last, {_CONVOLUTION})"
     " -> (Tensor d_x, Tensor d_weight, Tensor d_bias, Tensor d_before)",
+    # Whole decode steps, for CPUs: feature map, rule and state at once.
     "delta_step_(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor weight, Tensor bias, float eps, Tensor(a!) state)"
     " -> Tensor out",
     "window_step_(Tensor q, Tensor k, Tensor v, Tensor? cosines, Tensor? sines, Tensor seen, Tensor weight,"
@@ -125,6 +128,7 @@ def _kept(time: int, interval: int) -> int:
 
 @_shapes_of("rule_forward")
 def _(k: Tensor, v: Tensor, interval: int, **_: Any) -> Any:
+    # states: (batch, heads, kept, key_dim, value_dim).
     batch, time, heads, value_dim = v.shape
     states = v.new_empty(batch, heads, _kept(time, interval), k.shape[3], value_dim, dtype=state_dtype(v.dtype))
     return torch.empty_like(v), states.new_empty(batch, heads, k.shape[3], value_dim), states
@@ -145,6 +149,7 @@ def _(v: Tensor, **_: Any) -> Any:
 @_shapes_of("selective_scan_forward")
 def _(u: Tensor, A: Tensor, interval: int, **_: Any) -> Any:
     batch, time, channels = u.shape
+    # (batch, kept, state, channels): channels last, along which the kernels are vectorised.
     states = u.new_empty(batch, _kept(time, interval), A.shape[1], channels, dtype=state_dtype(u.dtype))
     return torch.empty_like(u), states.new_empty(batch, *A.shape), states
 
@@ -203,6 +208,7 @@ def _(x: Tensor, weight: Tensor, bias: Any, before: Any, **_: Any) -> Any:
 
 @_shapes_of("delta_step_")
 def _(v: Tensor, weight: Tensor, **_: Any) -> Any:
+    # weight: (heads, features, head_dim) of the feature map.
     return v.new_empty(len(v), 1, len(weight), v.shape[-1])
 
 
@@ -260,6 +266,7 @@ def differentiable(name: str, definition: Callable[..., Any] | None = None, like
         def forward(ctx: Any, *inputs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 results = operator(*inputs)
+            # Tensors go where autograd watches them for changes in place, all else to ctx.
             tensors: list[Any] = list(inputs)
             ctx.settings = []
             for place in settings:
@@ -275,6 +282,7 @@ def differentiable(name: str, definition: Callable[..., Any] | None = None, like
         def backward(ctx: Any, *d_results: Any) -> Any:
             inputs = list(ctx.saved_tensors)
             states = [inputs.pop()] if keeps_states else []
+            # The arguments as the operator got them.
             for place, setting in zip(settings, ctx.settings, strict=True):
                 inputs[place] = setting
             gradients: list[Any] = [None] * len(inputs)
@@ -286,6 +294,7 @@ def differentiable(name: str, definition: Callable[..., Any] | None = None, like
             first, *others = d_results[:2] if keeps_states else d_results
             first = torch.zeros_like(inputs[like]) if first is None else first
             given = [x for x in inputs if not isinstance(x, torch.dtype)]
+            # The order of the arguments of every `*_backward` operator.
             given = [first, *others, *given[:-1], *states, given[-1]]
             if torch.is_grad_enabled():  # by torch's dispatcher, to `_BackwardPass`
                 found = backward_operator(*given)
@@ -308,6 +317,7 @@ def differentiable(name: str, definition: Callable[..., Any] | None = None, like
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
+    # The way through torch's dispatcher: compiled code, functorch, and callers of torch.ops.
     def dispatched(forwards: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
@@ -357,7 +367,7 @@ def differentiable_once(backward: Callable[..., Sequence[Tensor | None]]) -> Cal
 
     If it is differentiated in turn, that is an error. torch's `once_differentiable` does not see that gradients depend
     on what was saved, and `torch.autograd.grad`, asked for those of certain tensors, goes around its error: the second
-    derivatives that it gives lack a part. So all that gradients depend on has to be saved.
+    derivatives lack a part. So all that gradients depend on has to be saved.
     """
 
     @wraps(backward)
@@ -365,6 +375,7 @@ def differentiable_once(backward: Callable[..., Sequence[Tensor | None]]) -> Cal
         saved = ctx.saved_tensors
         with torch.no_grad():
             gradients = backward(ctx, saved, *d_outs)
+        # Only a backward pass that is recorded (create_graph=True) has to refuse its own.
         if not torch.is_grad_enabled():
             return gradients
         found = [x for x in gradients if x is not None]
@@ -435,7 +446,7 @@ class Parts(NamedTuple):
 
     Attributes:
         erase: e, (batch, time, heads, key_dim); None for k, if the rule corrects.
-        corrects: whether the rule takes out what it retrieves, or only adds.
+        corrects: whether the rule subtracts the value that it retrieves, or only adds.
         beta: (batch, time, heads).
         log_gate: log f, (batch, time, heads).
         complement: whether w = 1 - f, for a log_gate, or else 1.
@@ -472,6 +483,7 @@ def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, 
 
 def correction(beta: Tensor, log_gate: Tensor | None = None) -> Parts:
     """The parts of a rule that corrects, after a decay if there is one."""
+    # The delta rule, without decays.
     if log_gate is None:
         return Parts(corrects=True, beta=beta)
     return decays(log_gate, corrects=True, beta=beta)
@@ -505,6 +517,7 @@ class Kernel:
     ) -> tuple[Tensor, Tensor]:
         """Every step: `out` and the final state."""
         keeps_states = _differentiated(q, k, v, *gates, initial_state)
+        # A single step has an operator of its own, which takes the state and changes it.
         if v.shape[1] == 1 and not keeps_states:
             if initial_state is None:
                 state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
@@ -540,8 +553,10 @@ def operator_inputs(q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tenso
     if parts.beta is not None and not parts.corrects:
         k = (ungrouped(k, v) * parts.beta[..., None]).to(k.dtype)
         parts = parts._replace(beta=None)
+    # CPU kernels take grouped heads and document starts as they are.
     if EXTENSIONS.get(v.device.type) == "cuda":
         q, k, parts, starts = _for_cuda(q, k, v, parts, starts)
+    # Kernels read vectors of the last dimension; all other strides are free.
     erase, corrects, beta, log_gate, complement, f, z = parts
     tensors = [q, k, v, erase, f, z]
     for place, x in enumerate(tensors):
@@ -557,6 +572,7 @@ def _for_cuda(
     """CUDA kernels take neither grouped heads nor document starts: expands the heads, makes a start a decay to 0."""
     q, k = ungrouped(q, v), ungrouped(k, v)
     if starts is not None:
+        # (1 - f) v k^T: the factor goes into the key, as the decay is about to change.
         if parts.complement:
             assert parts.log_gate is not None
             k = (k * one_minus_gate(parts.log_gate.to(state_dtype(v.dtype)))[..., None]).to(k.dtype)
@@ -566,6 +582,7 @@ def _for_cuda(
             parts = parts._replace(log_gate=decay_at_starts(starts, log_gate, v)[..., 0])
         else:
             parts = parts._replace(log_key_decay=decay_at_starts(starts, parts.log_key_decay, v).expand(*k.shape))
+    # An erase key has as many heads as k.
     if parts.erase is not None:
         parts = parts._replace(erase=ungrouped(parts.erase, v))
         if parts.log_gate is not None:  # beside an erase key they take decays of keys
@@ -666,9 +683,10 @@ class Divided:
     def sequence(
         self, *inputs: Tensor | None, initial_state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Computes what `Kernel.sequence` does on parts along the first of `dims`, each on parts along the others."""
+        """`Kernel.sequence` on parts along the first of `dims`, each on parts along the others."""
         if not self.dims:
             return self.kernel.sequence(*cast(Any, inputs), initial_state=initial_state, starts=starts)
+        # One dimension here, the others inside of each part.
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
         parts = [
             inner.sequence(*part, initial_state=state, starts=starts)
@@ -679,7 +697,7 @@ class Divided:
         return _whole_out(dim, [out for out, _ in parts]), final_state
 
     def step_(self, *inputs: Tensor | None, state: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Computes what `Kernel.step_` does; each part changes its part of the state."""
+        """`Kernel.step_`; each part changes its part of the state."""
         if not self.dims:
             return self.kernel.step_(*cast(Any, inputs), state=state, starts=starts)
         (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
@@ -699,6 +717,7 @@ class Divided:
         count = _ceil(size, LARGEST_DIM[whole.device.type])
         if count == 1:
             return iter([(inputs, state)])
+        # Parts of equal size up to the multiple; the last one has the rest.
         part = _MULTIPLE * _ceil(_ceil(size, count), _MULTIPLE)
         pieces = [
             x.split(part, -1) if x is not None and along == dim else (x,) * count
@@ -763,6 +782,7 @@ def takes_step(backend: str, x: Tensor) -> bool:
         or torch.is_autocast_enabled("cpu")
     ):
         return False
+    # All that stays the same from call to call of a layer.
     key = "decode step", backend, x.device.type, x.dtype
     taken: bool | None = chosen.get(key)
     if taken is None:

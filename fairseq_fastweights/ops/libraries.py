@@ -43,8 +43,8 @@ def load(part: str) -> str | None:
     """Loads the library of `part` ("cpu" or "cuda") into torch, the first time that it is asked for.
 
     Returns:
-        None if it is loaded, otherwise one line that says why not and how to mend it. It raises nothing, and answers
-        from memory from the second call on: what was not loaded once is not loaded later in the same process.
+        None if it is loaded, otherwise one line that says why not and how to mend it. It raises nothing. Later calls
+        return the first one's answer: a library that was not loaded is not tried again in the same process.
     """
     if part not in _outcomes:
         with _lock:
@@ -96,6 +96,7 @@ def why_not(part: str, torch_version: str, package: Path | None = None) -> str |
     if entry.get("state") != "built":
         output = f"; the compiler's whole output: {log(part)}" if log(part).is_file() else ""
         return f"{name} were not built: {entry.get('reason')}{output}"
+    # On the stable ABI a library runs in all later versions of torch; else in its own alone.
     oldest = entry.get("oldest torch")
     fits = entry.get("torch") == torch_version if oldest is None else _release(torch_version) >= _release(oldest)
     if not fits:
@@ -103,6 +104,7 @@ def why_not(part: str, torch_version: str, package: Path | None = None) -> str |
         return f"{name} were built for torch {built_for} and this is torch {torch_version}; {_rebuild(part)}"
     if not library(part, package).is_file():
         return f"{name} were built, but {library(part, package)} is gone; {_rebuild(part)}"
+    # In a clone, sources may have changed since.
     if _in_checkout() and entry.get("sources") != source_digest(CHECKOUT, part):
         return f"{name} are outdated, {part}/ or {SHARED}/ has changed since they were built; {_rebuild(part)}"
     return None
@@ -111,6 +113,7 @@ def why_not(part: str, torch_version: str, package: Path | None = None) -> str |
 def source_digest(checkout: Path, part: str) -> str:
     """A digest of the names and contents of the sources of `part` in a checkout."""
     digest = hashlib.sha256()
+    # Names too: a moved file changes includes.
     files = (path for folder in (part, SHARED) for path in (checkout / folder).rglob("*"))
     for path in sorted(path for path in files if path.suffix in SOURCE_SUFFIXES):
         digest.update(path.relative_to(checkout).as_posix().encode() + b"\0")
@@ -148,9 +151,10 @@ def _load(part: str) -> str | None:
             if reason is not None:
                 return reason
             path = str(library(part, home(part)))
+        # Registers the kernels of the operators that `kernels.py` declares.
         torch.ops.load_library(path)
         return _wrong_processor(path) if part == "cpu" and not named else None
-    except Exception as error:  # whatever it is, there is chunkwise
+    except Exception as error:  # whatever the fault, chunkwise runs
         told = (str(error).splitlines() or [""])[0]
         return f"{name} could not be loaded: {type(error).__name__}: {told}; {_rebuild(part)}"
 
@@ -161,6 +165,7 @@ def _find(part: str, torch_version: str) -> str | None:
     if reason is None or not _in_checkout():
         return reason
     here = part in record()
+    # `pip install .` of these sources may have built a library that the clone lacks.
     for folder in elsewhere():
         other = why_not(part, torch_version, folder)
         if other is None:

@@ -1,4 +1,4 @@
-"""The update rules one step at a time, as in the papers: what every other implementation is held against.
+"""The update rules one step at a time, as in the papers: every other implementation is compared with these.
 
 All are rows of one recurrence, `fast_weight_rule`. The papers write the state as W or S of shape (value_dim, key_dim),
 y = S q. Here, as in the rest of the package, the state is its transpose, (batch, heads, key_dim, value_dim), so that
@@ -17,7 +17,7 @@ from torch import Tensor
 from fairseq_fastweights.ops.checks import state_dtype
 
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
-"""`fast_weight_rule`, or what computes the same."""
+"""`fast_weight_rule`, or another implementation of it."""
 
 
 def fast_weight_rule(
@@ -32,7 +32,7 @@ def fast_weight_rule(
     initial_state: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}, y_t = S_t q_t; what is None is left out.
+    """S_t = S' + beta_t (v_t - S' e_t) k_t^T, S' = (z_t f_t^T) * S_{t-1}, y_t = S_t q_t; a None is left out.
 
     log_key_decay may be (batch, time, heads), the same for all keys. Heads of q, k and e serve as many of v in turn.
     """
@@ -51,15 +51,19 @@ def fast_weight_rule(
     for q_t, k_t, v_t, e_t, beta_t, log_f_t, log_z_t, kept_t in zip(
         *_steps(dtype, *inputs), _each(kept, v), strict=True
     ):
+        # A document starts from 0; torch.where also keeps a NaN of the last document out.
         if kept_t is not None:
             state = torch.where(kept_t, state, 0)
+        # S' = (z_t f_t^T) * S_{t-1}; here rows of the state are keys, columns values.
         if log_f_t is not None:
             state = state * log_f_t.exp()[..., :, None]
         if log_z_t is not None:
             state = state * log_z_t.exp()[..., None, :]
+        # v_t - S' e_t
         written = v_t if e_t is None else v_t - _read(e_t, state)
         if beta_t is not None:
             written = beta_t[..., None] * written
+        # S_t = S' + (beta_t (v_t - S' e_t)) k_t^T
         state = state + k_t[..., :, None] * written[..., None, :]
         outputs.append(_read(q_t, state))
     return (torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v)), state

@@ -1,8 +1,9 @@
-"""The update rules: a record each, from which all else that depends on the rule follows.
+"""The update rules: a record each, and the public functions.
 
-That is what is checked before it runs, which backend "auto" takes, how a call that is too large for the kernels is
-divided, and what `python -m fairseq_fastweights.env` lists; the layers, the models' options and their help, the tables
-of the documentation, the benchmark's cases and those of the tests. A rule of one's own needs no more than a reference.
+All else that depends on a rule follows from its record: checks of arguments, the backend that "auto" takes, the
+division of a call that is too large for the kernels, the list of `python -m fairseq_fastweights.env`; the layers, the
+models' options and their help, tables of the documentation, cases of the benchmark and of the tests. A rule of one's
+own needs no more than a reference.
 """
 
 from __future__ import annotations
@@ -37,23 +38,22 @@ Implementation = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """An update rule, whatever computes it: called with q, k, v and its gates in order.
+    """An update rule, with all its implementations: called with q, k, v and its gates in order.
 
     Attributes:
         name: of the rule.
-        gates: what it takes beside q, k and v, in order.
+        gates: its inputs beside q, k and v, in order.
         reference: the definition, one step at a time: (q, k, v, *gates, initial_state=...) -> (out, final_state).
         chunkwise: the same, parallel in time, in PyTorch; None if there is no such form.
         kernel: the same, compiled; None if there is none.
-        corrects: whether a write depends on what is already stored. If so, the rows of a state, one for each key, hang
-            together: calls cannot be divided over keys (over the columns, one for each value, they always can). Nor is
-            a layer's normaliser of attention normalisation one more column of the state, but a sum of its own (Schlag
-            et al. 2021, Eq. 26), with the rule's decays of keys.
+        corrects: whether a write depends on the state. If so, the rows of a state, one for each key, depend on one
+            another: calls cannot be divided over keys (over the columns, one for each value, they always can). And a
+            layer's normaliser of attention normalisation is not one more column of the state, but a sum of its own
+            (Schlag et al. 2021, Eq. 26), with the rule's decays of keys.
         takes_starts: whether its implementations take `starts`, and q and k of fewer heads than v.
-        ordered: whether the order matters in which pairs are written. An encoder reads its source as a whole, without
-            an order in which a memory could forget or correct.
-        equation: the memory after a step, S being that before it, (value_dim, key_dim).
-        help: what it does, for `--help`.
+        ordered: whether the result depends on the order of the pairs of keys and values. An encoder's source has none.
+        equation: the state after a step, S being that before it, (value_dim, key_dim).
+        help: its line in `--help`.
         source: model and paper that it is from.
         feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
         normalization: those of the paper's layers.
@@ -89,6 +89,7 @@ class Rule:
 
     inputs: tuple[str, ...] = field(init=False, repr=False)
 
+    # Made once: a decode step hands it to its checks.
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", ("q", "k", "v", *(gate.name for gate in self.gates)))
 
@@ -170,12 +171,14 @@ class Rule:
         """The rule's kernel, for keys and values of any dimension."""
         assert self.kernel is not None
         along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
+        # Rules that correct read all rows of the state at once: no division over keys.
         dims = (VALUES,) if self.corrects else (VALUES, KEYS)
         return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
 
     def _check(self, inputs: tuple[Any, ...], initial_state: Tensor | None, starts: Tensor | None) -> None:
         q, k, v, *gates = inputs
         check_inputs(q, k, v, initial_state, self.gates, gates, starts)
+        # A rule of one's own need not know these.
         if not self.takes_starts and (starts is not None or k.shape[2] != v.shape[2]):
             given = "starts" if starts is not None else f"k of {k.shape[2]} heads for v of {v.shape[2]}"
             raise ValueError(
@@ -214,6 +217,7 @@ class Rule:
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         batch, time, heads, value_dim = v.shape
+        # Inputs are right from here on; no check reads them again.
         refused = None if self.why_not_gates is None else self.why_not_gates(*gates)
         key_dim, device, dtype = k.shape[3], v.device, v.dtype
         # The choice is kept, as it takes as long as the kernel of a decode step.
@@ -227,6 +231,7 @@ class Rule:
         kernel = run if isinstance(run, (Kernel, Divided)) else None
         if kernel is not None and forward_ad._current_level >= 0:
             backends.refuse_tangents(initial_state, q, k, v, *gates)
+        # Nothing to compute, but an empty output has gradients as any other.
         if time == 0:
             if in_place:
                 return torch.zeros_like(v), initial_state  # type: ignore[return-value]
@@ -250,6 +255,7 @@ class Rule:
         refused: str | None,
     ) -> Kernel | Divided | Implementation:
         """The implementation of a call, of several steps if `in_chunks`; `refused`: why no kernel takes its gates."""
+        # None if a kernel takes the call.
         reason = self.why_not_native(device_type, dtype, key_dim) or refused
         taken = choose_backend(backend, 2 if in_chunks else 1, reason, self.chunkwise is not None)
         say_backend(device_type, backend, reason, self.chunkwise is not None)
@@ -292,11 +298,13 @@ class ReadBeforeWrite(Rule):
         if initial_state is not None:
             with without_autocast(q):
                 first = torch.einsum("bthk,bhkv->bthv", q[:, :1].to(initial_state.dtype), initial_state).to(v.dtype)
+        # Its beta is 1, as the key has it: k'_t = beta_t k_t.
         key, ones = (k * beta[..., None]).to(k.dtype), torch.ones_like(beta)
         # A document begins with an empty state: its first output is 0, and reaches no gradient of the document before.
         begins = None if starts is None else starts[..., None, None]
         if begins is not None:
             q = q.masked_fill(begins, 0)
+        # Step t of the delta rule reads with the query of step t + 1.
         later = torch.cat([q[:, 1:], torch.zeros_like(q[:, :1])], dim=1)
         out, state = super()._run(later, key, v, ones, initial_state=initial_state, starts=starts, **options)
         out = torch.cat([first, out[:, :-1]], dim=1)
@@ -337,6 +345,7 @@ _KEY_DECAY = Gate("log_key_decay", per="key", log=True, optional=True)
 _VALUE_DECAY = Gate("log_value_decay", per="value", log=True, optional=True)
 _CORRECTED: dict[str, Any] = {"corrects": True, "feature_map": "elu", "normalization": frozenset({"sum"})}
 
+# Equations: S (value_dim, key_dim), as in the papers; f, z, g decays, e the erase key.
 RULES = {
     rule.name: rule
     for rule in (
@@ -409,7 +418,7 @@ RULES = {
         Rule(
             "fast-weight",
             (
-                Gate("erase", per="key", is_key=True, optional=True),
+                Gate("erase", per="key", kind="key", optional=True),
                 Gate("beta", per="head", optional=True, most=2),
                 Gate("log_key_decay", per="head or key", log=True, optional=True),
                 _VALUE_DECAY,
@@ -446,10 +455,9 @@ def sum_rule(
         v: (batch, time, heads, value_dim), values; `heads` is a multiple of `key_heads`, and as many heads in turn
             share a head of queries and keys.
         initial_state: (batch, heads, key_dim, value_dim), float32 (float64 for inputs in float64); None for zeros.
-        starts: (batch, time), bool: true where a document begins, before which the state is emptied. None for no such
-            step.
-        in_place: whether the final state is written where `initial_state` lies, as in generation. Nothing of such a
-            call can be differentiated.
+        starts: (batch, time), bool: document starts, before which the state is set to 0. None for none.
+        in_place: whether the final state is written into `initial_state`, as in generation. Such a call cannot be
+            differentiated.
         backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
 
     Returns:
@@ -457,8 +465,8 @@ def sum_rule(
 
     Raises:
         ValueError: for a shape, dtype or device that does not fit, or for `in_place` without a state, with one that
-            shares memory with an input, or where a gradient is wanted; the message names the argument, what it was and
-            what it may be.
+            shares memory with an input, or where a gradient is wanted; the message names the argument, its value and
+            the allowed ones.
         BackendUnavailable: if the backend cannot do this.
         NotImplementedError: of "native", if an input carries a tangent of forward-mode differentiation.
 
@@ -476,7 +484,7 @@ def sum_rule(
 
 
 def _as_sum_rule(function: _Function) -> _Function:
-    """Completes a docstring by what that of `sum_rule` says of the arguments that all have, of results and errors."""
+    """Adds to a docstring, from that of `sum_rule`, the arguments that all rules have, results and errors."""
     if function.__doc__ and sum_rule.__doc__:
         own, shared = inspect.cleandoc(function.__doc__), inspect.cleandoc(sum_rule.__doc__)
         first, options, end = (shared.index(part) for part in ("    q: ", "    initial_state: ", "Examples:\n"))
@@ -564,13 +572,13 @@ def delta_rule(
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Corrects what the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
+    """Corrects the value that the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
 
     Schlag et al. 2021, Eq. 24 and 25. Keys should be normalised (their components sum to 1, or their norm is at most
     1): a step multiplies the state by I - beta k k^T, which makes it grow if |k|^2 > 2 / beta.
 
     Args:
-        beta: (batch, time, heads), the write strength, from 0 to 1.
+        beta: (batch, time, heads), from 0 to 1.
 
     Examples:
         >>> k = torch.eye(4)[[0, 1, 0]].view(1, 3, 1, 4)  # the first key comes again
@@ -601,8 +609,8 @@ def gated_delta_rule(
     attention (Kimi Team 2025). Keys should have a norm of at most 1, as in `delta_rule`.
 
     Args:
-        beta: (batch, time, heads), the write strength, from 0 to 1; above 1, and up to 2, what a key retrieves may
-            change its sign.
+        beta: (batch, time, heads), from 0 to 1; up to 2 if the value that a key retrieves may change its sign
+            (negative eigenvalues).
         log_gate: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0.
 
     Examples:
@@ -639,8 +647,8 @@ def fast_weight_rule(
     (the two-gate delta rule: e = b * k, v = w * v').
 
     Args:
-        erase: (batch, time, heads of k, key_dim), e_t; what it retrieves is taken out. None for 0.
-        beta: (batch, time, heads), the write strength, from 0 to 2; None for 1.
+        erase: (batch, time, heads of k, key_dim), e_t; the value that it retrieves is subtracted. None for 0.
+        beta: (batch, time, heads), from 0 to 2; None for 1.
         log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), log f_t, at most 0; None for no decay.
         log_value_decay: (batch, time, heads, value_dim), log z_t, at most 0; None for no decay. With `erase` no kernel
             takes it, and "chunkwise" goes step by step.
@@ -671,8 +679,8 @@ def chosen_backend(
 ) -> str:
     """The backend that "auto" takes.
 
-    It is told of no gates and `starts`: if a call has some that no kernel takes (`erase` with `log_value_decay`, say),
-    "auto" takes what it takes without kernels.
+    It knows no gates and no `starts`: for gates that no kernel takes (`erase` with `log_value_decay`) "auto" chooses as
+    without kernels.
 
     Args:
         device: where the tensors are.

@@ -1,4 +1,4 @@
-"""The selective scan (Gu & Dao 2023, Algorithm 2), whatever computes it: its definition, its checks, the choice."""
+"""The selective scan (Gu & Dao 2023, Algorithm 2): its definition, its chunk-parallel form, its kernels."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def selective_scan(
         h_t = exp(delta_t A) * h_{t-1} + (delta_t * u_t) B_t^T,   y_t = h_t C_t + D * u_t
 
     with h_t of shape (channels, state), delta_t and u_t a number for each channel, B_t and C_t one for each dimension
-    of the state. What is written is delta_t B_t times u_t, as in the authors' code; the paper's Eq. 4 has a further
-    factor, which is near 1 for small steps. A delta of 0 leaves the state as it is. Any strides will do.
+    of the state. The input term is delta_t B_t u_t, as in the authors' code; the paper's Eq. 4 has a further factor,
+    which is near 1 for small steps. A delta of 0 leaves the state as it is. Any strides will do.
 
     Args:
-        u: (batch, time, channels), what is written.
+        u: (batch, time, channels), the input.
         delta: (batch, time, channels), the size of each step, at least 0.
         A: (channels, state), at most 0: how fast each state decays.
-        B: (batch, time, state), where it is written to.
-        C: (batch, time, state), where it is read from.
-        D: (channels,), how much of `u` goes into the output as it is; None for nothing.
+        B: (batch, time, state), the input's projection to the state.
+        C: (batch, time, state), the state's projection to the output.
+        D: (channels,), the factor of `u` in the output; None for 0.
         initial_state: (batch, channels, state), float32 (float64 for `u` in float64); None for zeros.
-        in_place: whether the final state replaces the initial one where that lies, as in generation. Nothing of such a
-            call can be differentiated.
+        in_place: whether the final state is written into `initial_state`, as in generation. Such a call cannot be
+            differentiated.
         backend: one of `BACKENDS`; "native" has kernels for CPUs alone.
 
     All but `initial_state` are of the dtype of `u` or float32.
@@ -84,6 +84,7 @@ def selective_scan(
     run = {"native": native, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
     if backend == "native":
         backends.refuse_tangents(initial_state, *inputs)
+    # The state that is written into; None if the final state is a new tensor.
     state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
     if u.shape[1] == 0:
         return (
@@ -120,6 +121,7 @@ def reference(
     for u_t, delta_t, B_t, C_t, kept_t in zip(*(x.to(dtype).unbind(1) for x in (u, delta, B, C)), kept, strict=True):
         if kept_t is not None:
             state = torch.where(kept_t, state, 0)
+        # h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t^T,  y_t = C_t h_t
         decay = (delta_t[..., None] * A).exp()
         state = decay * state + (delta_t * u_t)[..., None] * B_t[:, None, :]
         outputs.append((state * C_t[:, None, :]).sum(-1))
@@ -182,6 +184,7 @@ def _check(
     given |= {} if D is None else {"D": D}
     for name, tensor in given.items():
         checks.check_tensor(name, tensor)
+    # Dimensions first: the sizes below are read from these two.
     for name, tensor, dims in (("u", u, "(batch, time, channels)"), ("A", A, "(channels, state)")):
         if tensor.dim() != dims.count(",") + 1:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {dims}")
@@ -243,6 +246,7 @@ class ScanFunction(torch.autograd.Function):
             rates = A.to(dtype)
             state = u.new_zeros(u.shape[0], *A.shape, dtype=dtype) if initial_state is None else initial_state
             states, outputs = [state], []
+            # Only the states at the chunks' starts are kept for the backward pass.
             for u_c, delta_c, B_c, C_c in _chunks(u, delta, B, C):
                 _, h = _states(u_c, delta_c, rates, B_c, states[-1])
                 outputs.append((h @ C_c[..., None]).squeeze(-1))
@@ -270,11 +274,13 @@ class ScanFunction(torch.autograd.Function):
                 _scan_(torch.cat([decay[:, 1:], torch.ones_like(decay[:, :1])], 1), g, backwards=True)
                 decay *= g  # the gradients of the states before
                 d_state = decay[:, 0].clone()
+                # y_t = h_t C_t, and w_t = (delta_t u_t) B_t^T
                 dC = (dy[:, :, None, :] @ h).squeeze(2)
                 dB = ((delta_c * u_c)[:, :, None, :] @ g).squeeze(2)
                 written = (g @ B_c[..., None]).squeeze(-1)
                 decay[:, 0] *= start
                 decay[:, 1:] *= h[:, :-1]
+                # delta_t is in the decay exp(delta_t A) and in the input term.
                 d_delta = u_c * written + torch.einsum("btcn,cn->btc", decay, rates)
                 dA += torch.einsum("btcn,btc->cn", decay, delta_c)
                 gradients.append((delta_c * written, d_delta, dB, dC))
@@ -312,11 +318,12 @@ def _states(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, start: Tensor) -> tu
 
 
 def _scan_(products: Tensor, h: Tensor, backwards: bool = False) -> None:
-    """Turns what each of 2^n steps writes into the states after it; `products`, at first the decays, is used up.
+    """Turns the inputs of 2^n steps into the states after them; `products`, at first the decays, is overwritten.
 
     Backwards in time, a step's decay is that of the one after it.
     """
     batch, length, *sizes = h.shape
+    # Backwards in time the second block of a pair feeds the first.
     into, out_of, last = (0, 1, slice(0, 1)) if backwards else (1, 0, slice(-1, None))
     half = 1
     while half < length:

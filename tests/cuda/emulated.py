@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.cuda.build import ROOT
 from tests.ops.agreement import assert_close
 from tests.ops.results import cotangents, definition
-from tests.ops.rules import Inputs, Rule, mapped, state_dtype
+from tests.ops.rules import Inputs, RuleCase, mapped, state_dtype
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 OPERATIONS = ("diagonal_forward", "diagonal_backward", "delta_forward", "delta_backward")
@@ -215,12 +215,12 @@ def weights_for(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return cotangents((torch.empty(v.shape, dtype=v.dtype), state))
 
 
-def expected(rule: Rule, inputs: Inputs) -> Inputs:
+def expected(rule: RuleCase, inputs: Inputs) -> Inputs:
     """The results that `Emulator.run` should give, in float64."""
     return definition(rule, inputs, weights_for(inputs))
 
 
-def check(emulator: Emulator, rule: Rule, algorithm: str, interval: int, **shape: object) -> None:
+def check(emulator: Emulator, rule: RuleCase, algorithm: str, interval: int, **shape: object) -> None:
     """Draws inputs of this shape and holds outputs and gradients against the reference."""
     inputs = rule.inputs(**shape)
     actual = emulator.run(inputs, interval=interval, algorithm=algorithm)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.results import cotangents, definition, differentiate, named, outcome
-from tests.ops.rules import DEVICE, Inputs, Rule, mapped, state_dtype
+from tests.ops.rules import DEVICE, Inputs, RuleCase, mapped, state_dtype
 
 TOLERANCE = {
     torch.float32: 1e-5,  # what the project promises of every backend, up to T = 4096
@@ -56,7 +56,7 @@ def assert_same(actual: Inputs, expected: Inputs, when: str) -> None:
 
 
 def assert_agrees(
-    rule: Rule,
+    rule: RuleCase,
     backend: str,
     inputs: Inputs,
     tolerance: float | None = None,
@@ -88,7 +88,7 @@ def assert_agrees(
     assert_close(parts(named(outputs, grads), rows), parts(expected, rows), tolerance or TOLERANCE[dtype], vanishing)
 
 
-def assert_autocast_does_not_reach_inside(rule: Rule, backend: str, dtype: torch.dtype, **sizes: int) -> None:
+def assert_autocast_does_not_reach_inside(rule: RuleCase, backend: str, dtype: torch.dtype, **sizes: int) -> None:
     """Autocast decides what projections hand over; from there on types are as outside it, backwards too."""
     inputs = rule.inputs(**{"T": 70} | sizes, dtype=dtype, extras_dtype=torch.float32)
     expected = outcome(rule, backend, inputs)

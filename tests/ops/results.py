@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from tests.ops.rules import Inputs, Rule, mapped
+from tests.ops.rules import Inputs, RuleCase, mapped
 
 
 def cotangents(outputs: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def in_float64(tensors: Inputs) -> Inputs:
 _definitions: dict[tuple, Inputs] = {}
 
 
-def definition(rule: Rule, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None) -> Inputs:
+def definition(rule: RuleCase, inputs: Inputs, weights: tuple[Tensor | None, Tensor | None] | None) -> Inputs:
     """Outputs and, where `weights` are given, gradients of the float64 reference, computed once for all that ask."""
     inputs = in_float64(inputs)
     used = None if weights is None else tuple(None if w is None else w.cpu().double() for w in weights)
@@ -61,7 +61,7 @@ def detached(inputs: Inputs, *, but: str = "") -> Inputs:
     return {name: None if x is None else x.detach().requires_grad_(name == but) for name, x in inputs.items()}
 
 
-def outcome(rule: Rule, backend: str, inputs: Inputs, **options: object) -> Inputs:
+def outcome(rule: RuleCase, backend: str, inputs: Inputs, **options: object) -> Inputs:
     """Outputs and gradients by name, for the cotangents that `assert_agrees` draws too."""
     outputs = rule.run(inputs, backend, **options)
     return named(outputs, differentiate(outputs, inputs, cotangents(outputs)))

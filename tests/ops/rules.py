@@ -104,7 +104,7 @@ BOTH = (*GATES, "zero, one or two", "repeated keys, one")
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleCase:
     """A row: a rule of `ops.RULES` with all its gates or some, and where it is worth testing.
 
     Attributes:
@@ -146,9 +146,9 @@ class Rule:
         """Its gates, in order; drawn are the keys among them first, then the decays."""
         dims = {"head": (), "key": (draw.K,), "value": (draw.V,)}
         drawn: Inputs = dict.fromkeys(gate.name for gate in self.record.gates)
-        for gate in sorted(self.record.gates, key=lambda gate: (not gate.is_key, not gate.log)):
+        for gate in sorted(self.record.gates, key=lambda gate: (gate.kind != "key", not gate.log)):
             shape = draw.B, draw.T, draw.H, *dims[self.per if gate.per == "head or key" else gate.per]
-            if gate.is_key:
+            if gate.kind == "key":
                 drawn[gate.name] = draw.bounded_keys() * torch.sigmoid(draw.normal(*shape))
             elif gate.name not in self.without:
                 drawn[gate.name] = draw.log_decay(*shape) if gate.log else draw.write_strength(*shape)
@@ -204,20 +204,22 @@ class Rule:
 
 VARIANTS = {
     "decay": (
-        Rule("decay", "decay"),
-        Rule("decay of keys", "decay", without=("log_value_decay",)),
-        Rule("decay of values", "decay", without=("log_key_decay",)),
-        Rule("decay of neither", "decay", without=("log_key_decay", "log_value_decay")),
+        RuleCase("decay", "decay"),
+        RuleCase("decay of keys", "decay", without=("log_value_decay",)),
+        RuleCase("decay of values", "decay", without=("log_key_decay",)),
+        RuleCase("decay of neither", "decay", without=("log_key_decay", "log_value_decay")),
     ),
     "delta-mao": (),  # it runs the delta rule's kernels: tests/mixers/test_update_rules.py
-    "gated-delta": (Rule("gated delta", "gated-delta"), Rule("Kimi delta", "gated-delta", per="key")),
+    "gated-delta": (RuleCase("gated delta", "gated-delta"), RuleCase("Kimi delta", "gated-delta", per="key")),
     "fast-weight": (
-        Rule("two gates", "fast-weight", ("beta", "log_value_decay"), "key", only=("ordinary", "ordinary or erased")),
+        RuleCase(
+            "two gates", "fast-weight", ("beta", "log_value_decay"), "key", only=("ordinary", "ordinary or erased")
+        ),
     ),
 }
 """The rows of rules that have not just one."""
 
-RULES = tuple(row for name in ops.RULES for row in VARIANTS.get(name, (Rule(name, name),)))
+RULES = tuple(row for name in ops.RULES for row in VARIANTS.get(name, (RuleCase(name, name),)))
 RULE = {rule.name: rule for rule in RULES}
 PRINCIPAL = [RULE[name] for name in ("sum", "gated", "decay", "delta")]
 RULES_AND_REGIMES = [(rule, regime) for rule in RULES for regime in rule.regimes]

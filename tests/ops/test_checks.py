@@ -17,7 +17,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import backends, checks, kernels
 from tests.ops.agreement import assert_close, assert_same
 from tests.ops.results import named
-from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, Rule
+from tests.ops.rules import BACKENDS, DEVICE, PRINCIPAL, RULE, RULES, Inputs, RuleCase
 
 # Each size another number, so that no wrong shape passes for the right one.
 SIZES = {"B": 2, "T": 7, "H": 3, "K": 5, "V": 6}
@@ -87,7 +87,7 @@ NOT_FINITE = (torch.nan, torch.inf, -torch.inf)
 VALUES = {"beta": (1.001, -1e-3), **dict.fromkeys(("log_gate", "log_key_decay", "log_value_decay"), (1e-3, 5.0))}
 
 
-def refusal(rule: Rule, inputs: Inputs, backend: str = "auto", **options: object) -> str:
+def refusal(rule: RuleCase, inputs: Inputs, backend: str = "auto", **options: object) -> str:
     """The error's text; "" if there is none."""
     try:
         rule.run(inputs, backend, **options)
@@ -174,7 +174,7 @@ def test_what_only_some_inputs_can_have_wrong():
     inputs = inputs_of("gated delta")
     with ops.check_values(True):
         said = refusal(RULE["gated delta"], inputs | {"beta": filled(2.01)(inputs["beta"])})
-    assert re.search(r"beta ranges from .* to 2.01; write strengths must be in \[0, 2\]", said)
+    assert re.search(r"beta ranges from .* to 2.01; it must be in \[0, 2\]", said)
 
 
 # Also where there is nothing to compute: a wrong name is wrong on an empty batch too.

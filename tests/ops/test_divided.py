@@ -19,7 +19,7 @@ from tests.ops.agreement import (
     relative_error,
 )
 from tests.ops.results import detached, in_float64, named, outcome
-from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal, mapped
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, RuleCase, deal, mapped
 
 LARGEST = 16
 MOST_ON_A_GPU = backends.LARGEST_DIM["cuda"]
@@ -39,7 +39,7 @@ def small_largest_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.LARGEST_DIM, DEVICE.type, LARGEST)
 
 
-def inputs_of(rule: Rule, K: int, V: int, **kwargs) -> Inputs:
+def inputs_of(rule: RuleCase, K: int, V: int, **kwargs) -> Inputs:
     """Rules that correct are not divided over keys: they get fewer."""
     return rule.inputs(K=min(K, 13) if rule.corrects else K, V=V, **kwargs)
 

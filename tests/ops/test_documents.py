@@ -12,7 +12,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import kernels
 from tests.ops.agreement import TOLERANCE, assert_close, assert_same
 from tests.ops.results import cotangents, differentiate, in_float64, named, outcome
-from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, Inputs, Rule, deal, mapped, on_cpu
+from tests.ops.rules import BACKENDS, DEVICE, RULE, RULES, Inputs, RuleCase, deal, mapped, on_cpu
 
 EVERY = ("reference", *BACKENDS)
 # Keys and values step by step in tiles, with few keys, and by chunks.
@@ -28,7 +28,7 @@ def where(T: int, *rows: list[int]) -> Tensor:
     return starts.to(DEVICE)
 
 
-def apart(rule: Rule, inputs: Inputs, starts: Tensor, backend: str) -> Inputs:
+def apart(rule: RuleCase, inputs: Inputs, starts: Tensor, backend: str) -> Inputs:
     """The same, each document of each row in a call of its own: what `starts` is to be equal to."""
     outs, states = [], []
     for b, row in enumerate(starts):

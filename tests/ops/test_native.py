@@ -17,7 +17,7 @@ from fairseq_fastweights import ops
 from fairseq_fastweights.ops import backends, kernels, libraries
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, definition, differentiate, in_float64, named, outcome
-from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, Rule, deal
+from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, RuleCase, deal
 from tests.ops.test_selective_scan import SCAN, SCANNED, laid
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ def test_a_step(rule):
         assert_close(named(rule.run(inputs, "native")), named(rule.reference(in_float64(inputs))), tolerance)
 
 
-def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
+def arguments_of(rule: RuleCase, inputs: Inputs) -> tuple:
     """The arguments that a rule hands to its operators, but for the interval."""
     if rule is SCAN:
         return tuple(inputs.values())
@@ -141,7 +141,7 @@ def arguments_of(rule: Rule, inputs: Inputs) -> tuple:
     return q, k, v, *arguments, None, state
 
 
-def check_operators(rule: Rule, inputs: Inputs, utils: list[str]) -> None:
+def check_operators(rule: RuleCase, inputs: Inputs, utils: list[str]) -> None:
     arguments, name = arguments_of(rule, inputs), "selective_scan" if rule is SCAN else "rule"
     forward, backward, step = (getattr(OPERATORS, f"{name}_{x}").default for x in ("forward", "backward", "step_"))
     torch.library.opcheck(forward, (*arguments, 64), test_utils=utils)

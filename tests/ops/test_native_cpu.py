@@ -19,7 +19,7 @@ from fairseq_fastweights.ops import backends, libraries
 from tests.ops import test_selective_scan as scans
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same, parts
 from tests.ops.results import cotangents, definition, detached, differentiate, named, outcome
-from tests.ops.rules import LAYOUT, RULES, Inputs, Rule, deal, on_cpu
+from tests.ops.rules import LAYOUT, RULES, Inputs, RuleCase, deal, on_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +102,7 @@ CASES = [(*case, case[0].regimes) for case in deal(RULES, SIZES, [torch.float32,
 CASES += [(rule, (20, 33), dtype, ("ordinary",)) for rule in RULES for dtype in (torch.bfloat16, torch.float16)]
 
 
-def drawn() -> Iterator[tuple[Rule, Inputs, Inputs, list[str], float]]:
+def drawn() -> Iterator[tuple[RuleCase, Inputs, Inputs, list[str], float]]:
     """For each case its inputs, those of a step, the names of its rows, and a tolerance."""
     for rule, (K, V), dtype, regimes in CASES:
         inputs = rule.in_regimes(regimes, B=1, T=33, K=K, V=V, dtype=dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.rules import DEVICE, RULES, Rule
+from tests.ops.rules import DEVICE, RULES, RuleCase
 
 T = 40
 # Backend, keys, values, and the step, which is within a block of any kernel. With heads of 96, every rule's CPU kernel
@@ -20,7 +20,7 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def outputs_and_gradients(rule: Rule, case: Case, spoilt: str | None, value: float) -> dict[str, Tensor]:
+def outputs_and_gradients(rule: RuleCase, case: Case, spoilt: str | None, value: float) -> dict[str, Tensor]:
     """The outputs before the step and their gradients there, with one input not finite at it."""
     backend, keys, values, step = case
     inputs = rule.inputs(T=T, K=keys, V=values)
@@ -39,7 +39,7 @@ def outputs_and_gradients(rule: Rule, case: Case, spoilt: str | None, value: flo
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_before_are_left_alone(rule: Rule, case: Case) -> None:
+def test_steps_before_are_left_alone(rule: RuleCase, case: Case) -> None:
     backend, *others = case
     if backend == "native" and DEVICE.type == "cuda":
         pytest.skip("tensor cores multiply whole chunks, whose later steps count as zeros: docs/limits.md")
@@ -68,7 +68,7 @@ def of_others(x: Tensor) -> Tensor:
     return x[~own]
 
 
-def of_other_documents(rule: Rule, backend: str, spoilt: str, value: float) -> dict[str, Tensor]:
+def of_other_documents(rule: RuleCase, backend: str, spoilt: str, value: float) -> dict[str, Tensor]:
     """The outputs, last states and gradients that others have."""
     inputs = rule.inputs(T=70)
     starts = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)
@@ -89,7 +89,7 @@ def of_other_documents(rule: Rule, backend: str, spoilt: str, value: float) -> d
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise", "native"])
 @pytest.mark.parametrize("rule", RULES)
-def test_other_documents_rows_and_heads_are_left_alone(rule: Rule, backend: str) -> None:
+def test_other_documents_rows_and_heads_are_left_alone(rule: RuleCase, backend: str) -> None:
     if backend != "reference" and DEVICE.type == "cuda":
         pytest.skip("on a GPU documents are multiplied by decays of 0: docs/limits.md")
     clean = of_other_documents(rule, backend, "", 0)

@@ -13,7 +13,7 @@ from fairseq_fastweights.ops import backends, scan
 from fairseq_fastweights.ops.backends import choose_backend
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, detached, differentiate, in_float64, named, outcome
-from tests.ops.rules import DEVICE, Inputs, Rule, on_cpu, state_dtype
+from tests.ops.rules import DEVICE, Inputs, RuleCase, on_cpu, state_dtype
 
 BACKENDS = ("chunkwise", "native") if DEVICE.type == "cpu" else ("chunkwise",)
 EVERY = ("auto", "reference", *BACKENDS)
@@ -22,7 +22,7 @@ EVERY = ("auto", "reference", *BACKENDS)
 REGIMES = ("ordinary", "tiny", "huge", "tiny or huge", "none")
 
 
-class Scan(Rule):
+class Scan(RuleCase):
     """The facts about it that the tests of update rules need: channels are values, the dimensions of its state keys."""
 
     operation, corrects, regimes = "selective_scan", False, REGIMES

@@ -30,6 +30,7 @@ def to_chunks(x: Tensor, length: int) -> Tensor:
     """
     batch, time, heads, dim = x.shape
     x = x.to(state_dtype(x.dtype)).transpose(1, 2)
+    # (batch, heads, time, dim) -> a multiple of the chunk length
     x = F.pad(x, (0, 0, 0, -time % length))
     return x.reshape(batch, heads, x.shape[2] // length, length, dim)
 
@@ -49,13 +50,14 @@ def first_state(initial_state: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
 
 
 def times_lower(lower: Tensor, x: Tensor) -> Tensor:
-    """lower @ x for a matrix that is 0 above its diagonal: whatever a row of x holds, no row before it is touched.
+    """lower @ x for a matrix that is 0 above its diagonal; a NaN or infinity in a row of x reaches no earlier row.
 
-    0 times what is not finite is no 0: it is taken out of the product, and put back where it may be seen.
+    0 times NaN is NaN: values that are not finite are taken out of the product, and added again to the later rows.
     """
     if answers(x) and bool(x.sum().isfinite()):
         return lower @ x
     finite = torch.nan_to_num(x, 0.0, 0.0, 0.0)
+    # Every row sees the rows before it, whatever their weight.
     unseen = (x - finite).cumsum(-2)
     return torch.baddbmm(unseen.flatten(0, -3), lower.flatten(0, -3), finite.flatten(0, -3)).view_as(x)
 
@@ -132,6 +134,7 @@ def scores(readers: Tensor, read: Tensor, log_decay: Tensor | None) -> Tensor:
     for half in halves(length):
         (_, a), (b, _) = split(readers, half), split(read, half)
         (_, after), (before, _) = decays_around_middle(log_decay, half)
+        # Decays of (s, t] = those from s to the middle, times those from the middle to t.
         met = times(a, after) @ times(b, before).transpose(-1, -2)
         count = length // (2 * half)
         # Of each block the lower left quarter: a diagonal of such blocks.
@@ -157,8 +160,8 @@ class _LowerProducts(torch.autograd.Function):
         return times_lower(gradient, read), gradient.transpose(-1, -2) @ readers
 
 
-# The rules step by step, where a document holds what is not finite: it must not reach the others of its row.
-# Chunks multiply what comes from another document by 0, and 0 times NaN is NaN; steps empty the state.
+# The rules step by step, for documents that hold NaN or infinities, which must not reach the others of their row.
+# Chunks multiply contributions of other documents by 0, and 0 times NaN is NaN; steps set the state to 0.
 
 
 def are_apart(starts: Tensor | None, tensors: Sequence[Tensor | None], logs: Sequence[Tensor | None] = ()) -> bool:
@@ -168,6 +171,7 @@ def are_apart(starts: Tensor | None, tensors: Sequence[Tensor | None], logs: Seq
     """
     if starts is None or not answers(starts):
         return True
+    # A sum is finite only if all its terms are.
     finite = all(bool(x.sum(dtype=state_dtype(x.dtype)).isfinite()) for x in tensors if x is not None)
     return finite and not any(bool(x.sum().isnan()) for x in logs if x is not None)
 
@@ -184,6 +188,7 @@ def step_by_step(
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Computes step by step, a chunk again backwards."""
+    # Checkpoints: the backward pass holds the states of one chunk at a time.
     outputs, state = [], initial_state
     for t in range(0, v.shape[1], LONGEST_CHUNK):
         first, *chunk = (

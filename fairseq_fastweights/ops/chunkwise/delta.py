@@ -59,11 +59,14 @@ class DeltaFunction(torch.autograd.Function):
             chunks = _prepare(q, k, v, erase, beta, log_key_decay)
             states = [first_state(initial_state, chunks.writes, chunks.uv)]
             for n in range(chunks.uv.shape[2]):
+                # U = Uv - W S
                 u = chunks.uv[:, :, n] - chunks.w[:, :, n] @ states[-1]
                 kept = states[-1] if chunks.total is None else chunks.total[:, :, n] * states[-1]
+                # S_end = Diag(P_end) S + (K * R)^T U
                 states.append(kept + chunks.writes[:, :, n].transpose(-1, -2) @ u)
             stacked = torch.stack(states, dim=2)
             entering = stacked[:, :, :-1]
+            # Y = (Q * P) S + <Q, K> U, for all chunks at once
             out = chunks.reads @ entering + times_lower(chunks.scores, chunks.uv - chunks.w @ entering)
         ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, initial_state, starts, stacked)
         return from_chunks(out, v.shape[1], v.dtype), states[-1].clone()
@@ -84,6 +87,7 @@ class DeltaFunction(torch.autograd.Function):
         ]
         v = inputs[2]
         with without_autocast(v), torch.enable_grad():
+            # The parts without a state, again, for autograd to differentiate.
             chunks = _prepare(*leaves)
         with without_autocast(v):
             uv, w, inside, reads, writes = (x.detach() for x in chunks[:5])
@@ -137,11 +141,12 @@ def _prepare(
     ec = kc if erase is None else to_chunks(erase, length)
     fc = None if log_key_decay is None else to_chunks(log_key_decay.to(state_dtype(v.dtype)), length)
     entering, leaving = inclusive(fc), exclusive_reverse(fc)
+    # (I + A) [Uv, W] = B [V, E * P]
     system, right, reading = scores(ec, kc, fc), vc, times(ec, entering)
     if beta is not None:
         strength = to_chunks(beta[..., None].to(state_dtype(v.dtype)), length)
         system, right, reading = strength * system, strength * right, strength * reading
-    # The solver takes what is below the diagonal, and supplies ones for what is on it.
+    # The solver reads the part below the diagonal, and assumes ones on it.
     solved = torch.linalg.solve_triangular(
         system.tril(-1), torch.cat([right, reading], -1), upper=False, unitriangular=True
     )

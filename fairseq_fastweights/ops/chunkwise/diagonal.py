@@ -71,17 +71,20 @@ class DiagonalFunction(torch.autograd.Function):
             if fc is None and zc is None:
                 out = times_lower((qc @ kc.transpose(-1, -2)).tril_(), vc)
             else:
+                # The pairs s = t, which do not decay.
                 out = (qc * kc).sum(-1, keepdim=True) * vc
                 for half in halves(qc.shape[-2]):
                     (_, q2), (k1, _), (v1, _) = (split(x, half) for x in (qc, kc, vc))
                     (_, p_f), (r_f, _) = decays_around_middle(fc, half)
                     (_, p_z), (r_z, _) = decays_around_middle(zc, half)
+                    # <q_t exp(P_t), k_s exp(R_s)> for t in the second half, s in the first
                     scores = times(q2, p_f) @ times(k1, r_f).transpose(-1, -2)
                     split(out, half)[1].add_(times(scores @ times(v1, r_z), p_z))
             inside_f, inside_z = inclusive(fc), inclusive(zc)
+            # The state at the chunk's start, decayed to each step.
             out += times(times(qc, inside_f) @ states[:, :, :-1], inside_z)
         ctx.save_for_backward(q, k, v, log_key_decay, log_value_decay, initial_state, starts, states)
-        # The last state is handed out as a copy: what is saved must not change with it.
+        # The last state is returned as a copy: a caller may change it in place, and the saved states must stay.
         return from_chunks(out, time, v.dtype), states[:, :, -1].clone()
 
     @staticmethod
@@ -129,6 +132,7 @@ def _chunks(
 
 def _states(k: Tensor, v: Tensor, f: Tensor | None, z: Tensor | None, first: Tensor) -> Tensor:
     """The state at the start of every chunk and after the last: (batch, heads, chunks + 1, key_dim, value_dim)."""
+    # The addition of a chunk to the state: k_s v_s^T, decayed to its end.
     written = times(k, exclusive_reverse(f)).transpose(-1, -2) @ times(v, exclusive_reverse(z))
     states = [first]
     for n in range(k.shape[2]):
@@ -146,7 +150,7 @@ def _through_chunk(state: Tensor, f: Tensor | None, z: Tensor | None, n: int | s
 
 
 def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-    """Adds what the second half of each block, reading the first, contributes to each gradient, in place."""
+    """Adds to each gradient the pairs of a query in the second half of a block and a key in its first, in place."""
     q, k, v, f, z, dy = inputs
     dq, dk, dv, df, dz = gradients
     assert q is not None and k is not None and v is not None and dy is not None
@@ -156,6 +160,7 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
     (_, p_z), (r_z, _) = decays_around_middle(z, half)
     q2, k1, v1, dy2 = times(q2, p_f), times(k1, r_f), times(v1, r_z), times(dy2, p_z)
     scores = q2 @ k1.transpose(-1, -2)
+    # Gradients of scores = q2 k1^T and out = scores v1.
     d_scores = dy2 @ v1.transpose(-1, -2)
     dq2, dk1, dv1 = d_scores @ k1, d_scores.transpose(-1, -2) @ q2, scores.transpose(-1, -2) @ dy2
     split(dq, half)[1].add_(times(dq2, p_f))
@@ -163,6 +168,7 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
     split(dv, half)[0].add_(times(dv1, r_z))
     if df is not None:
         first, second = split(df, half)
+        # A decay of step u is in all pairs s < u <= t: sums over later queries, and over earlier keys.
         second += suffix_sums(_fold(dq2 * q2, df))
         first += exclusive_prefix_sums(_fold(dk1 * k1, df))
     if dz is not None:
@@ -177,7 +183,7 @@ def _add_state_gradients(
     inputs: tuple[Tensor | None, ...],
     gradients: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """Adds what runs through the states at the chunks' starts, in place; returns the initial state's gradient."""
+    """Adds to each gradient the part through the states at chunks' starts; returns the initial state's gradient."""
     q, k, v, f, z, dy = inputs
     dq, dk, dv, df, dz = gradients
     assert q is not None and k is not None and v is not None and dy is not None
@@ -197,6 +203,7 @@ def _add_state_gradients(
     dk += times(dk1, out_f)
     dv += times(dv1, out_z)
     if df is not None or dz is not None:
+        # The state that passes through the whole chunk meets every decay.
         passing = _through_chunk(starts * d_end, f, z)
     if df is not None:
         df += suffix_sums(_fold(dq2 * q, df)) + exclusive_prefix_sums(_fold(dk1 * k, df))
