@@ -28,6 +28,7 @@ from fairseq_fastweights.mixers.registry import (
     write_pattern,
 )
 from fairseq_fastweights.mixers.update_rules import parse_normalization, write_normalization
+from fairseq_fastweights.ops.backends import BACKENDS
 
 if TYPE_CHECKING:
     from fairseq_fastweights.huggingface.configuration import FastWeightConfig
@@ -49,11 +50,16 @@ def _text(numbers: Sequence[int] | None) -> str | None:
     return None if numbers is None else ",".join(map(str, numbers))
 
 
+def _backend(name: Any) -> str:
+    lookup("fast_weight_backend", str(name), dict.fromkeys(BACKENDS))
+    return str(name)
+
+
 _Change = Callable[[Any], Any]
 SHARED_OPTIONS: dict[str, tuple[str, Any, _Change, _Change]] = {
     **{name: (name, default, same, same) for name, default in SHARED_DEFAULTS.items()},
     "bias": ("no_attention_bias", False, not_, not_),
-    "backend": ("fast_weight_backend", "auto", str, same),
+    "backend": ("fast_weight_backend", "auto", _backend, same),
     "feature_map": (
         "feature_map",
         "auto",

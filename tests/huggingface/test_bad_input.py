@@ -88,11 +88,7 @@ def without_dictionary(folder: Path) -> None:
 
 FC1 = "model.layers.1.fc1.bias"
 BAD: list[tuple[str, Change, str]] = [
-    (
-        "run",
-        lambda f: (f / "checkpoint_best.pt").unlink(),
-        "source: there is no checkpoint; it must hold one of model.pt",
-    ),
+    ("run", lambda f: (f / "checkpoint_best.pt").unlink(), "source: there is no checkpoint; it must hold one of"),
     ("run", shutil.rmtree, "source: there is no such checkpoint"),
     ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
     ("run", link("dict.txt"), "dict.txt is a link to .*/elsewhere; it must be a file in source, so copy it there"),
@@ -128,11 +124,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("exported", setting(mixer_settings={"windo": 3}), "config.json: mixer_settings holds 'windo'; it may hold"),
     ("exported", setting(hiden_size=3), "config.json: hiden_size is 3; there is no setting of this name"),
     ("exported", setting(format_version=2), "config.json: format_version is 2; this version"),
-    (
-        "exported",
-        setting(num_hidden_layers=9999, mixers=None),
-        "fit config.json: num_hidden_layers is 9999, and there are",
-    ),
+    ("exported", setting(num_hidden_layers=9999, mixers=None), "fit config.json: num_hidden_layers is 9999, and"),
     ("exported", setting(mixers=[[], "gated"]), r"config.json: mixers is '\[\]'; it must be one of"),
 ]
 
@@ -164,22 +156,13 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
         ({"torch_dtype": "load"}, "torch_dtype is 'load'; it must be the name of a floating-point type of torch"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be the name of a floating-point type of torch"),
         ({"_attn_implementation": "someone/kernel"}, "_attn_implementation is 'someone/kernel'; these models have"),
-        (
-            {"attn_implementation": {"": "someone/kernel"}},
-            "attn_implementation is {'': 'someone/kernel'}; these models",
-        ),
+        ({"attn_implementation": {"": "someone/kernel"}}, "attn_implementation is {'': 'someone/kernel'}; these"),
         ({"attn_implementation": "flash_attention_2"}, "it must be one of None, eager, sdpa, which are the same"),
         ({"experts_implementation": "a/b"}, "experts_implementation is 'a/b'; .* one of None, eager, grouped_mm, whi"),
         ({"_experts_implementation": "a/b"}, "_experts_implementation is 'a/b'; these models have nothing to choose"),
         ({"per_layer_config": {"0": {"hidden_size": 4}}}, "per_layer_config is {.*; these models have nothing to choo"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "quantization_config has the quant_method 'mxfp4'; it mus",
-        ),
-        (
-            {"quantization_config": "mxfp4"},
-            "quantization_config has the quant_method 'mxfp4'; it must be one of bitsand",
-        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config has the quant_method 'mxfp4'; it"),
+        ({"quantization_config": "mxfp4"}, "quantization_config has the quant_method 'mxfp4'; it must be one of"),
         *(
             ({name: "x"}, f"{name} is 'x'; there is no setting of this name")
             for name in (
@@ -210,10 +193,7 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
         ({"num_attention_heads": 3}, "num_attention_heads is 3; it must be a divisor of hidden_size, 512"),
         ({"mixers": ["delta"]}, r"mixers is \['delta'\]; it must hold a name for each of 6 layers"),
         ({"mixers": "delta:1-7"}, "'1-7' is not within 1 to 6"),
-        (
-            {"mixer_settings": {"num_heads": 2}},
-            "mixer_settings holds num_heads; it must be given as num_attention_heads",
-        ),
+        ({"mixer_settings": {"num_heads": 2}}, "mixer_settings holds num_heads; it must be given as"),
         ({"mixer_settings": {"fast_weight_heads": 3}}, "fast_weight_heads is 3; it must be a divisor of hidden_size"),
         ({"mixer_settings": {"normalization": ["layer"]}}, r"normalization is \['layer'\]; it must be a list of sum"),
         ({"mixer_settings": 3}, "mixer_settings is 3; it must give settings their values"),
@@ -247,24 +227,12 @@ def test_settings_are_refused_by_name(settings, message):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            setting(max_position_embeddings=10**9, position_embeddings="learned"),
-            "^max_position_embeddings is 10{9} in conf",
-        ),
-        (
-            setting(mixer_settings={"feature_map": "favor", "favor_features": 10**8}),
-            "^favor_features is 10{8} in config",
-        ),
-        (
-            setting(mixers="linformer", mixer_settings={}, max_position_embeddings=10**8),
-            "^max_position_embeddings is 10{8} in config",
-        ),
+        (setting(max_position_embeddings=10**9, position_embeddings="learned"), "^max_position_embeddings is 10{9}"),
+        (setting(mixer_settings={"feature_map": "favor", "favor_features": 10**8}), "^favor_features is 10{8} in"),
+        (setting(mixers="linformer", mixer_settings={}, max_position_embeddings=10**8), "^max_position_embeddings is"),
         (setting(hidden_size=10**6), "^hidden_size is 10{6} in config.json, and it asks for a tensor of shape"),
         (setting(vocab_size=10**8), "^vocab_size is 10{8} in config.json, and it asks for a tensor of shape"),
-        (
-            setting(num_hidden_layers=9999, mixers="gated"),
-            r"exported: num_hidden_layers is 9999 in .*, and there are \d+ we",
-        ),
+        (setting(num_hidden_layers=9999, mixers="gated"), r"exported: num_hidden_layers is 9999 in .*, and there are"),
         (
             weights(lambda s: s | {FC1: s[FC1].to(torch.complex64)}),
             f": weight {FC1} is of type .*; it must be floating-po",

@@ -160,10 +160,7 @@ RESIZED = [
     ({"new_num_tokens": 9}, "new_num_tokens is 9; it must be more than eos_token_id, 9"),
     ({"new_num_tokens": 0}, "new_num_tokens is 0; it must be at least 1"),
     ({"new_num_tokens": "20"}, "new_num_tokens is '20'; it must be an integer"),
-    (
-        {"new_num_tokens": 20, "pad_to_multiple_of": 2.5},
-        "pad_to_multiple_of is 2.5; it must be an integer of at least 1",
-    ),
+    ({"new_num_tokens": 20, "pad_to_multiple_of": 2.5}, "pad_to_multiple_of is 2.5; it must be an integer of at"),
 ]
 
 

@@ -14,9 +14,11 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
 from fairseq_fastweights.mixers.registry import MIXERS
-from fairseq_fastweights.models.description import config_of
+from fairseq_fastweights.models.description import config_of, new_name
 from tests.huggingface.conftest import LOGITS, said
 
+# Of gradients' norms; those of biases of keys are nothing but rounding.
+GRADIENTS = 1e-4
 BANDS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25 --adaptive-input-factor 2"
 BANDS += " --adaptive-softmax-factor 2 --adaptive-input"
 SETTINGS = {
@@ -105,6 +107,8 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     else:
         assert (logits - expected)[real].abs().max() <= LOGITS
 
+    assert_same_steps_and_gradients(theirs, ours, tokens)
+
     prompt = tokens[1:, :4]
     made, expected = (
         ours.generate(prompt, max_new_tokens=9, do_sample=False)[0].tolist(),
@@ -122,6 +126,31 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     left_open = {"mixer_settings": {}} if arch == "transformer_lm" else {}  # by fairseq's own model
     assert said(again) | left_open == said(ours.config)
     assert (tmp_path / "back" / "dict.txt").read_bytes() == (tmp_path / "run" / "dict.txt").read_bytes()
+
+
+def assert_same_steps_and_gradients(theirs: Any, ours: Any, tokens: torch.Tensor) -> None:
+    """With one set of weights fairseq's model and that of transformers take the same decode steps, and learn alike."""
+    states: dict[Any, Any] = {}
+    cache = None
+    for time in range(6):
+        out = ours(tokens[1:, time : time + 1], past_key_values=cache, use_cache=True)
+        step = theirs(tokens[1:, : time + 1], incremental_state=states)
+        cache, expected = out.past_key_values, theirs.get_normalized_probs(step, log_probs=True)
+        assert (out.logits.log_softmax(-1) - expected).abs().max() <= LOGITS, time
+    # Gradients of a random projection of the logits, or of the adaptive softmax's input: fairseq's cannot go back.
+    adaptive, mask = theirs.decoder.adaptive_softmax is not None, tokens.ne(1)
+    with torch.enable_grad():
+        outs = [(ours.model if adaptive else ours)(tokens, attention_mask=mask.long())[0], theirs(tokens)[0]]
+        weights = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1)) * mask[..., None]
+        for out in outs:
+            (out * weights).sum().backward()
+    found = dict(ours.named_parameters(remove_duplicate=False))
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is None:
+            assert adaptive and found[new_name(name)].grad is None
+            continue
+        error = (found[new_name(name)].grad - parameter.grad).norm()
+        assert error <= GRADIENTS * parameter.grad.norm() + GRADIENTS, name
 
 
 def greedy(fairseq: Any, model: Any, prompt: torch.Tensor) -> list[int]:

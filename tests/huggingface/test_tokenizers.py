@@ -316,11 +316,7 @@ def test_special_words_of_a_byte_level_bpe_stay_special(save, tmp_path):
 BAD = [
     ({"padding_side": "up"}, {}, "tokenizer_config.json: padding_side is 'up'; this is no value of this setting"),
     ({"model_max_length": "9"}, {}, "tokenizer_config.json: model_max_length is '9'"),
-    (
-        {"model_max_length": math.nan},
-        {},
-        "tokenizer_config.json: model_max_length is nan; this is no value of this set",
-    ),
+    ({"model_max_length": math.nan}, {}, "tokenizer_config.json: model_max_length is nan; this is no value of this"),
     ({}, {"length_penalty": math.inf, "num_beams": 2}, "generation_config.json: length_penalty is inf; it must be a f"),
     ({}, {"exponential_decay_length_penalty": [5, math.nan]}, "exponential_decay_length_penalty is nan; it must be a"),
     ({"chat_template": 3}, {}, "tokenizer_config.json: chat_template must be a text, or a list of names and texts"),

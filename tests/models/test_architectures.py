@@ -152,7 +152,7 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({"feature_map": "softmax"}, r"feature map 'softmax'.*identity, elu, relu, favor"),
         ({"normalization": "layer"}, r"normalization is 'layer'; it must be auto, none"),
         ({"normalization": "removal", "update_rule": "sum"}, r"'removal', but the sum rule removes nothing"),
-        ({"fast_weight_backend": "cuda"}, r"backend is 'cuda'; .*auto, reference, chunkwise"),
+        ({"fast_weight_backend": "cuda"}, r"^fast_weight_backend is 'cuda'; .*auto, reference, chunkwise"),
         ({"decoder_attention_heads": 3}, r"^decoder_attention_heads is 3; .*divisor of decoder_embed_dim, 16"),
         *(
             ({"fast_weight_heads": n}, f"fast_weight_heads is {n}; it must be a divisor of decoder_embed_dim, 16")
@@ -187,17 +187,11 @@ TIED = {**ADAPTIVE, "tie_adaptive_weights": True}
         ({**TIED, "adaptive_softmax_cutoff": "10,20"}, r"softmax_cutoff is '10,20'; .*that of the input, '10,25'"),
         ({**TIED, "adaptive_softmax_cutoff": None}, r"adaptive_softmax_cutoff is None"),
         ({**TIED, "adaptive_input_factor": 2.0}, r"adaptive_softmax_factor is 4(\.0)?; .*that of the input, 2\.0"),
-        (
-            {"square_projections": "none"},
-            r"square_projections is none; it needs adaptive_input or adaptive_softmax_cut",
-        ),
+        ({"square_projections": "none"}, r"square_projections is none; it needs adaptive_input or"),
         ({**TIED, "square_projections": "all"}, r"square_projections is 'all'; it must be one of keep, identity, none"),
         ({"adaptive_softmax_bias": True}, r"adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is"),
         ({**TIED, "decoder_output_dim": 8}, r"decoder_output_dim is 8; .*that of the input, 16"),
-        (
-            {"mask_special_symbols": True, **ADAPTIVE},
-            r"mask_special_symbols is set and adaptive_softmax_cutoff is '10,",
-        ),
+        ({"mask_special_symbols": True, **ADAPTIVE}, r"mask_special_symbols is set and adaptive_softmax_cutoff is"),
     ],
     ids=str,
 )

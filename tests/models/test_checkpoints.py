@@ -29,11 +29,7 @@ DIFFERENT = [
     ("--normalization none", "--normalization sum,attention", r"normalization is 'none' .* 'attention,sum'"),
     ("", "--scale-read-out", r"read-out scale is 1.0 .* 0.35"),
     (DPFP, f"{DPFP} --dpfp-nu 2", r"feature dim is 16 .* 32"),
-    (
-        DPFP,
-        f"{DPFP} --dpfp-nu 2 --fast-weight-heads 4",
-        r": sum fast weight heads is None in the .* and 4 in the model$",
-    ),
+    (DPFP, f"{DPFP} --dpfp-nu 2 --fast-weight-heads 4", r": sum fast weight heads is None in the .* and 4 in the"),
     (ALL, f"{ALL} --rotary-dim 4", r"rotary dim is None in the checkpoint and 4 in the model"),
     (PRE_NORM, f"{PRE_NORM} --parallel-residual", r"parallel residual is None .* True"),
     (SUM, ALL, r"mixers is 'sum' .* 'softmax'"),

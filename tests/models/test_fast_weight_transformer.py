@@ -216,14 +216,8 @@ def test_architectures_have_their_sizes_and_are_fairseqs(arch, monkeypatch):
         ({"mixers": "delta,mamba:2", "decoder_layers_to_keep": "0"}, "to_keep is '0' and mixers is 'delta,mamba:2'"),
         ({"update_rule": "hebb"}, "update_rule is 'hebb'; it must be one of sum, gated, "),
         ({"normalization": "removal"}, "the sum rule removes nothing"),
-        (
-            {"decoder_attention_heads": 3},
-            "^decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim, 16",
-        ),
-        (
-            {"encoder_attention_heads": 5},
-            "^encoder_attention_heads is 5; it must be a divisor of encoder_embed_dim, 16",
-        ),
+        ({"decoder_attention_heads": 3}, "^decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim,"),
+        ({"encoder_attention_heads": 5}, "^encoder_attention_heads is 5; it must be a divisor of encoder_embed_dim,"),
     ],
     ids=str,
 )

@@ -23,60 +23,24 @@ COMMANDS = [
     ("--arch fast_weight_lm --update-freq 4,0", "update_freq is 0; it must be at least 1"),
     ("--arch fast_weight_lm --lr -1", "lr is -1.0; it must be at least 0"),
     ("--arch fast_weight_lm --batch-size 0", "batch_size is 0; it must be at least 1"),
-    (
-        "--arch fast_weight_lm --required-batch-size-multiple 0",
-        "required_batch_size_multiple is 0; it must be at least",
-    ),
+    ("--arch fast_weight_lm --required-batch-size-multiple 0", "required_batch_size_multiple is 0; it must be at"),
     ("--arch fast_weight_lm --seed -1", "seed is -1; it must be from 0 to 4294967295"),
-    (
-        "--arch fast_weight_lm --favor-features 8",
-        "favor_features is 8; it needs feature_map favor, and feature_map is a",
-    ),
-    (
-        "--arch fast_weight_lm --feature-map elu --dpfp-nu 2",
-        "dpfp_nu is 2; it needs feature_map dpfp, and feature_map is",
-    ),
-    (
-        "--arch fast_weight_lm --mixers delta --local-window 8",
-        "local_window is 8; it needs a layer of local, and mixers",
-    ),
+    ("--arch fast_weight_lm --favor-features 8", "favor_features is 8; it needs feature_map favor, and feature_map"),
+    ("--arch fast_weight_lm --feature-map elu --dpfp-nu 2", "dpfp_nu is 2; it needs feature_map dpfp, and"),
+    ("--arch fast_weight_lm --mixers delta --local-window 8", "local_window is 8; it needs a layer of local, and"),
     ("--arch fast_weight_lm --mixers hebb", "mixers is 'hebb', in which 'hebb' is no mixer"),
-    (
-        "--arch fast_weight_lm --softmax-attention-layers 7",
-        "softmax_attention_layers is '7'; it must be 'all' or comma",
-    ),
+    ("--arch fast_weight_lm --softmax-attention-layers 7", "softmax_attention_layers is '7'; it must be 'all' or"),
     ("--arch fast_weight_lm --no-cuda-graphs", "no_cuda_graphs is set; it needs compile, which is not"),
-    (
-        f"--arch fast_weight_transformer_tiny {TRANSLATE} --no-cuda-graphs",
-        "no_cuda_graphs is set; it needs compile, which",
-    ),
+    (f"--arch fast_weight_transformer_tiny {TRANSLATE} --no-cuda-graphs", "no_cuda_graphs is set; it needs compile,"),
     ("--arch fast_weight_lm --optimizer adam --adam-betas 0.9", "adam_betas is '0.9'; it must be two numbers"),
     ("--arch fast_weight_lm --optimizer adam --adam-betas (2,0)", "adam_betas is '(2,0)'; it must be two numbers"),
-    (
-        "--arch fast_weight_lm --lr-scheduler polynomial_decay --total-num-update 0",
-        "total_num_update is 0; it must be posit",
-    ),
-    (
-        "--arch fast_weight_lm --restore-file /nowhere/x.pt",
-        "restore_file is '/nowhere/x.pt', and there is no such file",
-    ),
-    (
-        "--arch fast_weight_lm --task translation",
-        "task is translation; with arch fast_weight_lm it must be fast_weight_",
-    ),
-    (
-        "--arch fast_weight_lm_gpt2_small --task translation",
-        "task is translation; with arch fast_weight_lm_gpt2_small it",
-    ),
-    (
-        "--arch fast_weight_transformer",
-        "task is fast_weight_language_modeling; with arch fast_weight_transformer it mus",
-    ),
+    ("--arch fast_weight_lm --lr-scheduler polynomial_decay --total-num-update 0", "total_num_update is 0; it must"),
+    ("--arch fast_weight_lm --restore-file /nowhere/x.pt", "restore_file is '/nowhere/x.pt', and there is no such"),
+    ("--arch fast_weight_lm --task translation", "task is translation; with arch fast_weight_lm it must be"),
+    ("--arch fast_weight_lm_gpt2_small --task translation", "task is translation; with arch fast_weight_lm_gpt2_small"),
+    ("--arch fast_weight_transformer", "task is fast_weight_language_modeling; with arch fast_weight_transformer it"),
     (f"--arch fast_weight_transformer {TRANSLATE} --encoder-layers 0", "encoder_layers is 0; it must be at least 1"),
-    (
-        f"--arch fast_weight_transformer_tiny {TRANSLATE} --favor-features 8",
-        "favor_features is 8; it needs feature_map",
-    ),
+    (f"--arch fast_weight_transformer_tiny {TRANSLATE} --favor-features 8", "favor_features is 8; it needs"),
     (
         f"--arch fast_weight_transformer_tiny {TRANSLATE} --encoder-layers-to-keep 0,2",
         "encoder_layers_to_keep is [0, 2]; it must be comma-separated numbers from 0 to 1, each once",
@@ -106,25 +70,13 @@ MODELS = [
     ("--decoder-attention-heads 3", "decoder_attention_heads is 3; it must be a divisor of decoder_embed_dim, 16"),
     ("--init-std -1", "init_std is -1.0; it must be above 0"),
     ("--init-std nan", "init_std is nan; it must be a finite number"),
-    (
-        f"{SHARED} --decoder-input-dim 8",
-        "decoder_input_dim is 8 and decoder_output_dim 16; with share_decoder_input_out",
-    ),
-    (
-        f"{SHARED} --decoder-output-dim 8",
-        "decoder_input_dim is 16 and decoder_output_dim 8; with share_decoder_input_ou",
-    ),
-    (
-        f"{SHARED} --character-embeddings",
-        "share_decoder_input_output_embed is set; with character_embeddings it must no",
-    ),
+    (f"{SHARED} --decoder-input-dim 8", "decoder_input_dim is 8 and decoder_output_dim 16; with share_decoder_input_o"),
+    (f"{SHARED} --decoder-output-dim 8", "decoder_input_dim is 16 and decoder_output_dim 8; with share_decoder_input_"),
+    (f"{SHARED} --character-embeddings", "share_decoder_input_output_embed is set; with character_embeddings it must"),
     ("--character-embeddings --character-filters 7", "character_filters is '7'; it must be a list of pairs"),
     (f"{ROTARY} --rotary-base -5", "rotary_base is -5.0; it must be above 0"),
     (f"{ROTARY} --rotary-scaling banana", "rotary_scaling is 'banana'; it must be linear:FACTOR or"),
-    (
-        "--quant-noise-pq 0.1 --quant-noise-pq-block-size 5",
-        "quant_noise_pq_block_size is 5; it must divide decoder_embe",
-    ),
+    ("--quant-noise-pq 0.1 --quant-noise-pq-block-size 5", "quant_noise_pq_block_size is 5; it must divide"),
 ]
 INFERENCE = [
     ("dataset", "batch_size", 0, "batch_size is 0; it must be at least 1"),
