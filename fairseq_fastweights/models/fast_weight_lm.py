@@ -1,15 +1,15 @@
 """The language model `fast_weight_lm`, and its named architectures."""
 
-# No `from __future__ import annotations` and no `X | None` here: fairseq reads the types of a configuration's fields as
-# they stand, and knows `Optional` alone.
-# ruff: noqa: UP045
+from __future__ import annotations
 
+import ast
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
-from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import (
     TransformerLanguageModel,
@@ -17,20 +17,23 @@ from fairseq.models.transformer_lm import (
     base_lm_architecture,
     transformer_lm_baevski_wiki103,
 )
-from fairseq.modules import AdaptiveInput
+from fairseq.modules import AdaptiveInput, CharacterTokenEmbedder
 from fairseq.utils import safe_getattr
 
-from fairseq_fastweights.adaptive_softmax import SQUARE_PROJECTIONS
+from fairseq_fastweights.adaptive_softmax import (
+    SQUARE_PROJECTIONS,
+    add_biases,
+    leave_out_square_projections,
+    start_as_identity,
+)
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import draw_normal
-from fairseq_fastweights.mixers.projections import PROJECTION_BIASES
-from fairseq_fastweights.mixers.registry import MIXERS, Kind
+from fairseq_fastweights.mixers.registry import MIXERS, Kind, lookup
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings, cuda_graphs
 from fairseq_fastweights.models.description import check_heads, layer_mixers, parse_layers
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
-from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, add_group, option, set_defaults
-from fairseq_fastweights.models.input_embeddings import build_embeddings, change_bands
+from fairseq_fastweights.models.fast_weight_options import FastWeightLanguageModelOptions, add_group, set_defaults
 from fairseq_fastweights.models.mixer_layers import compile_layers
 from fairseq_fastweights.models.option_checks import (
     check_inference,
@@ -40,97 +43,6 @@ from fairseq_fastweights.models.option_checks import (
     register_architecture,
 )
 from fairseq_fastweights.ops.backends import say_again
-
-
-@dataclass
-class FastWeightLanguageModelOptions(FastWeightOptions):
-    """The options that `fast_weight_lm` adds to those of fairseq's `transformer_lm`."""
-
-    softmax_attention_layers: str = option(
-        "",
-        "layers that keep softmax attention, short for --mixers with softmax in them: comma-separated "
-        "numbers from 1, or all, which makes fairseq's Transformer",
-    )
-    fast_weight_heads: Optional[int] = option(
-        None, "number of heads in layers of linear attention (default: --decoder-attention-heads)"
-    )
-    no_attention_bias: bool = option(
-        False,
-        "leave out the biases of the projections in all mixers but softmax; gates that decay a state keep theirs",
-    )
-    init_std: Optional[float] = option(
-        None,
-        "standard deviation of the normal distribution that all projections and embeddings are drawn from "
-        "(default: fairseq's initial distributions)",
-    )
-    square_projections: ChoiceEnum(list(SQUARE_PROJECTIONS)) = option(  # type: ignore[valid-type]
-        "keep",
-        "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity "
-        "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
-        "program)",
-    )
-    adaptive_softmax_bias: bool = option(False, "give the adaptive softmax a bias for each token and each cluster")
-    rotary_dim: int = option(
-        0,
-        "number of dimensions of each query and key that softmax attention and window-sum rotate by their "
-        "positions (rotary position embedding); 0 is none. Linear attention does not need it, and retention always "
-        "rotates all dimensions",
-    )
-    rotary_base: float = option(10000.0, "base of the wavelengths of the rotary position embedding")
-    rotary_scaling: str = option(
-        "",
-        "scaling of the rotary position embedding for texts longer than in training: linear:FACTOR, or "
-        "llama3:FACTOR,LOW,HIGH,POSITIONS as in Llama 3",
-    )
-    kv_heads: int = option(
-        0,
-        "number of heads of keys and values in softmax and linear attention (grouped-query attention); 0 "
-        "is as many as of queries",
-    )
-    head_dim: int = option(
-        0, "dimension of each head in softmax and linear attention; 0 is the width divided by the heads"
-    )
-    projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = option(  # type: ignore[valid-type]
-        "all",
-        "which projections of softmax and linear attention have biases: all, qkv (all but that of the "
-        "output, as in Qwen2) or none (Llama); gates keep theirs",
-    )
-    query_key_norm_eps: Optional[float] = option(
-        None,
-        "normalise the queries and keys of each head by an RMS norm with this epsilon, as in Qwen3 (default: no norm)",
-    )
-    rms_norm_eps: Optional[float] = option(
-        None, "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)"
-    )
-    zero_centered_norms: bool = option(
-        False, "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"
-    )
-    output_norm_layers: str = option(
-        "",
-        "layers, comma-separated numbers from 1 or all, that have their norms behind their parts, "
-        "x + norm(mixer(x)), as OLMo 2, and not before them",
-    )
-    swiglu: bool = option(
-        False,
-        "use SwiGLU feed-forward networks, W2 (silu(Wg x) * W1 x) without biases (Shazeer 2020), as Llama; "
-        "--activation-fn is ignored then",
-    )
-    parallel_residual: bool = option(
-        False,
-        "let attention and feed-forward network read the same input, each through a layer norm of its own, "
-        "as in GPT-NeoX",
-    )
-    cuda_graphs: bool = option(
-        False,
-        "in training on a GPU, record the layers as CUDA graphs, and replay these for all batches "
-        "of the same shape; other batches are computed as without. Not for all options: the error names those "
-        "that cannot be recorded. --compile does it by itself where it can",
-    )
-    mask_special_symbols: bool = option(
-        False,
-        "give <s>, <pad> and <unk> probability 0, for vocabularies that came without them; text that "
-        "contains <unk> then has infinite perplexity",
-    )
 
 
 @dataclass
@@ -147,7 +59,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
     """
 
     @classmethod
-    def build_model(cls, args: Any, task: Any) -> "FastWeightLanguageModel":
+    def build_model(cls, args: Any, task: Any) -> FastWeightLanguageModel:
         """Builds the model for a task's dictionaries.
 
         Raises:
@@ -277,6 +189,94 @@ def _parse_kept_layers(text: str, layers: int) -> list[int]:
             f"decoder_layers_to_keep is {text!r}; it must be comma-separated numbers from 0 to {layers - 1}, each once"
         )
     return numbers
+
+
+def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
+    """Makes the module of input embeddings that fairseq's options choose.
+
+    Raises:
+        ValueError: for options that contradict each other.
+    """
+    _check_bands(args)
+    if args.character_embeddings:
+        return CharacterTokenEmbedder(
+            dictionary,
+            _read_filters(args.character_filters),
+            args.character_embedding_dim,
+            args.decoder_embed_dim,
+            args.char_embedder_highway_layers,
+        )
+    if args.tie_adaptive_weights:
+        _check_tied_bands(args)
+    if not args.adaptive_input:
+        return TransformerLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
+    cutoffs = read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
+    if int(args.decoder_input_dim // args.adaptive_input_factor ** len(cutoffs)) < 1:
+        raise InvalidInput(
+            f"adaptive_input_factor is {args.adaptive_input_factor:g}: with decoder_input_dim {args.decoder_input_dim} "
+            f"and {len(cutoffs)} cut-offs the rarest words' embeddings would have no dimension; it must be at most "
+            f"{args.decoder_input_dim ** (1 / len(cutoffs)):.3g}"
+        )
+    return AdaptiveInput(
+        len(dictionary),
+        dictionary.pad(),
+        args.decoder_input_dim,
+        args.adaptive_input_factor,
+        args.decoder_embed_dim,
+        cutoffs,
+        args.quant_noise_pq,
+        args.quant_noise_pq_block_size,
+    )
+
+
+def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
+    """Gives an adaptive input and an adaptive softmax, or None, the form that the options choose.
+
+    It is done last: weights that start as the identity must not be drawn again.
+    """
+    if args.square_projections == "none":
+        leave_out_square_projections(embeddings, softmax)
+    elif args.square_projections == "identity":
+        start_as_identity(embeddings, softmax)
+    if args.adaptive_softmax_bias:
+        add_biases(softmax)
+
+
+def _check_bands(args: Any) -> None:
+    lookup("square_projections", args.square_projections, dict.fromkeys(SQUARE_PROJECTIONS))
+    adaptive_input = args.adaptive_input and not args.character_embeddings
+    if args.square_projections != "keep" and not adaptive_input and args.adaptive_softmax_cutoff is None:
+        raise InvalidInput(
+            f"square_projections is {args.square_projections}; it needs adaptive_input or adaptive_softmax_cutoff, "
+            "which are not set"
+        )
+    if args.adaptive_softmax_bias and args.adaptive_softmax_cutoff is None:
+        raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoff, which is not")
+
+
+def _read_filters(text: str) -> list[Any]:
+    """Reads --character-filters, a Python list of pairs."""
+    try:
+        filters = [(int(width), int(number)) for width, number in ast.literal_eval(text)]
+    except (TypeError, ValueError, SyntaxError):
+        filters = []
+    if not filters or not all(width > 0 and number > 0 for width, number in filters):
+        raise InvalidInput(
+            f"character_filters is {text!r}; it must be a list of pairs of widths and numbers of filters"
+        )
+    return filters
+
+
+def _check_tied_bands(args: Any) -> None:
+    if not args.adaptive_input:
+        raise InvalidInput("tie_adaptive_weights is set; it needs adaptive_input, which is not")
+    for name, own, other in (
+        ("adaptive_softmax_factor", args.adaptive_softmax_factor, args.adaptive_input_factor),
+        ("adaptive_softmax_cutoff", args.adaptive_softmax_cutoff, args.adaptive_input_cutoff),
+        ("decoder_output_dim", args.decoder_output_dim, args.decoder_input_dim),
+    ):
+        if own != other:
+            raise InvalidInput(f"{name} is {own!r}; with tie_adaptive_weights it must be that of the input, {other!r}")
 
 
 check_model_itself("fast_weight_lm")

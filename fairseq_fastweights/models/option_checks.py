@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq.dataclass import FairseqDataclass
+from fairseq.dataclass.initialize import add_defaults
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
@@ -30,7 +31,11 @@ from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.mixers.registry import MIXERS, check_read
 from fairseq_fastweights.models import cuda_graphs
 from fairseq_fastweights.models.description import OPTIONS_OF_MIXERS, shared_settings
-from fairseq_fastweights.models.fast_weight_options import FastWeightOptions, set_defaults
+from fairseq_fastweights.models.fast_weight_options import (
+    FastWeightLanguageModelOptions,
+    FastWeightOptions,
+    set_defaults,
+)
 
 RANGES: dict[str, tuple[float, float]] = {
     # Sizes and counts.
@@ -38,15 +43,15 @@ RANGES: dict[str, tuple[float, float]] = {
         """decoder_layers decoder_embed_dim decoder_input_dim decoder_output_dim decoder_ffn_embed_dim
         decoder_attention_heads encoder_layers encoder_embed_dim encoder_ffn_embed_dim encoder_attention_heads
         max_source_positions max_target_positions character_embedding_dim quant_noise_pq_block_size
-        adaptive_input_factor adaptive_softmax_factor feature_dim favor_features dpfp_nu
-        batch_size batch_size_valid max_tokens max_tokens_valid update_freq log_interval save_interval validate_interval
+        adaptive_input_factor adaptive_softmax_factor batch_size batch_size_valid max_tokens max_tokens_valid
+        update_freq log_interval save_interval validate_interval
         required_batch_size_multiple required_seq_len_multiple distributed_world_size num_shards
         beam nbest iter_decode_with_beam softmax_batch""".split(),
         (1, math.inf),
     ),
     # Those that may be nothing.
     **dict.fromkeys(
-        """base_layers head_dim kv_heads rms_norm_eps query_key_norm_eps lr max_update max_epoch warmup_updates
+        """base_layers lr max_update max_epoch warmup_updates
         weight_decay adam_eps save_interval_updates num_workers data_buffer_size shard_id context_window max_len_a
         max_len_b min_len prefix_size no_repeat_ngram_size buffer_size iter_decode_max_iter text_streams""".split(),
         (0, math.inf),
@@ -64,11 +69,15 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("sampling_topk", "diversity_rate"), (-1, math.inf)),
     "sampling_topp": (-1, 1),
     "temperature": (0, math.inf),
+    **{
+        own.name: (own.metadata["least"], math.inf)
+        for own in fields(FastWeightLanguageModelOptions)
+        if own.metadata.get("least") is not None
+    },
 }
-"""The smallest and the largest value of options."""
+"""The smallest and the largest value of options: fairseq's here, this package's where they are declared."""
 
-
-_OWN = {option.name for option in fields(FastWeightOptions)} - {"_name"}
+_OWN = {own.name for own in fields(FastWeightOptions)} - {"_name"}
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "no_cuda_graphs": ("compile",),
@@ -230,6 +239,34 @@ def check_unread(args: Any, model: Any, given: Collection[str]) -> None:
         raise InvalidInput(f"update_rule is {rule!r}; it needs a layer of {rule}, and mixers has none")
     typed = {OPTIONS_OF_MIXERS[name]: (name, getattr(options, name)) for name in given if name in OPTIONS_OF_MIXERS}
     check_read(typed, shared_settings(options), layers)
+
+
+def check_architecture(args: Any) -> None:
+    """Checks that the settings of a named architecture are in a model's configuration for training.
+
+    The released fairseq-hydra-train overwrites them by the defaults of the model, and would train another model. The
+    switches show it: no command line can turn off a switch that an architecture turns on. With the patched
+    fairseq-hydra-train, which applies architectures, a configuration file may turn a switch off.
+
+    Raises:
+        ValueError: if the settings were overwritten.
+    """
+    name = getattr(args, "_name", None)
+    model = ARCH_MODEL_NAME_REGISTRY.get(name)
+    if model == name or model not in MODEL_DATACLASS_REGISTRY:
+        return
+    architecture = Namespace()
+    ARCH_CONFIG_REGISTRY[name](architecture)
+    made = OmegaConf.create({"model": {"_name": name}})
+    add_defaults(made)
+    switches = [option for option, value in vars(architecture).items() if value is True]
+    lost = [option for option in switches if not getattr(args, option, True) and not made.model[option]]
+    if lost:
+        raise InvalidInput(
+            f"model._name is {name!r}, whose settings this fairseq's fairseq-hydra-train leaves out ({lost[0]} is "
+            f"False); it must be {model!r}, with all settings written out, or --arch of fairseq-train, unless fairseq "
+            "is the one that tools/build_fairseq.py --force installs"
+        )
 
 
 def check_unread_settings(cfg: Any) -> None:

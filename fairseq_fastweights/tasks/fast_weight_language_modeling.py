@@ -34,8 +34,8 @@ from fairseq_fastweights.data.sliding_windows import SlidingWindows
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.layers import MASKED_LOGIT
 from fairseq_fastweights.models.fast_weight_decoder import FastWeightDecoder
-from fairseq_fastweights.models.fast_weight_options import check_architecture
 from fairseq_fastweights.models.option_checks import (
+    check_architecture,
     check_criterion,
     check_is_language_model,
     check_positions,

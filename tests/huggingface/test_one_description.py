@@ -20,8 +20,8 @@ from fairseq_fastweights.models.description import SHARED_OPTIONS, config_of, la
 from fairseq_fastweights.models.fast_weight_lm import (
     FastWeightLanguageModel,
     FastWeightLanguageModelConfig,
-    FastWeightLanguageModelOptions,
 )
+from fairseq_fastweights.models.fast_weight_options import FastWeightLanguageModelOptions
 from tests.conversion import fla_models, llamas, sources, test_fla
 from tests.huggingface.conftest import said
 from tests.huggingface.test_exported_models import CASES

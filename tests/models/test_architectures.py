@@ -16,9 +16,9 @@ from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 from omegaconf import OmegaConf
 from torch import nn
 
-from fairseq_fastweights.models import fast_weight_options
+from fairseq_fastweights.models import option_checks
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
-from fairseq_fastweights.models.fast_weight_options import check_architecture
+from fairseq_fastweights.models.option_checks import check_architecture
 
 SMALL, MEDIUM = "fast_weight_lm_wiki103_small", "fast_weight_lm_wiki103_medium"
 OURS = sorted(name for name, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "fast_weight_lm" != name)
@@ -125,7 +125,7 @@ def test_switches_that_fairseqs_own_hydra_lost_are_told(our_fairseq, monkeypatch
     check_architecture(lost)  # turned off in a file: hydra knows architectures
     switches = ("adaptive_input", "tie_adaptive_weights", "tie_adaptive_proj", "no_attention_bias", "scale_read_out")
     off = dict.fromkeys(switches, False)
-    monkeypatch.setattr(fast_weight_options, "add_defaults", lambda made: made.model.update(off))
+    monkeypatch.setattr(option_checks, "add_defaults", lambda made: made.model.update(off))
     with pytest.raises(ValueError, match=f"_name is '{SMALL}', whose settings .* leaves out .adaptive_input is False"):
         check_architecture(lost)
     check_architecture(Namespace(_name=SMALL))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from fairseq import options
 
-from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelOptions
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
+from fairseq_fastweights.models.fast_weight_options import FastWeightLanguageModelOptions
 from fairseq_fastweights.models.fast_weight_transformer import FastWeightTransformerModel, FastWeightTransformerOptions
 from fairseq_fastweights.tasks.fast_weight_language_modeling import (
     FastWeightLanguageModelingTask,
