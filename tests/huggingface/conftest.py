@@ -1,4 +1,4 @@
-"""fairseq's models, as checkpoints, and what `to-huggingface` makes of them."""
+"""fairseq's models, as checkpoints, for `to-huggingface`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Change = Callable[[Path], Any]
 
 @pytest.fixture(scope="module")
 def folders(save, tmp_path_factory) -> dict[str, Path]:
-    """A run, and what it is exported to."""
+    """A run, and the folder that it is exported to."""
     folder = tmp_path_factory.mktemp("bad")
     save(folder / "run", "--update-rule gated")
     assert main(["to-huggingface", str(folder / "run"), str(folder / "exported")]) == 0

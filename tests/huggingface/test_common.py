@@ -40,7 +40,7 @@ SIZES_THERE = "--decoder-embed-dim 64 --decoder-input-dim 64 --decoder-output-di
     ],
 )
 @torch.no_grad()
-def test_what_is_saved_is_what_is_loaded(mixers, settings, tmp_path):
+def test_a_saved_model_is_loaded_the_same(mixers, settings, tmp_path):
     model, tokens = build(mixers, **settings), draw(2, 6)
     model.save_pretrained(tmp_path)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -108,7 +108,7 @@ def test_new_weights_start_as_fairseqs(flags, fairseq):
             assert abs(x.mean() - expected.mean()) <= error and abs(x.std() - expected.std()) <= error, f"{name}: {key}"
     embeddings = [x for x in ours.modules() if isinstance(x, nn.Embedding)]
     assert all(not x.weight[1].any() and x.weight[2:].all() for x in embeddings)
-    # What is loaded stays, beside what is drawn.
+    # Weights that are loaded stay, beside those that are drawn.
     state = {key: x for key, x in ours.state_dict().items() if "layers.1" not in key and "q_proj" not in key}
     again = FastWeightForCausalLM.from_pretrained(None, config=config, state_dict=dict(state))
     assert all(torch.equal(x, again.state_dict()[key]) for key, x in state.items())
@@ -239,7 +239,7 @@ def test_auto_classes_make_models_of_a_configuration():
         assert FastWeightForCausalLM(config)(tokens, attention_mask=mask).logits.shape == (1, 3, 44)
 
 
-def test_without_transformers_it_says_what_to_install(monkeypatch):
+def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "fairseq_fastweights.huggingface")
     with pytest.raises(ImportError, match="huggingface needs transformers: pip install transformers"):
@@ -247,7 +247,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
 
 
 def test_nothing_of_it_needs_fairseq():
-    """Neither the models nor what they are made of import fairseq, or a part of this package that does."""
+    """Neither the models nor the modules below them import fairseq, or a part of this package that does."""
     package = ROOT / "fairseq_fastweights"
     left, seen = [package / "huggingface" / "__init__.py"], set()
     while left:

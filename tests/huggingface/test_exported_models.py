@@ -90,7 +90,7 @@ def test_a_model_is_fairseqs_and_gives_its_bits_back(case, save, fairseq, tmp_pa
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder")]) == 0
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     directly, _ = load_for_causal_lm(tmp_path / "run")
-    for made in (ours, directly):  # what is tied stays tied
+    for made in (ours, directly):  # tied weights stay tied
         assert made.num_parameters() == sum(x.numel() for x in theirs.parameters())
         assert set(dict(made.named_parameters())) == set(dict(ours.named_parameters()))
 

@@ -64,7 +64,7 @@ def test_parts_steps_and_padding_change_nothing(mixers):
     assert out.past_key_values is cache and cache.get_seq_length() == 9
     assert (torch.cat(parts, 1) - whole.logits).abs().max() <= ROUNDING
     assert (model(tokens[:, 5:], past_key_values=kept).logits - whole.logits[:, 5:]).abs().max() <= ROUNDING
-    # Padding of several lengths on the left, with masks over all that was read or over what is read now.
+    # Padding of several lengths on the left, with masks over all tokens so far or over those of this call.
     width = 9 + 2
     padded, mask = torch.full((3, width), 1), torch.zeros(3, width, dtype=torch.long)
     for row, text in enumerate(tokens):
@@ -83,7 +83,7 @@ def test_parts_steps_and_padding_change_nothing(mixers):
 
 
 @cases
-def test_generate_gives_with_a_cache_what_it_gives_without(mixers):
+def test_generate_gives_the_same_with_and_without_a_cache(mixers):
     model, tokens = build(mixers), draw(2, 6)
     mask = torch.ones_like(tokens)
     tokens[0, :2], mask[0, :2] = 1, 0
@@ -120,13 +120,13 @@ HOW: list[dict[str, object]] = [
 
 
 @torch.no_grad()
-def test_options_give_a_row_of_a_batch_what_they_give_it_alone():
+def test_options_give_a_row_the_same_in_a_batch_and_alone():
     model, width = build("window-sum,gated-delta:2").double(), 6
     texts = [draw(1, time, seed=time)[0] for time in (2, 6, 4)]
     padded, mask = torch.full((3, width), 1), torch.zeros(3, width, dtype=torch.long)
     for row, text in enumerate(texts):
         padded[row, width - len(text) :], mask[row, width - len(text) :] = text, 1
-    # Not the padding as a word: a penalty of what has been said means it, too, in a row that has some.
+    # Padding must not be generated: a penalty for repetition counts it, too, in rows that have some.
     always = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [1], "eos_token_id": 2, "pad_token_id": 1}
     for how in HOW:
         made = model.generate(padded, attention_mask=mask, **{**always, **how})
@@ -184,7 +184,7 @@ def test_streaming_and_going_on_from_a_cache():
     streamer = Streamer()
     made = model.generate(tokens, max_new_tokens=5, do_sample=False, streamer=streamer)
     assert streamer.tokens == [*made[0].tolist(), -1]
-    # What was read need not be read again.
+    # A text goes on from its cache.
     first = model.generate(tokens, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
     rest = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=3, do_sample=False)
     assert torch.equal(rest, made)
@@ -207,7 +207,7 @@ def test_bad_calls_are_refused_by_name(arguments, message):
         model(**{"input_ids": draw(2, 6), **arguments})
 
 
-def test_what_a_memory_cannot_do_is_said():
+def test_operations_that_a_state_cannot_do_are_refused():
     model, tokens = build("delta"), draw(2, 6)
     cache = model(tokens).past_key_values
     with pytest.raises(ValueError, match="past_key_values has 2 rows; the batch has 3"):

@@ -1,4 +1,4 @@
-"""`to-huggingface --as CLASS`: transformers' own classes compute what a model that fits them computes in fairseq."""
+"""`to-huggingface --as CLASS`: transformers' own classes compute the same as a model that fits them in fairseq."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "kind", "message"), REFUSED)
-def test_what_a_class_cannot_be_is_named_and_nothing_is_left(flags, kind, message, save, tmp_path, capsys):
+def test_models_that_do_not_fit_a_class_are_named_and_nothing_is_left(flags, kind, message, save, tmp_path, capsys):
     save(tmp_path / "run", flags)
     assert main(["to-huggingface", str(tmp_path / "run"), str(tmp_path / "folder"), "--as", kind]) == 2
     assert re.search(rf"checkpoint_best.pt: --as is {kind}.* {message}", error := capsys.readouterr().err), error

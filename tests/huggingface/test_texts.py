@@ -93,7 +93,7 @@ def test_places_that_go_on_begin_no_text():
         ("delta", {"attention_mask": [[0.0, 0, -1e9, 0]]}, "attention_mask holds -1000000000.0; it must be 0 at"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(mixers, arguments, message):
+def test_positions_that_cannot_be_followed_are_refused_by_name(mixers, arguments, message):
     model = build(mixers, **NONE)
     with pytest.raises(ValueError, match=message):
         model(draw(1, 4), **{name: torch.tensor(values) for name, values in arguments.items()})

@@ -147,7 +147,7 @@ def test_pieces_are_those_of_the_byte_level_bpe(neox, save, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given", ["converted", "converted/model.pt"])
-def test_the_tokenizer_beside_what_weights_were_taken_from_is_found(given, save, tmp_path):
+def test_the_tokenizer_beside_the_weights_source_is_found(given, save, tmp_path):
     sources.save(tmp_path / "theirs", sources.model(False))
     assert main(["from-huggingface", str(tmp_path / "theirs"), str(tmp_path / "converted")]) == 0
     words = tuple(Dictionary.load(str(tmp_path / "converted" / "dict.txt")).symbols[4:])
@@ -195,7 +195,7 @@ GENERATION |= {"repetition_penalty": 1 + 1 / 3, "bad_words_ids": [[6, 7], [8]], 
 
 
 def templates(folder: Path, how: str) -> Any:
-    """Writes a folder's chat templates in one of the forms that they have had; returns what the tokenizer then has."""
+    """Writes a folder's chat templates in one of the forms that they have had; returns the tokenizer's settings."""
     if how == "file":
         (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
         return {"chat_template": "not this one"}
@@ -211,7 +211,7 @@ def templates(folder: Path, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["file", "setting", "files", "settings"])
 def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
-    """Folders of a model that stays what it was, of one that became a memory, and of that one on the way back."""
+    """Folders of an unchanged model, of one with linear attention, and of that one on the way back."""
     theirs, converted, run, out = (tmp_path / name for name in ("theirs", "converted", "run", "out"))
     llamas.save(theirs, llamas.model("Llama"))
     llamas.describe(theirs, TOKENIZER | templates(theirs, how) | {"extra_special_tokens": ["the", "none"]})
@@ -258,7 +258,7 @@ def test_chat_templates_and_settings_go_in_and_out(how, tmp_path):
             assert made[name] == GENERATION[name], name
 
 
-# What the tokenizer_config.json of published models says, with this test's words for the first and the last.
+# As in the tokenizer_config.json of published models, with this test's first and last tokens.
 HEADER = "<|start|>{{ m['role'] }}<|stop|>\n\n{{ m['content'] | trim }}<|end|>"
 LLAMA_3 = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
 LLAMA_3 |= {"clean_up_tokenization_spaces": True, "model_input_names": ["input_ids", "attention_mask"]}
@@ -278,7 +278,7 @@ TALK = [{"role": "user", "content": "the cat  sat"}, {"role": "assistant", "cont
 @pytest.mark.parametrize("end", [None, "<|begin|>"])
 @pytest.mark.parametrize(("kind", "settings"), [("Llama", LLAMA_3), ("Mistral", MISTRAL)], ids=["llama 3", "mistral"])
 def test_a_conversation_keeps_its_numbers(kind, settings, end, tmp_path):
-    """A model that stays what it was, and that one as transformers would read it in the dictionary's numbers."""
+    """An unchanged model, and the same as transformers would read it in the dictionary's numbers."""
     theirs, converted, same = (tmp_path / name for name in ("theirs", "converted", "same"))
     source = llamas.model(kind, **({"sliding_window": None} if kind == "Mistral" else {}))
     llamas.save(theirs, source, pieces=kind == "Mistral")
@@ -292,7 +292,7 @@ def test_a_conversation_keeps_its_numbers(kind, settings, end, tmp_path):
     last = 1 if end is None else 0
     ours = [words.eos() if i == last else words.index(str(i)) for i in range(source.config.vocab_size)]
     assert words.unk() not in ours and model.config.eos_token_id == words.eos()
-    # What leads every text is there once, as in what the model was trained on.
+    # The first token of every text is there once, as in training.
     assert before("the cat").input_ids[:2].count(0) == 1
     for tokenizer, numbers in ((after, range(len(ours))), (renumbered, ours)):
         for text in ("the cat", ""):

@@ -232,7 +232,7 @@ SEARCHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", SEARCHES, ids=str)
 def test_a_prompt_stays_however_improbable_its_words(fairseq, options):
-    """Also if the model gives them no probability at all, and if it repeats what may not be repeated."""
+    """Also if the model gives them no probability at all, and if it repeats n-grams that may not be repeated."""
     task, prompt = fairseq.task(), [5, 6, 6, EOS, 7, 8]
     source = torch.tensor([[EOS, *prompt]])
     sample = {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([7])}}
@@ -246,7 +246,7 @@ def test_a_prompt_stays_however_improbable_its_words(fairseq, options):
 
 @torch.no_grad()
 def test_samples_come_from_the_words_that_were_asked_for(fairseq):
-    """Top-k and top-p, of what the other options leave; the scores are the model's."""
+    """Top-k and top-p of the tokens that other options leave; the scores are the model's."""
     dictionary = fairseq.task().dictionary
     lprobs = torch.tensor([0.4, 0.3, 0.2, 0.1] + [0.0] * 40).log().expand(50, 2, 44)
     left = lprobs.clone().index_fill_(2, torch.tensor([0]), -math.inf)  # 0.5, 0.33 and 0.17 of it

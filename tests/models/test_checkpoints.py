@@ -35,7 +35,7 @@ DIFFERENT = [
     (SUM, ALL, r"mixers is 'sum' .* 'softmax'"),
     (f"{SUM} {SOFTMAX} 1", f"{SUM} {SOFTMAX} 2", r"mixers is \['softmax', 'sum'\] .* \['sum', 'softmax'\]"),
     ("--feature-dim 4", "--feature-dim 6", r"feature dim is 4 .* 6"),  # and other sizes
-    # All that differs, and what both models have.
+    # All settings that differ, of those that both models have.
     (
         "--feature-map elu --normalization sum",
         "--feature-map dpfp --normalization attention",
@@ -169,7 +169,7 @@ def test_transformers_checkpoints_carry_no_settings_and_load(fairseq, text):
 
 
 def test_settings_outlive_averages_half_types_and_moving_averages(fairseq):
-    """fairseq's averages add whole numbers up and divide them; `--store-ema` multiplies all but what is a version."""
+    """fairseq's averages add whole numbers up and divide them; `--store-ema` multiplies all but versions."""
     model = fairseq.build()
     settings = model.half().state_dict()["decoder.settings_version"]
     assert torch.equal((settings + settings + settings) // 3, settings)

@@ -91,7 +91,7 @@ def test_carried_states_documents_and_padding(fairseq, text, compiler, flags):
         results[compiled] = [gradients(model, text(3, 9), **batch) for batch in (*batches, *batches)]
         results[compiled].append(gradients(model, padded))
         # With states or without, documents, padding; with checkpoints also without gradients. Not for each layer.
-        # What was compiled before in the process decides which sizes are general at once: without that some come twice.
+        # Functions compiled before in the process decide which sizes are general at once; else some come twice.
         most = 24 if flags else 14
         assert 4 <= len(made) <= most if compiled else not made, len(made)
         model.decoder._carried = {True: {}, False: {}}
@@ -144,7 +144,7 @@ def test_compiled_for_this_machine(fairseq, text):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """Compiles in the way that is quickest, for what does not depend on the kernels."""
+    """Compiles in the quickest way, for tests that do not depend on the kernels."""
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(mixer_layers._run_with_states, backend="aot_eager")

@@ -110,7 +110,7 @@ def test_compiled_layers_are_replayed(fairseq, text, graphs, monkeypatch):
     torch.compiler.reset()
 
 
-# What cannot be recorded, by flags or by where a model is trained, and what is said of it. With fairseq-hydra-train the
+# Flags and places of training that cannot be recorded, with the reason that is logged. With fairseq-hydra-train the
 # model does not know the latter by its options.
 NOT_RECORDED = {
     "--checkpoint-activations": "checkpoint_activations is set: what was recorded is not computed again",
@@ -134,7 +134,7 @@ def fill_memory(*arguments, **options):
 
 @contextlib.contextmanager
 def trained_in(place, monkeypatch, *models):
-    """Lets models find what `NOT_RECORDED` has under this name where they are trained."""
+    """Lets models find the place of training that `NOT_RECORDED` calls `place`."""
     monkeypatch.setattr(mixer_layers, "_compiled", lambda: mixer_layers._run_with_states)  # which takes no time
     if place == "cpu":
         monkeypatch.setattr(StandInGraph, "device_type", "cuda")
@@ -161,7 +161,7 @@ def test_compile_goes_on_without_and_says_why(fairseq, text, graphs, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["cpu", "amp", "FSDP", "memory"])
-def test_what_was_asked_for_by_name_is_refused_at_the_first_update(fairseq, text, monkeypatch, place):
+def test_an_impossible_request_is_refused_at_the_first_update(fairseq, text, monkeypatch, place):
     given, _, why = NOT_RECORDED[place].partition(": ")
     model = fairseq.build(f"{DELTA} --compile --cuda-graphs").train()
     with trained_in(place, monkeypatch, model), pytest.raises((ValueError, RuntimeError)) as refused:
@@ -182,7 +182,7 @@ def test_layers_behind_frozen_embeddings_are_replayed(fairseq, text, graphs):
     assert len(graphs) == 2 * 2 * (2 * CALLS - cuda_graphs.REPEATED)
 
 
-def test_what_has_another_form_is_not_replayed(fairseq, text, graphs):
+def test_inputs_of_another_form_are_not_replayed(fairseq, text, graphs):
     model = fairseq.build(f"{DELTA} --cuda-graphs").train()
     plain = fairseq.build(DELTA).train()
     padded = text(3, 9)
@@ -237,7 +237,7 @@ def test_a_copy_of_a_model_replays_its_own_layers(fairseq, text, graphs):
     assert copied.decoder._graphed._module is copied.decoder.layers
 
 
-def test_what_awaits_its_backward_pass_is_not_overwritten(fairseq, text, graphs):
+def test_results_before_their_backward_pass_are_not_overwritten(fairseq, text, graphs):
     model, plain = replaying(fairseq, text), fairseq.build(DELTA).train()
     del graphs[:]
     found = []

@@ -1,4 +1,4 @@
-"""A language model reads each document of a row as if it stood alone: what `starts` of the decoder's `forward` does."""
+"""A language model reads each document of a row as if it stood alone: `starts` of the decoder's `forward`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ROUNDING = 2e-5  # of float32, where a document's place changes the order of sum
 
 @pytest.mark.parametrize("flags", MODELS)
 def test_documents_are_read_as_if_each_stood_alone(fairseq: Fairseq, text, flags):
-    """With their positions, and padding behind one and before another; and so are the gradients of what they give."""
+    """With their positions, and padding behind one and before another; and so are the gradients of the outputs."""
     model = fairseq.build(flags)
     tokens, starts = text(2, 40), torch.zeros(2, 40, dtype=torch.bool)
     tokens[0, 35:] = tokens[1, :3] = PAD
     starts[0, [0, 11, 12, 29]] = starts[1, [3, 20]] = True
     logits = model(tokens, starts=starts)[0]
-    assert (model(tokens)[0] - logits)[0, 20].abs().max() > 1e-3  # what would be read otherwise
+    assert (model(tokens)[0] - logits)[0, 20].abs().max() > 1e-3  # read as one text
     packed = logits[~tokens.eq(PAD)].logsumexp(-1).sum()
     apart = torch.zeros(())
     for row, begin, end in ((0, 0, 11), (0, 11, 12), (0, 12, 29), (0, 29, 35), (1, 3, 20), (1, 20, 40)):

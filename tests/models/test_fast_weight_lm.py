@@ -73,7 +73,7 @@ def loss_of(model, tokens: torch.Tensor, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_tokens_and_segments_give_what_the_whole_text_gives(fairseq, text, flags):
+def test_tokens_and_segments_give_the_whole_texts_output(fairseq, text, flags):
     model, tokens = fairseq.build(f"{flags} {NO_POSITIONS}"), text(BATCH, TIME)
     whole, extra = model(tokens)
     assert extra["attn"] == [None] and len(extra["inner_states"]) == 3
@@ -161,7 +161,7 @@ def test_without_positions_texts_may_be_of_any_length(fairseq):
 
 
 @torch.no_grad()
-def test_what_is_no_part_of_a_text_leaves_its_state(fairseq, text):
+def test_padding_and_other_calls_leave_a_texts_state(fairseq, text):
     """Padding at a stream's end, and calls that carry nothing."""
     model, tokens = fairseq.build(f"--update-rule decay {NO_POSITIONS}"), text(BATCH, TIME)
     whole, (first, second) = model(tokens)[0], tokens.split([6, 6], dim=1)

@@ -26,7 +26,7 @@ from tests.ops.agreement import assert_close, relative_error
 
 LENGTHS, TARGET_LENGTHS = (5, 9, 1, 7), (6, 4, 8, 8)
 SAME = 1e-6  # the same operations in the same order, but for kernels that are chosen by layout
-# fairseq's options that change what surrounds the attention. Each has to mean what it means there.
+# fairseq's options that change the model around the attention. Each has to mean the same as there.
 OPTIONS: dict[str, dict[str, Any]] = {
     "base": {},
     "pre-norm": {"encoder_normalize_before": True, "decoder_normalize_before": True},
@@ -175,7 +175,7 @@ def test_flags_reach_every_attention():
         assert all(x._forward_pre_hooks for x in module.children() if isinstance(x, torch.nn.Linear)), "no noise"
 
 
-# Encoder and decoder layers, width, heads, feed-forward width, dropout; and what fairseq calls it.
+# Encoder and decoder layers, width, heads, feed-forward width, dropout; and fairseq's name for it.
 ARCHITECTURES = {
     "fast_weight_transformer": (6, 512, 8, 2048, 0.1, "transformer"),
     "fast_weight_transformer_wmt_en_de_base": (6, 512, 8, 2048, 0.1, "transformer_wmt_en_de"),
@@ -245,5 +245,5 @@ def test_sources_may_be_as_long_as_there_are_positions(places, learned):
 @torch.no_grad()
 def test_torch_compile_computes_the_same():
     model, inputs = build(encoder_layers=1, decoder_layers=1), example()
-    compiled = torch.compile(model, backend="aot_eager")  # what is left out is the compiler, a quarter of a minute
+    compiled = torch.compile(model, backend="aot_eager")  # without the compiler, which takes 15 s
     assert relative_error(compiled(**inputs)[0], model(**inputs)[0]) <= SCORES

@@ -1,4 +1,4 @@
-"""--help lists the plugin's options in groups of their own, each with what it is where nobody says."""
+"""--help lists the plugin's options in groups of their own, each with its default."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def load(path: Path, task: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_fits_is_loaded(saved, kind):
+def test_a_fitting_checkpoint_is_loaded(saved, kind):
     for settings in ({}, {"max_target_positions": 10**4}):  # a table of 640 kB for a file of less
         path, task = saved(kind, settings if kind != "linformer" else {})
         load(path, task)
@@ -90,7 +90,7 @@ def test_what_fits_is_loaded(saved, kind):
         ("fairseq's", "decoder_attention_heads", 5, "its settings make no model"),
     ],
 )
-def test_what_asks_for_more_is_refused_by_name(saved, kind, name, value, says):
+def test_settings_that_ask_for_more_are_refused_by_name(saved, kind, name, value, says):
     path, task = saved(kind, {name: value})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}.*{says}") as error:

@@ -14,7 +14,7 @@ SHARED = "--share-decoder-input-output-embed"
 TRANSLATE = "--task translation --source-lang en --target-lang de"
 ROTARY = "--mixers softmax --rotary-dim 4"
 COMMANDS = [
-    # (what is typed after the data, the first words of what is said of it)
+    # (arguments after the data, the first words of the error)
     ("--arch fast_weight_lm --decoder-layers 0", "decoder_layers is 0; it must be at least 1"),
     ("--arch fast_weight_lm --decoder-layers -1", "decoder_layers is -1; it must be at least 1"),
     ("--arch fast_weight_lm_wiki103_small --decoder-layerdrop 2", "decoder_layerdrop is 2.0; it must be from 0 to 1"),
@@ -126,7 +126,7 @@ def test_options_of_an_evaluation_are_refused(fairseq, group, option, value, mes
     assert str(refused.value) == message
 
 
-def test_every_range_is_of_an_option_and_allows_what_fairseq_itself_sets(fairseq):
+def test_every_range_is_of_an_option_and_allows_fairseqs_defaults(fairseq):
     assert set(RANGES) <= option_names()
     for group in (*vars(FairseqConfig()).values(), fairseq.tiny("fast_weight_lm_wiki103_small")):
         check_ranges(group)

@@ -12,7 +12,7 @@ from tests.ops.agreement import relative_error
 ALL, NO_POSITIONS = "--softmax-attention-layers all", "--no-token-positional-embeddings"
 CUTOFFS = "--adaptive-input-cutoff 10,25 --adaptive-softmax-cutoff 10,25"
 ADAPTIVE = f"--adaptive-input {CUTOFFS} --adaptive-input-factor 2 --adaptive-softmax-factor 2"
-# Options of fairseq's `transformer_lm`; each has to mean what it means there.
+# Options of fairseq's `transformer_lm`; each has to mean the same here.
 OPTIONS = {
     "base": "",
     "pre-norm": "--decoder-normalize-before",

@@ -59,7 +59,7 @@ def test_fairseqs_checkpoints_load(places, form):
         if name not in fused:
             assert torch.equal(x, weights[name]), name
             assert not x.any() or name.endswith("norm.weight") or not torch.equal(x, own[name]), name
-    # From there on it is a checkpoint of ours, which computes what it did.
+    # From there on it is a checkpoint of ours, which computes the same.
     again = build(fast_weight_attention=places, seed=2, **shared)
     again.load_state_dict(ours.state_dict())
     assert torch.equal(output(again), output(ours))
@@ -68,7 +68,7 @@ def test_fairseqs_checkpoints_load(places, form):
         other.load_state_dict(ours.state_dict())
 
 
-def test_what_is_missing_and_other_layers_are_not_passed_over_in_silence():
+def test_missing_and_other_layers_are_errors():
     with pytest.raises(RuntimeError, match=r"Missing key.*decoder\.layers\.0\.self_attn\.beta_proj"):
         build(update_rule="delta").load_state_dict(build("transformer").state_dict())
     with pytest.raises(RuntimeError, match=r"Unexpected key.*encoder\.layers\.2\."):
@@ -77,7 +77,7 @@ def test_what_is_missing_and_other_layers_are_not_passed_over_in_silence():
         build().load_state_dict({**build().state_dict(), "encoder.layers.0.more": torch.zeros(1)})
 
 
-# What a checkpoint was made with, what loads it, and what is named: the encoder's first of what is everywhere.
+# Options that a checkpoint was made with, those of the model that loads it, and the settings that the error names.
 DECODER = {"fast_weight_attention": "decoder,cross"}
 NONE = {"fast_weight_attention": "none"}
 DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -23,7 +23,7 @@ from tests.models.translation import PAD, SCORES, SUBSETS, batch, log_probs, sen
 
 SOURCES = sentences((5, 9, 1, 7, 3))
 ENDS = (6, 3, 8, 1, 5)
-# Each place with each rule and each map, dealt out; then other mixers, and what else changes the state.
+# Each place with each rule and each map, dealt out; then other mixers, and other options that change the state.
 RULES = itertools.cycle(["delta", *UPDATE_RULES, "retention"])
 CASES: list[dict[str, Any]] = [
     {"fast_weight_attention": places, "update_rule": rule, "feature_map": name}

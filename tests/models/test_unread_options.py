@@ -1,4 +1,4 @@
-"""An option that no layer of a model reads is refused by name, and what is read is what changes a layer."""
+"""An option that no layer of a model reads is refused by name, and the options that are read change a layer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def built(name: str, kinds: Any, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kinds", [MIXERS, SOURCE_MIXERS], ids=["decoder", "source"])
-def test_what_a_mixer_says_that_it_reads_is_what_changes_it(kinds) -> None:
+def test_the_settings_that_a_mixer_reads_change_it(kinds) -> None:
     values: dict[str, tuple[Any, ...]] = {setting: (value,) for setting, value in OTHERS.items()}
     for mixer, kind in MIXERS.items():
         for name, row in kind.options.items():
