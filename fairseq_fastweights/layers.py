@@ -70,6 +70,7 @@ class MixerLayer(nn.Module):
                 one.
         """
         if self.form == "parallel":
+            # Both branches read x, so that neither waits for the other's sum.
             mixed = mix(self.self_attn_layer_norm(x))
             hidden = self.feed_forward(self.final_layer_norm(x))
             return x + self.dropout_module(mixed) + self.dropout_module(hidden)
@@ -115,6 +116,7 @@ class MixerLayer(nn.Module):
         """
         given = {name: value for name, value in options.items() if value is not None}
         padding = None if padding is None else padding.bool()
+        # Mixers take (time, batch, width); rows of other modules are independent, in any layout.
         x = x.transpose(0, 1) if self.batch_first else x
         before = None if states is None else states[place]
         y, state = getattr(self, place)(x, before, padding, overwrite=overwrite, **given)

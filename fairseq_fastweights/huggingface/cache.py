@@ -76,6 +76,7 @@ class FastWeightCache(Cache):
 
     def advance(self, time: int, read: Tensor) -> None:
         """Adds `time` tokens, and sets the places of the rows' next tokens, (batch,)."""
+        # With padding, as transformers counts; `read` counts each row's own tokens.
         self._length += time
         self.read = read
 

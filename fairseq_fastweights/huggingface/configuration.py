@@ -182,6 +182,7 @@ class FastWeightConfig(PreTrainedConfig):
             raise InvalidInput(
                 f"format_version is {self.format_version!r}; this version of fairseq_fastweights reads {FORMAT}"
             )
+        # Folders of older versions of transformers have settings of generation in config.json.
         generation = GenerationConfig().to_dict()
         known = {*_OF_TRANSFORMERS, *_CHOICES, *generation, "quantization_config"}
         if unknown := [name for name in kwargs if name not in known]:

@@ -48,6 +48,7 @@ def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig
     loaded = dict[str, Tensor]()
     shapes = {file: _weights_in(Path(file), config, loaded).values() for file in files}
     held = {file: sum(map(math.prod, shapes[file])) for file in shapes}
+    # The model has no memory yet (device meta): its size is known before any is taken.
     tensors = sorted([*model.parameters(), *model.buffers()], key=lambda tensor: tensor.numel())
     wanted, size = 4 * sum(tensor.numel() for tensor in tensors), 4 * sum(held.values())
     if held and wanted > model_sizes.most_bytes(size):

@@ -26,6 +26,7 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, 
         identity: whether projections of bands that change no size start as the identity.
     """
     with _loaded_stay(module):
+        # transformers calls this for submodules first: a mixer's own initial values come last.
         if isinstance(module, Mixer):
             _draw_mixer(module, std)
         elif isinstance(module, nn.Embedding):

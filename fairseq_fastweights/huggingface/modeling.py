@@ -356,6 +356,7 @@ class FastWeightModel(FastWeightPreTrainedModel):
         if texts.starts is not None:
             check_takes_starts(self.config.mixers, self.mixers)
 
+        # fairseq's order: scale, projection, positions, norm, dropout.
         x = self.embed_scale * x
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
@@ -523,6 +524,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         features = outputs.last_hidden_state
         if not isinstance(logits_to_keep, int):
             check_whole("logits_to_keep", logits_to_keep, dims=1)
+        # slice(-0, None) keeps all positions.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(in_rows(features[:, kept]))
         if self.config.masked_tokens:
@@ -531,6 +533,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             check_whole("labels", labels, dims=2)
+            # transformers shifts the labels by one position.
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         out = CausalLMOutputWithPast(
             loss=loss,

@@ -56,6 +56,7 @@ def read_texts(
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed ones.
     """
+    # `before`: the position of each row's next token, from the cache.
     rows, time = shape
     padding = read_padding(attention_mask, rows, time)
     before = torch.zeros(rows, dtype=torch.long, device=device)
@@ -82,6 +83,7 @@ def read_texts(
         starts = again if starts is None else starts | again
     if padding is None:
         return Texts(None, starts, places, places[:, -1] + 1)
+    # The last real position of each row says where its text goes on; a row of padding stays where it was.
     last = torch.where(padding, -1, torch.arange(time, device=device)).amax(dim=1)
     after = places.gather(1, last.clamp(min=0)[:, None])[:, 0] + 1
     return Texts(padding, starts, places.masked_fill(padding, 0), torch.where(last < 0, before, after))

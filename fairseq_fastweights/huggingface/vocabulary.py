@@ -119,6 +119,7 @@ class AdaptiveSoftmax(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Returns log-probabilities, (..., vocab_size), for features, (..., output_size)."""
         features = self.dropout_module(features)
+        # log p(token) = log p(cluster) + log p(token | cluster), Baevski & Auli 2019.
         head = self.head(features).log_softmax(-1)
         parts = [head[..., : self.cutoff[0]]]
         for i, band in enumerate(self.tail):
@@ -169,6 +170,7 @@ def sinusoidal_positions(places: Tensor, dim: int, dtype: torch.dtype) -> Tensor
 
     fairseq's first position is 2, after the number of padding.
     """
+    # Wavelengths rise from 2 pi to 10000 * 2 pi over the half of the dimensions.
     half = dim // 2
     rates = torch.exp(torch.arange(half, device=places.device, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
     angles = (places + 2).to(torch.float32)[..., None] * rates

@@ -34,6 +34,7 @@ def settings_of(options: Any, mixers: Sequence[str], dictionary: Dictionary) -> 
         dictionary: its dictionary.
     """
     settings = mixer_settings(options, options.decoder_attention_heads)
+    # Only the mixers' settings are asked for: their weights need no memory.
     with torch.device("meta"):
         built = {name: build_mixer(name, options.decoder_embed_dim, settings) for name in set(mixers)}
     return encode(describe(options, dictionary, [(name, built[name]) for name in mixers]))
@@ -152,6 +153,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     """
     expected = decode(own)
     saved = read(state_dict, prefix)
+    # fairseq's own Transformer has no settings in its checkpoint.
     saved = expected if saved is None else saved
     names = {name for name in saved | expected if saved.get(name) != expected.get(name)}
     if any(name.endswith("mixers") for name in names):
@@ -163,6 +165,7 @@ def check(state_dict: dict[str, Any], prefix: str, own: Tensor) -> None:
     ]
     if different:
         raise InvalidInput("the checkpoint does not fit the model: " + "; ".join(different))
+    # So that strict loading finds the buffer in every checkpoint.
     state_dict[f"{prefix}.{NAME}"] = own
 
 

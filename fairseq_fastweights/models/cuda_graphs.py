@@ -73,6 +73,7 @@ class _Recording:
         inputs: list[Tensor],
         parameters: list[nn.Parameter],
     ) -> None:
+        # The tensors that the graph reads: inputs are copied into them before each replay.
         first, *others = (x.detach().clone() for x in inputs)
         self._inputs = [first.requires_grad_(inputs[0].requires_grad), *others]
         leaves = [x for x in (first, *parameters) if x.requires_grad]
@@ -107,6 +108,7 @@ class _Recording:
         return self._awaited is not None and self._awaited() is not None
 
     def run_forward(self, context: Any, inputs: list[Tensor]) -> list[Tensor | None]:
+        # A weak reference: a forward pass whose graph is dropped needs no backward pass.
         self._awaited = weakref.ref(context)
         torch._foreach_copy_(self._inputs, inputs)
         self._forward.replay()
@@ -189,6 +191,7 @@ class GraphedFunction:
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and parameters) or any(map(_is_watched, self._module.modules())):
             return self._function(*arguments)
+        # A recording serves calls with the same tree of arguments, shapes and places of parameters.
         leaves, structure = tree_flatten(arguments)
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         form = (

@@ -160,6 +160,7 @@ def layer_mixers(args: Any, softmax_layers: str | None = None, default_rule: str
     """
     rule, layers = str(args.update_rule), args.decoder_layers
     softmax = parse_layers(args.softmax_attention_layers if softmax_layers is None else softmax_layers, layers)
+    # The short forms stand for a pattern: a rule in all layers but those of softmax.
     if not args.mixers:
         lookup("update_rule", rule, {name: MIXERS[name] for name in MEMORIES})
         return parse_pattern(f"{rule},softmax:{','.join(map(str, softmax))}" if softmax else rule, layers)
@@ -250,6 +251,7 @@ def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
     settings = {
         setting: read(value_of(option)) for setting, (option, read, _) in _TABLE.items() if value_of(option) is not None
     }
+    # fairseq ties an adaptive softmax by one option, and a single output matrix by another.
     bands = settings.get("adaptive_softmax_cutoffs") is not None
     tied_by = "tie_adaptive_weights" if bands else "share_decoder_input_output_embed"
     tied = bool(value_of(tied_by))

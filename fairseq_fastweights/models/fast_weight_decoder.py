@@ -185,6 +185,7 @@ class FastWeightDecoder(TransformerDecoder):
             last_positions=last_positions,
             starts=starts,
         )
+        # Without gradients: truncated backpropagation through time ends at the segment's edge.
         if segment is not None:
             self._carried[self.training] = segment.detached()
         if not features_only:
@@ -207,6 +208,7 @@ class FastWeightDecoder(TransformerDecoder):
         fairseq's own version cuts the input down to its last token wherever there is an incremental state; this one
         does so for generation only, not for segments.
         """
+        # A segment of a text is read whole, unlike the one token of a decode step, though both start from states.
         generating = incremental_state is not None and not isinstance(incremental_state, SegmentState)
         if starts is not None:
             if generating:
@@ -233,13 +235,16 @@ class FastWeightDecoder(TransformerDecoder):
             x = x + positions
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
+        # (batch, time, width) -> (time, batch, width), the layout of fairseq's layers.
         x = self.dropout_module(x).transpose(0, 1)
 
+        # None without padding: mixers then take a shorter way.
         padding_mask = tokens.eq(self.padding_idx) if contains(tokens, self.padding_idx) else None
         replayed = self.training and self._graphed is not None and self._graphed.is_possible(x)
         run = self._replay_layers if replayed else self._run_layers
         inner_states = run(x, incremental_state, padding_mask, starts)
         x = inner_states[-1]
+        # Before norm and output layer, whose cost is that of the positions left.
         if last_positions is not None:
             x = x[max(0, x.shape[0] - last_positions) :]
         if self.layer_norm is not None:
@@ -265,6 +270,7 @@ class FastWeightDecoder(TransformerDecoder):
         """The same as a CUDA graph, which has the last output alone."""
         assert self._graphed is not None
         mixers = self.mixers
+        # A graph knows tensors by their places: states go in and come out as lists, in the order of layers.
         before = None if segment is None else [segment.get(mixer) for mixer in mixers]
         out, after = self._graphed(x, before, padding_mask, starts)
         if segment is not None:

@@ -68,6 +68,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         check_ranges(args)
         cuda_graphs.check_options(args)
         say_again()  # which backend runs
+        # The names of all layers, before LayerDrop's pruning leaves some out.
         names = layer_mixers(args)
         if args.decoder_layers_to_keep:
             kept = _parse_kept_layers(args.decoder_layers_to_keep, args.decoder_layers)
@@ -94,6 +95,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                 f"decoder_xformers_att_config is {args.decoder_xformers_att_config!r}; with layers of softmax "
                 "attention it must not be set: they are computed by PyTorch"
             )
+        # fairseq's default: a model reads texts as long as the task's segments.
         if args.max_target_positions is None:
             args.max_target_positions = args.tokens_per_sample
         embeddings = build_embeddings(args, task.source_dictionary)
@@ -101,6 +103,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         if args.init_std is not None:
             for module in decoder.modules():
                 draw_normal(module, args.init_std)
+            # Gates and decays whose initial values are part of the published layer.
             for mixer in decoder.mixers:
                 mixer.reset_special_parameters()
         adaptive = isinstance(decoder.embed_tokens, AdaptiveInput)

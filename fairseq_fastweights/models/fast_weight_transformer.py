@@ -125,6 +125,7 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         Raises:
             ValueError: if a source is longer than the model's positions.
         """
+        # Counting tokens makes the CPU wait for a GPU: only where a padded source may be too long.
         most = self.max_positions()
         if src_tokens.shape[1] > most:  # padded, at least
             longest = int(on_host(src_tokens).ne(self.padding_idx).sum(dim=1).max())
