@@ -152,10 +152,6 @@ class FastWeightDecoder(TransformerDecoder):
         continues: Tensor | None = None,
         last_positions: int | None = None,
         starts: Tensor | None = None,
-        return_all_hiddens: bool = False,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Computes logits (or the adaptive softmax's input) for every position, or for the last ones.
 
@@ -169,7 +165,7 @@ class FastWeightDecoder(TransformerDecoder):
             last_positions: number of positions at the end of each row that are returned; None for all.
             starts: (batch, time), true where a document begins, which is read as if it stood alone, also in rows that
                 `continues` marks. None: no document begins.
-            others: ignored arguments of fairseq's decoder; there are no alignments.
+            encoder_out, src_lengths: ignored; fairseq's decoder has them.
 
         Returns:
             (batch, positions, vocabulary), and a dictionary with the layers' outputs under "inner_states".
@@ -197,9 +193,6 @@ class FastWeightDecoder(TransformerDecoder):
         prev_output_tokens: Tensor,
         encoder_out: None = None,
         incremental_state: dict[Any, Any] | SegmentState | None = None,
-        full_context_alignment: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
         last_positions: int | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:

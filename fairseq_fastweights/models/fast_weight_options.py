@@ -139,9 +139,8 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
     )
     square_projections: ChoiceEnum(list(SQUARE_PROJECTIONS)) = option(  # type: ignore[valid-type]
         "keep",
-        "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity "
-        "(they start as the identity) or none (left out, with the dropout after them, as in Transformer-XL's "
-        "program)",
+        "projections of the adaptive input and softmax that change no size: keep (fairseq's), identity (they start as "
+        "the identity) or none (left out, with the dropout after them, as in Transformer-XL's program)",
     )
     adaptive_softmax_bias: bool = option(False, "give the adaptive softmax a bias for each token and each cluster")
     rotary_dim: int = option(
