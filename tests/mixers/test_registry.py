@@ -111,39 +111,22 @@ def test_a_source_is_read_by_what_needs_no_order():
     assert mixer.dropout_module.p == 0.25 and mixer.scale == 0.5
 
 
-# Of a mixer's own options, each of which is refused alone, and by the name that it has here.
-OWN: list[tuple[str, dict[str, float], str]] = [
-    ("local", {"window": 0}, "be at least 1"),
-    ("window-sum", {"window": 0}, "be at least 1"),
-    ("abc", {"slots": 0}, "be at least 1"),
-    ("linformer", {"slots": -1}, "be at least 1"),
-    ("transformer-xl", {"memory": -1, "clamp_len": -2}, "be at least 0"),
-    ("mamba", {"state": 0, "conv": 0, "expansion": -1}, "be at least 1"),
-    ("mamba", {"dt_rank": -2}, "be at least 0"),
-    (
-        "gated-delta",
-        {"key_heads": 3, "key_dim": -1, "eps": float("nan")},
-        "divisor of num_heads, 2, or 0|be at least 0|be a finite number of at least 0",
-    ),
-    ("kimi-delta", {"key_heads": -1, "value_dim": -2}, "divisor of num_heads, 2, or 0|be at least 0"),
-    ("gated-delta", {"kv_heads": 3, "gate_rank": -1}, "divisor of num_heads, 2|be at least 0"),
-    ("kimi-delta", {"conv": 0, "kv_heads": -1}, "be at least 1|divisor of num_heads, 2"),
-    ("delta-product", {"eps": -1.0}, "be at least 0"),
-    ("delta-product", {"writes": 0}, "be at least 1"),
-    ("gla", {"key_dim": -1, "value_dim": -2, "eps": float("nan")}, "be (a finite number of )?at least 0"),
-    ("gla", {"rank": 0}, "be at least 1"),
-    ("retention", {"value_dim": -1, "eps": -1.0}, "be at least 0"),
-]
+# Mixers' own options that are at least 1, and at least 0; each is refused alone, by the name that it has here.
+LEAST = {
+    **dict.fromkeys(DELTA_NETWORKS, ("conv", "key_dim value_dim eps")),
+    **dict.fromkeys(("local", "window-sum"), ("window", "")),
+    **dict.fromkeys(("abc", "linformer"), ("slots", "")),
+    "transformer-xl": ("", "memory clamp_len"),
+    "mamba": ("state conv expansion", "dt_rank"),
+    "gla": ("rank", "key_dim value_dim eps"),
+    "retention": ("", "value_dim eps"),
+}
 BACKENDS = "backend is 'cuda'; it must be one of auto, reference"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hebb", {}, f"mixers is 'hebb'; it must be one of {', '.join(MIXERS)}$"),
     ("softmax", {"rotary_dim": 3}, "rotary_dim is 3; .* even number from 2 to the head dim, 4, or 0 for none"),
     ("softmax", {"rotary_dim": 6}, "rotary_dim is 6; "),
-    (
-        "softmax",
-        {"rotary_dim": 4, "rotary_base": float("nan")},
-        "rotary_base is nan; it must be a finite number above 0",
-    ),
+    ("softmax", {"rotary_dim": 4, "rotary_base": float("nan")}, "rotary_base is nan; it must be a finite number above"),
     *((name, {"num_heads": 5}, "num_heads is 5; it must be a divisor of embed_dim, 16") for name in ("softmax", "abc")),
     *((name, {"fast_weight_heads": -4}, "num_heads is -4; it .* divisor of embed_dim, 16") for name in MEMORIES),
     *((name, {"backend": "cuda"}, BACKENDS) for name in ("mamba", "window-sum", *MEMORIES)),
@@ -163,15 +146,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("window-sum", {"feature_map": "tanh"}, "feature_map is 'tanh'; with window-sum it must be a map without negative"),
     ("window-sum", {"feature_map": "elu", "feature_dim": 3}, "feature_dim is 3; with window-sum .* the head dim, 8"),
     ("window-sum", {"rotary_dim": 3}, "rotary_dim is 3; it must be an even number"),
-    (
-        "gated-delta",
-        {"gated_delta_key_heads": 1, "gated_delta_kv_heads": 1},
-        "gated_delta_key_heads is 1; with kv_heads",
-    ),
+    ("gated-delta", {"gated_delta_key_heads": 1, "gated_delta_kv_heads": 1}, "gated_delta_key_heads is 1; with kv_"),
+    ("gated-delta", {"gated_delta_kv_heads": 3}, "gated_delta_kv_heads is 3; it must be a divisor of num_heads, 2"),
+    ("gated-delta", {"gated_delta_kv_heads": -1}, "gated_delta_kv_heads is -1; it must be a divisor of num_heads, 2"),
+    ("gated-delta", {"gated_delta_key_heads": 3}, "gated_delta_key_heads is 3; it must be a divisor of num_heads, 2"),
+    ("kimi-delta", {"kimi_delta_key_heads": -1}, "kimi_delta_key_heads is -1; it must be a divisor of num_heads, 2"),
+    ("gated-delta", {"gated_delta_gate_rank": -1}, "gated_delta_gate_rank is -1; it must be at least 0"),
+    ("delta-product", {"delta_product_writes": 0}, "delta_product_writes is 0; it must be at least 1"),
+    ("gla", {"gla_eps": float("nan")}, "gla_eps is nan; it must be a finite number of at least 0"),
     *(
-        (name, {option_name(name, option): value}, f"{option_name(name, option)} is {value}; it must .*({allowed})")
-        for name, options, allowed in OWN
-        for option, value in options.items()
+        (
+            name,
+            {option_name(name, option): least - 1},
+            f"{option_name(name, option)} is .*; it must be at least {least}",
+        )
+        for name, (ones, zeros) in LEAST.items()
+        for least, options in ((1, ones), (0, zeros))
+        for option in options.split()
     ),
 ]
 
