@@ -14,7 +14,6 @@ from fairseq_fastweights.conversion.families import FAMILIES, SERVED
 from fairseq_fastweights.conversion.folders import check_target
 from fairseq_fastweights.conversion.from_huggingface import from_huggingface
 from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
-from fairseq_fastweights.conversion.tokenizers.tokenizer_json import tokenizer_options
 from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.suggestions import ArgumentParser
@@ -85,10 +84,6 @@ def _from(source: str, target: Path, revision: str | None, end_of_text: str | No
     if dry_run:
         return str(hub.list_files(source, revision))
     path = hub.fetch(source, revision) if on_hub else Path(source)
-    lines = [
-        f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
-        f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
-    ]
     with unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else nullcontext(path) as folder:
         config = folder / "config.json"
         if config.is_file() and read_json(config).get("model_type") == "fast_weight":
@@ -96,13 +91,18 @@ def _from(source: str, target: Path, revision: str | None, end_of_text: str | No
                 raise InvalidInput(
                     f"--end-of-text is {end_of_text!r}, but {folder} is a model of fairseq's, which has </s>"
                 )
-            _with_transformers("from_project_class").from_project_class(folder, target)
+            tokenizer = _with_transformers("from_project_class").from_project_class(folder, target)
+            options = None
         else:
-            from_huggingface(folder, target, end_of_text=end_of_text)
-            lines.append(f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)")
-    if tokenizer := tokenizer_options(target):
-        lines.insert(2, f"its tokenizer is {tokenizer}")
-    return "\n".join(lines)
+            tokenizer = from_huggingface(folder, target, end_of_text=end_of_text)
+            options = f"{target}/options.txt has fairseq-train's options for its shape: $(cat {target}/options.txt)"
+    lines = [
+        f"{target}/model.pt is the model, for --path, --restore-file or --finetune-from-model;",
+        f"{target}/dict.txt its dictionary, for fairseq-preprocess --srcdict",
+        tokenizer and f"its tokenizer is {tokenizer}",
+        options,
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def _to(source: Path, target: Path, **options: Any) -> str:

@@ -81,9 +81,6 @@ def file_in(folder: Path, name: str) -> Path | None:
     Args:
         folder: the folder.
         name: the file's path in it.
-
-    Raises:
-        ValueError: if it is a link that leads elsewhere or nowhere, or no regular file.
     """
     path = folder / name
     if not os.path.lexists(path):

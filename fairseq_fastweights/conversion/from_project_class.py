@@ -31,7 +31,7 @@ from fairseq_fastweights.models.description import new_name, options_of
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 
-def from_project_class(source: Path, target: Path) -> None:
+def from_project_class(source: Path, target: Path) -> str | None:
     """Makes a folder for fairseq: `model.pt`, `dict.txt` and the files of a tokenizer, if there is one.
 
     The settings of the tokenizer and of generation, with chat templates, go to its folder `huggingface`.
@@ -71,6 +71,7 @@ def from_project_class(source: Path, target: Path) -> None:
     with new_folder(target) as folder:
         write_checkpoint(folder / "model.pt", cfg, weights)
         copy_files(copied, folder)
+    return tokenizer_json.tokenizer_options(target)
 
 
 def _read_config(path: Path) -> FastWeightConfig:

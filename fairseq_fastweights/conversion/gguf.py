@@ -28,10 +28,6 @@ def unpacked(path: Path) -> Iterator[Path]:
     """A temporary folder with the configuration, the tokenizer and, in float32, the weights of the model in a file.
 
     transformers reads the file; weights that are stored in fewer bits become the numbers that these stand for.
-
-    Raises:
-        ValueError: if the file cannot be read, is damaged, or holds a model that is none of `families.FAMILIES`;
-            the message names it.
     """
     try:
         import gguf

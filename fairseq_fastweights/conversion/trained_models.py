@@ -89,9 +89,6 @@ def find_run(
     Args:
         path, data, tokenizer: as for `load_for_causal_lm`.
         checkpoint: another checkpoint of the model in the folder `path`, trained further.
-
-    Raises:
-        ValueError: if a file is missing; the message names it.
     """
     path = path_of("path", path)
     data = None if data is None else path_of("data", data)

@@ -1,6 +1,7 @@
 """Tiny Hugging Face folders: the real implementations with random weights, and real tokenizers trained on a line."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch
 from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
+from fairseq_fastweights.conversion.__main__ import main
+from fairseq_fastweights.conversion.families import is_buffer
+from fairseq_fastweights.conversion.weight_files import WeightFiles
 from tests.conftest import import_plugin
 
 GPT2 = {"vocab_size": 272, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 3}
@@ -98,8 +102,8 @@ def set_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def load(folder: Path, source: nn.Module) -> tuple[nn.Module, Any, Tensor]:
-    """A converted folder as fairseq loads it: the model, its dictionary, and its numbers of the source's types."""
+def load(folder: Path, source: Any) -> tuple[nn.Module, Any, Tensor]:
+    """A converted folder as fairseq loads it: the model, its dictionary, and its ids of the original token ids."""
     import_plugin()
     path, overrides = str(folder / "model.pt"), {"data": str(folder)}
     (made,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides=overrides)
@@ -107,3 +111,32 @@ def load(folder: Path, source: nn.Module) -> tuple[nn.Module, Any, Tensor]:
     ours = [words.eos() if i == config.eos_token_id else words.index(str(i)) for i in range(config.vocab_size)]
     assert len(set(ours)) == len(ours) and words.unk() not in ours
     return made.eval(), words, torch.tensor(ours)
+
+
+@torch.no_grad()
+def check_round_trip(theirs: Path, source: Any, logits: Callable[[Tensor], Tensor], bound: float) -> dict[str, Any]:
+    """Converts a folder to "ours" and "back" beside it: logits, also by decode steps, and then bits are as they were.
+
+    Returns the converted model and its cache.
+    """
+    ours, back = theirs.with_name("ours"), theirs.with_name("back")
+    assert main(["from-huggingface", str(theirs), str(ours)]) == 0
+    model, words, ids = load(ours, source)
+    tokens = torch.randint(len(ids), (3, 20), generator=torch.Generator().manual_seed(5))
+    expected = logits(tokens)
+    assert expected.std() > 0.5  # so that the bound says something
+    whole = model(ids[tokens])
+    out, scores = whole[0], model.get_normalized_probs(whole, log_probs=True)
+    assert (scores[..., ids] - expected.log_softmax(-1)).abs().max() <= bound
+    assert not model.get_normalized_probs(whole, log_probs=False)[..., [words.bos(), words.pad(), words.unk()]].any()
+    assert (out[..., ids] - expected).abs().max() <= bound
+    cache: dict = {}
+    steps = [model(ids[tokens[:, :t]], incremental_state=cache)[0] for t in range(1, 11)]
+    # Products of one row are added up in another order than those of many, on some processors.
+    assert (torch.cat(steps, dim=1) - out[:, :10]).abs().max() <= bound * max(1, expected.abs().max())
+    assert main(["to-huggingface", str(ours), str(back)]) == 0
+    before, after = WeightFiles(theirs), WeightFiles(back)
+    assert set(after.shapes) == {name for name in before.shapes if not is_buffer(name)}
+    for name in after.shapes:
+        assert before.read(name).dtype == after.read(name).dtype and torch.equal(before.read(name), after.read(name))
+    return {"model": model, "cache": cache}

@@ -31,9 +31,6 @@ def language_model(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[st
     Returns:
         the contents of config.json, had the language model been saved alone, and a function from a weight's name in the
         folder to its name then, None for weights of other parts.
-
-    Raises:
-        ValueError: for settings without a counterpart; the message names them.
     """
     if config.get("model_type") == "qwen3_5":
         return qwen3_5_text_config(config), qwen3_5_name
@@ -47,9 +44,6 @@ def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None
         config: its contents.
         names: of the weights in the folder, which distinguish variants of a model.
         end_of_text: id of the end-of-text token, if the configuration has none.
-
-    Raises:
-        ValueError: for another family, and for settings without a counterpart; the message names them.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in _UNSUPPORTED:

@@ -39,7 +39,7 @@ def single(
 
 def plain(name: str, ours: str, *shape: int) -> Weight:
     """A weight that is used as it is."""
-    return single(name, shape, (ours,), lambda x: (x,), lambda parts: parts[0])
+    return Weight({name: shape}, (ours,), tuple, tuple)
 
 
 def same(theirs: str, ours: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:

@@ -158,9 +158,6 @@ def rotary_options(shape: Shape, *, partial: bool = False, unused: Iterable[str]
         shape: of the model.
         partial: whether they may rotate a part of each head.
         unused: settings of theirs that change nothing.
-
-    Raises:
-        ValueError: for a setting that is not allowed or not supported; the message names it.
     """
     read = rotary(shape.config, shape.head_dim, scalings=SCALINGS, unused=unused)
     if read.dim != shape.head_dim and not partial:

@@ -65,9 +65,6 @@ class Settings:
             given: the settings in the file.
             kind: of the model, for messages.
             place: of the settings, for messages.
-
-        Raises:
-            ValueError: for a setting that is unknown, or has another value than the one supported.
         """
         for name, value in given.items():
             if not any(name in names for names in (self.defaults, self.only, self.unused, self.renamed)):
@@ -187,9 +184,6 @@ def rotary(
         base, fraction: names of the settings for those that are missing there.
         scalings: the kinds of scaling, with the names of their numbers.
         unused: settings there that change nothing.
-
-    Raises:
-        ValueError: for a setting that is not allowed, or an odd number of rotated dimensions.
     """
     name = "rope_scaling" if mapping(config, "rope_scaling") else "rope_parameters"
     given = mapping(config, name)

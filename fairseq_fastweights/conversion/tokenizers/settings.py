@@ -70,9 +70,6 @@ def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str])
         folder: the folder.
         known: the tokens of the tokenizer; special tokens that are not among them are left out.
         own: the tokenizer's `bos_token` and `eos_token`; chat templates read the folder's, where it has others.
-
-    Raises:
-        ValueError: if a file cannot be read, or a setting has a value that it cannot have; the message names both.
     """
     path = folder / "tokenizer_config.json"
     config, older = _read(folder, path.name), _read(folder, "special_tokens_map.json")
@@ -126,9 +123,6 @@ def generation_config(
         folder: the folder; None if there is none.
         config: of the model.
         id_of: from a token id of the folder to the id in the model; None if it has none.
-
-    Raises:
-        ValueError: if a file cannot be read, or a setting cannot be used; the message names the file.
     """
     values: dict[str, Any] = {}
     ends: list[Any] = []

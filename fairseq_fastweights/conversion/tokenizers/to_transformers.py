@@ -46,9 +46,6 @@ def find_pieces(dictionary: Path, nearby: Iterable[Path], given: str | Path | No
         dictionary: the file.
         nearby: folders to search.
         given: the folder, or `WORDS`; None to search.
-
-    Raises:
-        ValueError: if the files are not in the given folder, or are not found and the dictionary's words are numbers.
     """
     either = f"{' and '.join(tokenizer_json.FILES)}, or {' and '.join(PIECES)}"
     if given is not None:
@@ -85,10 +82,6 @@ def make_tokenizer(
         pieces: the result of `find_pieces`.
         config: the model's configuration.
         kept: the folder with the settings of the tokenizer that it came from; None if there is none.
-
-    Raises:
-        ValueError: if the BPE's pieces are not those of the dictionary, or a setting cannot be used; the message names
-            the file.
     """
     named: dict[str, str] = {}
     mixers = checkpoint_settings.together(list(config.mixers or ()))

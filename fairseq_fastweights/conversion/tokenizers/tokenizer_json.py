@@ -72,9 +72,6 @@ def read_whole_tokenizer(folder: Path, byte_level: bool = False) -> WholeTokeniz
     Args:
         folder: the folder.
         byte_level: whether `vocab.json` and `merges.txt`, of a BPE like GPT-2's, are enough where there is none.
-
-    Raises:
-        ValueError: if a file is missing or broken; the message names it.
     """
     path = folder / FILE
     if not byte_level or path.is_file():

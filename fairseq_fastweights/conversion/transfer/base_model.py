@@ -106,9 +106,6 @@ def follow_heads(options: Any, base: BaseModel, groups: frozenset[str]) -> None:
         options: those of the model; they are changed.
         base: the base model.
         groups: the groups of weights to take; without attention, nothing is done.
-
-    Raises:
-        ValueError: if the number in the base model's settings does not divide the model's width.
     """
     option = "decoder_attention_heads"
     theirs, ours = base.options.get(option), getattr(options, option, None)

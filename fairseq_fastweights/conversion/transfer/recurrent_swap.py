@@ -71,9 +71,6 @@ def check_recurrent(mixer: Mixer, heads: int, rows: int, shared_rows: int) -> No
     """Checks that a mixer has room for an attention of `heads` heads.
 
     `rows` is the number of outputs of the query projection, and `shared_rows` that of the value projection.
-
-    Raises:
-        ValueError: naming the option of the mixer that has to change.
     """
     name, dim = _name(mixer), rows // heads
     if isinstance(mixer, Mamba):

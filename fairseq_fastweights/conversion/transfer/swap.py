@@ -27,12 +27,7 @@ Start = tuple[Tensor, str]
 
 
 def check_swap(attention: Mixer) -> None:
-    """Checks that a mixer can start at the weights of a softmax attention of its width.
-
-    Raises:
-        ValueError: if its keys have more dimensions than a map folded into the projections can give, or the projection
-            of beta lacks a bias.
-    """
+    """Checks that a mixer can start at the weights of a softmax attention of its width."""
     if not isinstance(attention, FastWeightAttention):
         return
     if attention.feature_map.key_dim > attention.head_dim:
