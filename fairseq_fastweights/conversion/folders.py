@@ -85,6 +85,7 @@ def file_in(folder: Path, name: str) -> Path | None:
     path = folder / name
     if not os.path.lexists(path):
         return None
+    # The hub's cache: models--OWNER--NAME/snapshots/COMMIT/FILE is a link to models--OWNER--NAME/blobs/DIGEST.
     root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = [root.parents[1] / "blobs"] if root.parent.name == "snapshots" else []
     if not any(real.is_relative_to(place) for place in (root, *blobs)):

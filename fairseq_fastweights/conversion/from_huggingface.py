@@ -70,6 +70,7 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
             known = ", ".join(list(tokenizer.added)[:40]) or "it has none"
             raise InvalidInput(f"end_of_text is {end_of_text!r}; it must be an added token of the tokenizer: {known}")
         config |= {"eos_token_id": tokenizer.added[end_of_text]}
+    # The weights: names and shapes before any is read.
     files = WeightFiles(source)
     left_out = files.rename(name_of)
     check_layers(source, config, len(files.shapes))

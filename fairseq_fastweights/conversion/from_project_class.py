@@ -101,6 +101,7 @@ def _read_weights(source: Path, files: WeightFiles, model: FastWeightLanguageMod
     """Reads the weights, by fairseq's names; of tied weights the files hold one, or several that are equal."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= {name: x for name, x in model.named_buffers() if name.endswith(".feature_map.features")}
+    # Names of tied weights are one parameter; files hold one of them, or several.
     tied: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         tied.setdefault(id(parameter), []).append(name)

@@ -65,6 +65,7 @@ def list_files(name: str, revision: str | None) -> Files:
 def fetch(name: str, revision: str | None) -> Path:
     """Returns a folder with a model's files, fetched or from the cache; without a network, from the cache alone."""
     hub = _hub()
+    # Listed first: the branch may move between the listing and the download.
     try:
         files = list_files(name, revision)
     except NoNetwork as error:

@@ -77,6 +77,7 @@ def to_huggingface(
         except ValueError as error:
             raise InvalidInput(f"{run.checkpoint}: {error}") from None
         return
+    # The conversion back needs the dictionary, and fairseq's own files of the tokenizer.
     places = {"dict.txt": run.dictionary.parent}
     if run.pieces is not None:
         places |= dict.fromkeys((*PIECES, *FILES), run.pieces)

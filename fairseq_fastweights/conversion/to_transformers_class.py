@@ -48,10 +48,11 @@ def write_as(
             written then.
         OSError: if the target cannot be written; nothing is left of it.
     """
+    # Only a model that masks fairseq's special symbols can lose their rows and keep its probabilities.
     source = pieces if model.config.masked_tokens and pieces is not None and (pieces / RECORD).is_file() else None
     settings = _settings(kind, model.config)
     originals: dict[str, Path] = {}
-    if source is None:
+    if source is None:  # the vocabulary is fairseq's dictionary
         family = read_family(settings, set())
         family.weights[:] = map(_with_our_ids, family.weights)
     else:
@@ -136,6 +137,7 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
 
 def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary: Dictionary, *, masks: bool) -> None:
     """Raises a `ValueError` that lists the settings in which a class differs from a model, if there are any."""
+    # Both as FastWeightConfig: the class as it would be read back, and the model.
     theirs = config_of(configuration(family.options | {"mask-special-symbols": masks}).model, dictionary)
     names = sorted(set(FastWeightConfig.__annotations__) - _NOT_COMPARED)
     pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in names}

@@ -114,6 +114,7 @@ def find_run(
             f"{checkpoint}: there is no dict.txt in {' or '.join(map(str, places))}; the option data names the folder "
             "of the data that it was trained on"
         )
+    # A run that started from a converted model has its tokenizer there.
     nearby = [dictionary.parent, checkpoint.parent]
     if isinstance(given := task.get("transfer_from"), str):
         nearby.append(Path(given) if Path(given).is_dir() else Path(given).parent)

@@ -162,6 +162,7 @@ def _rule(
     # After prompts shorter than the convolution's kernel, and parts of prompts, time is contiguous instead of channels.
     q, k, v = (x.to(torch.float32).contiguous() for x in (query, key, value))
     g, beta = g.to(torch.float32), beta.to(torch.float32)
+    # The epsilon and the place of the scale are those of the replaced functions.
     scale = q.shape[-1] ** -0.5
     if use_qk_l2norm_in_kernel:
         q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * scale)
@@ -178,6 +179,7 @@ def _convolve(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activa
     x = hidden_states.transpose(1, 2).to(weight.dtype)
     time = x.shape[1]
     last, *earlier = weight.unbind(1)[::-1]
+    # One multiplication per tap: a convolution of channels on their own is slow on CPUs.
     y = x * last if bias is None else torch.addcmul(bias, x, last)
     for i, of_one in enumerate(earlier[: time - 1], 1):
         y[:, i:].addcmul_(x[:, : time - i], of_one)

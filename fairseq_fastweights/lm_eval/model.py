@@ -60,6 +60,7 @@ class Row:
         """Stores the scores in a segment's predictions, (steps, words), for the positions from `begin` on."""
         start = max(self.first, begin)
         scored = logits[start - begin : max(len(self.tokens) - begin, 0)].log_softmax(-1, dtype=dtype)
+        # The token after position t is scored by the prediction at t; that after the last one by `last`.
         following = torch.tensor(
             self.tokens[start + 1 : start + 1 + len(scored)], device=logits.device, dtype=torch.long
         )
@@ -195,7 +196,7 @@ class FastWeightLM(HFLM):
         longest = len(batch[0].tokens)
         # The padding after a row's end is not scored, and earlier positions do not see it.
         tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in batch], device=self.device)
-        first = min(row.first for row in batch)
+        first = min(row.first for row in batch)  # no logits are needed before
         cache = None
         for start in range(0, longest, self.segment):
             end = min(start + self.segment, longest)

@@ -159,6 +159,7 @@ class Sizes:
             "mask-special-symbols": True,
             "softmax-attention-layers": "all",
         }
+        # Models with other mixers name those of all layers, softmax included.
         if "mixers" in options:
             del common["softmax-attention-layers"]
         return Family(
@@ -170,6 +171,7 @@ class Sizes:
         end = self.end
 
         def split(x: Tensor) -> tuple[Tensor, ...]:
+            # (vocabulary, width) -> (4 + vocabulary - 1, width): <s>, <pad>, </s>, <unk>, and all tokens but the end.
             none = x.new_zeros(1, self.width)
             return (torch.cat([none, none, x[end : end + 1], none, x[:end], x[end + 1 :]]),)
 

@@ -106,6 +106,7 @@ def kda(config: dict[str, Any], shape: Shape) -> _Mixer:
             yield plain(f"{theirs}{part}_proj.1.weight", f"{own}_b_proj.weight", outputs, value_dim)
         yield plain(f"{theirs}g_proj.1.bias", f"{ours}g_b_proj.bias", values)
         yield plain(f"{theirs}dt_bias", f"{forget}dt_bias", keys)
+        # Here the rates are broadcast to (batch, time, heads, key dim).
         rates = (f"{forget}A_log",)
         yield single(f"{theirs}A_log", (heads,), rates, lambda x: (x.view(1, 1, heads, 1),), lambda x: x[0].flatten())
 
@@ -202,6 +203,7 @@ def _shape(config: dict[str, Any], attention: dict[str, Any], names: set[str], e
     if between is None:  # the multiple of 256 above two thirds
         ratio = 4 if config["hidden_ratio"] is None else number(config, "hidden_ratio")
         between = -(-int(number(config, "hidden_size") * ratio * 2 / 3) // 256) * 256
+    # Without attention the number of heads is of no use; 1 divides every width.
     own = {name: config[name] for name in _SAME} | {"head_dim": None}
     own |= {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps")}
     if attention:

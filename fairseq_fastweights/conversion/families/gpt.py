@@ -47,6 +47,7 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
     check_heads("n_embd", width, "n_head", sizes.heads)
     # Weights that the language model saved have this prefix; those that the model without its output layer saved, none.
     prefix = "transformer." if not names or any(name.startswith("transformer.") for name in names) else ""
+    # fairseq numbers positions from 2, after the id of padding: two rows of zeros come first.
     weights = [
         single(
             f"{prefix}wpe.weight",
@@ -141,8 +142,10 @@ def _fused(name: str, ours: str, width: int, heads: int, interleaved: bool) -> I
     """
 
     def split(x: Tensor) -> tuple[Tensor, ...]:
+        # (width, 3 width), as inputs are in rows; biases (3 width,)
         if not interleaved:
             return tuple(part.t() if x.dim() == 2 else part for part in x.chunk(3, dim=-1))
+        # (3 width, width) -> (heads, 3, head dim, width)
         return tuple(part.reshape(width, *x.shape[1:]) for part in x.view(heads, 3, -1, *x.shape[1:]).unbind(1))
 
     def join(parts: tuple[Tensor, ...]) -> Tensor:

@@ -105,6 +105,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
     config["full_attention_interval"] = min(4, number(config, "num_hidden_layers", MOST_LAYERS))
+    # The defaults of OlmoHybridConfig: each depends on settings before it.
     for part, size in (
         ("num_key_heads", lambda: config["num_attention_heads"]),
         ("num_value_heads", lambda: config["num_attention_heads"]),
@@ -119,6 +120,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     older = any(name.endswith(".attention_layer_norm.weight") for name in names)
     before = ("attention_layer_norm", "feedforward_layer_norm") if older else ("input_layernorm", _SECOND)
     behind = ("feedforward_layer_norm" if saved else _SECOND, "post_feedforward_layernorm")
+    # In folders that transformers saved, convolutions are thirds of the stacked one, whatever the sizes of q, k and v.
     channels = 2 * delta.rows["k"] + delta.rows["v"]
     third = -(-channels // 3)
     thirds = (third, third, channels - 2 * third)

@@ -91,6 +91,7 @@ def of_class(defaults: Mapping[str, Any], only: Mapping[str, Any] = {}, unused: 
 def number(config: Mapping[str, Any], name: str, most: int = _MOST) -> int:
     """Reads a positive whole number."""
     value = config[name]
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInput(f"config.json: {name} is {value!r}; it must be a positive whole number")
     if value > most:

@@ -62,6 +62,7 @@ def write_for_gpt2(folder: Path, content: dict[str, Any], end_of_text: int, voca
         vocabulary_size: of the model, which may draw more tokens than any text has.
     """
     model, splitter = content["model"], content["pre_tokenizer"] or {}
+    # `--bpe gpt2` knows no added tokens, no normalizer, and only GPT-2's expression for splits.
     others = {entry["id"] for entry in content["added_tokens"]} - {end_of_text}
     splits = [splitter.get(name) for name in ("type", "add_prefix_space", "use_regex")] == ["ByteLevel", False, True]
     if others or content["normalizer"] or model["type"] != "BPE" or not splits:

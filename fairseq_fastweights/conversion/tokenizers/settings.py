@@ -79,6 +79,7 @@ def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str])
             if not fits(value):
                 raise InvalidInput(f"{path}: {name} is {value!r}; this is no value of this setting")
             arguments[name] = value
+    # Older folders have special tokens in special_tokens_map.json alone.
     words, tokens = set(known), {**older, **config}
     arguments |= {name: word for name in _NAMED if (word := _word(tokens.get(name))) in words}
     listed = [entry for name in _OTHERS for entry in _list(tokens.get(name))]
@@ -129,6 +130,7 @@ def generation_config(
     path = Path() if folder is None else folder / "generation_config.json"
     if folder is not None:
         given = _read(folder, path.name)
+        # A setting without effect, such as a temperature without sampling, is an error of transformers' validation.
         for needed, names in _GENERATION.items():
             set_to = given.get(needed)
             if not needed or set_to is True or (isinstance(set_to, int) and set_to > 1):

@@ -100,6 +100,7 @@ def make_tokenizer(
         if dictionary.index(str(end)) != dictionary.unk():
             end = None  # a token as any other; without it in the dictionary, it is fairseq's </s>
         made = _with_ids(made, dictionary, _ids(dictionary, end), pieces / PIECES[0])
+    # A tokenizer that is not the original one puts one token before texts, as fairseq's tasks do.
     if not named:
         ids = {"bos_token": config.bos_token_id, "eos_token": dictionary.eos()}
         named = {name: _name(made, token_id) for name, token_id in ids.items()}
@@ -181,6 +182,7 @@ def _with_ids(made: dict[str, Any], dictionary: Dictionary, id_of: _IdOf, path: 
             f"fairseq-preprocess --srcdict. With --tokenizer {WORDS} the numbers are the words, and texts are to be "
             "encoded before"
         )
+    # transformers wants tokens for padding and the unknown; the end of text may be a piece of the BPE.
     special = {_PADDING: dictionary.pad(), _UNKNOWN: dictionary.unk()}
     if dictionary.eos() not in (entry["id"] for entry in made["added_tokens"]):
         ending = (piece for piece, token_id in model["vocab"].items() if token_id == dictionary.eos())

@@ -135,6 +135,7 @@ def _upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames parameters to today's names, and leaves out buffers."""
     upgraded = {}
     for name, tensor in weights.items():
+        # fairseq 0.6 numbered norms, and had q, k and v in one matrix.
         norm = _OLD_NORM.fullmatch(name)
         if norm is not None:
             upgraded[f"{norm[1]}{_NORMS[norm[2]]}.{norm[3]}"] = tensor

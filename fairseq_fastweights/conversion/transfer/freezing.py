@@ -80,6 +80,7 @@ class Freezing:
 
     def attach(self, optimizer: Any) -> None:
         """Takes the state from a restored optimizer, or puts it there. To be called before each update."""
+        # torch saves and restores all entries of a group.
         group = optimizer.optimizer.param_groups[0]
         state = group.setdefault(_KEY, self._improvement.state)
         if state is self._improvement.state:

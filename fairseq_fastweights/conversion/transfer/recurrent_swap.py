@@ -157,6 +157,7 @@ def _gated_delta(mixer: Mixer, attention: _Attention) -> dict[str, Start]:
         starts[f"{name}_proj.bias"] = attention.bias[name].repeat(times), "kept"
     taps = [attention.rescaled("q", 1), *[attention.rescaled("k", 1)] * writes]
     taps += [attention.rescaled("v", NEARLY_LINEAR)] * writes
+    # The last tap alone: the convolution scales its input, and mixes no positions.
     conv = torch.zeros_like(mixer.conv1d.weight)
     conv[:, 0, -1] = torch.cat(taps)
     starts["conv1d.weight"] = conv, "new"
@@ -167,6 +168,7 @@ def _gated_delta(mixer: Mixer, attention: _Attention) -> dict[str, Start]:
     decays, start = ("forget_gate.", "f_b_proj") if isinstance(mixer, KimiDelta) else ("", "a_proj")
     A_log, dt_bias, projection = (mixer.get_parameter(f"{decays}{x}") for x in ("A_log", "dt_bias", f"{start}.weight"))
     starts[f"{decays}{start}.weight"] = torch.zeros_like(projection), "new"
+    # decay = exp(-exp(A_log) softplus(dt_bias)) = KEPT, with A_log = 0; log(expm1(y)) is the inverse of softplus.
     starts[f"{decays}A_log"] = torch.zeros_like(A_log), "new"
     starts[f"{decays}dt_bias"] = torch.full_like(dt_bias, math.log(math.expm1(-math.log(KEPT)))), "new"
     if isinstance(mixer, KimiDelta):
@@ -204,6 +206,7 @@ def _mamba(mixer: Mamba, attention: _Attention) -> dict[str, Start]:
     inner, channels = attention.heads * attention.dim, mixer.channels
     one = inner  # the channel that is always 1
     starts = {}
+    # Rows of in_proj: x, the inputs of the convolution, and z, those of the gate.
     x, z = mixer.in_proj.weight.detach().clone().chunk(2)
     x[:inner], x[one] = attention.weight["v"], 0
     gate, opened = _silu_gate(z, mixer.bias)
@@ -223,6 +226,7 @@ def _mamba(mixer: Mamba, attention: _Attention) -> dict[str, Start]:
     project[mixer.dt_rank :, one] = total.rsqrt()
     starts["x_proj.weight"] = project, "new"
     starts["dt_proj.bias"] = torch.full_like(mixer.dt_proj.bias, math.log(math.expm1(step))), "new"
+    # D passes x on past the state; channels of values read the state alone.
     D = mixer.D.detach().clone()
     D[:inner] = 0
     starts["D"] = D, "new"

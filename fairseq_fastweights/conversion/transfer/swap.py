@@ -81,6 +81,7 @@ def swap(attention: Mixer, weights: Mapping[str, Tensor]) -> dict[str, Start]:
     starts = {name: (tensor, "kept") for name, tensor in weights.items()}
     if not isinstance(attention, FastWeightAttention):
         return starts
+    # q and k of m numbers per head: both are multiplied by the same map, so that products change least.
     m = attention.feature_map.key_dim
     if m < attention.head_dim:
         fold = fold_map(weights["q_proj.weight"], weights["k_proj.weight"], attention.num_heads, m)
@@ -116,6 +117,7 @@ def fold_map(q_weight: Tensor, k_weight: Tensor, heads: int, m: int) -> Tensor:
         (heads of keys, m, head_dim), float64.
     """
     head_dim = len(q_weight) // heads
+    # (heads of keys, head_dim, width), and queries side by side: (heads of keys, head_dim, group * width)
     keys = _by_head(k_weight, head_dim)
     queries = _by_head(q_weight, head_dim).unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2)
     vectors = torch.linalg.svd(torch.cat([queries, keys], dim=-1).double(), full_matrices=False)[0]

@@ -162,6 +162,7 @@ class _Transfer:
         self._pre_norm = bool(self._options.decoder_normalize_before)
         self._heads = base.options.get("decoder_attention_heads", self._options.decoder_attention_heads)
         mixers = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Mixer)}
+        # By path: mixers in the place of attention; of these, those that can start at its weights, in two ways.
         replaced = {path: mixer for path, mixer in mixers.items() if not isinstance(mixer, SoftmaxAttention)}
         self._starting = {path: mixer for path, mixer in replaced.items() if mixer.takes_attention}
         self._recurrent = {path: mixer for path, mixer in self._starting.items() if is_recurrent(mixer)}
@@ -203,6 +204,7 @@ class _Transfer:
         """Sets parameters to the starts of their mixers, and all others to the weights of the same names."""
         starts: dict[str, Mapping[str, Start]] = {}
         if "attention" in self._groups:
+            # The norm before a mixer is copied later, and removed from the base model then.
             gains = {path: self._base.weights.get(f"{path[:-1]}_layer_norm.weight") for path in self._recurrent}
             starts |= {path: swap(mixer, self._take(path, mixer)) for path, mixer in self._attentions.items()}
             for path, mixer in self._recurrent.items():
@@ -252,6 +254,7 @@ class _Transfer:
         theirs, common = self._base.options.get("decoder_attention_heads"), self._options.decoder_attention_heads
         if "attention" not in self._groups or theirs is None:
             return
+        # Heads of softmax layers and of linear attention are two options.
         ours = {"decoder_attention_heads": common} if self._has_softmax else {}
         for attention in self._attentions.values():
             name = "decoder_attention_heads" if attention.num_heads == common else "fast_weight_heads"
@@ -271,6 +274,7 @@ class _Transfer:
         weights, groups = self._base.weights, self._groups
         wanted = [target for target in self.targets if self._takes(target) and not target.is_at(self._recurrent)]
         present = {g for target in wanted if any(name in weights for name in target.names) for g in target.groups}
+        # A group without any weight is one row of the table, not one for each parameter.
         lacking = groups - present
         for group in GROUPS:
             number = sum(target.parameter.numel() for target in wanted if group in target.groups)
@@ -326,6 +330,7 @@ def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[
     targets = []
     for parameter, tied in names.items():
         groups = {group_of(name, layers, pre_norm) for name in tied}
+        # In hybrids with retention (Choi 2024) attention stays with the softmax layers, whole.
         if any(attention_of(name, pre_norm) in own_attention for name in tied):
             groups.discard("attention")
         elif own_attention and "output-projection" in groups:
