@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -97,3 +98,12 @@ def test_other_types_convert_back_but_no_other_mixers(converted, tmp_path, capsy
     back[2] = str(tmp_path / "refused")
     assert main(back) == 2 and not (tmp_path / "refused").exists()
     assert "mixers is 'delta' in the checkpoint and 'softmax' in the model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_both_commands_run_in_processes_of_their_own(converted, tmp_path):
+    for command_, source, target in (("from", converted.theirs, "ours"), ("to", tmp_path / "ours", "back")):
+        words = [f"{command_}-huggingface", str(source), str(tmp_path / target)]
+        subprocess.run([sys.executable, "-m", "fairseq_fastweights.conversion", *words], check=True)
+    assert (tmp_path / "ours" / "options.txt").read_bytes() == (converted.ours / "options.txt").read_bytes()
+    assert (tmp_path / "back" / "config.json").read_bytes() == (converted.theirs / "config.json").read_bytes()
