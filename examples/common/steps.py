@@ -104,8 +104,11 @@ class Step:
 
     def shell_command(self, environment: Mapping[str, str]) -> str:
         """The command as one would type it, over several lines."""
-        lines = ["  " + "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())]
-        for word in map(shlex.quote, self.command):
+        lines = ["  "]
+        for word in [
+            *(f"{name}={shlex.quote(value)}" for name, value in environment.items()),
+            *map(shlex.quote, self.command),
+        ]:
             if len(lines[-1]) + len(word) > 116:
                 lines[-1] += "\\"
                 lines.append("      ")

@@ -9,11 +9,13 @@ same call again, also after an interruption, goes on from there.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +27,10 @@ from common.demo import TRAINING, add_options, preprocessing, run_steps, schedul
 from common.fairseq_logs import find_in
 from common.files import SPLITS, write_whole
 from common.steps import Step, claim, read_json, write_json
+from common.tables import format_table
 from papers.language_models import TASK, LanguageModel
 from papers.rows import BEST, Row, plugin
 
-from demo.comparison import Scores, Unigram, format_scores
 from demo.corpora import Corpus, corpus_in, english_corpus
 
 MARK = "made-by-the-demo"
@@ -107,14 +109,15 @@ def compare(options: argparse.Namespace, corpus: Corpus) -> None:
 
     unigram = Unigram(vocabulary, corpus.lines("train"))
     valid, test = (unigram.perplexity(corpus.lines(split)) for split in SPLITS[1:])
-    scores = [Scores("unigram", len(unigram.types), valid, test, test)]
+    cells = [["unigram", f"{len(unigram.types):,}", *(f"{x:.2f}" for x in (valid, test, test)), "-"]]
     for name in options.models:
         entry, other = trained[name].entry, trained.get(name + CARRIED)
-        carried = other.entry.scores["test, carried"] if other else None
+        carried = f"{other.entry.scores['test, carried']:.2f}" if other else "-"
         [sliding], best = entry.scores.values(), min(perplexity for _, perplexity in entry.valid)
-        scores.append(Scores(MODELS[name][0], entry.parameters, best, sliding, carried, entry.words_per_second))
+        found = [f"{entry.parameters:,}", f"{best:.2f}", f"{sliding:.2f}", carried]
+        cells.append([MODELS[name][0], *found, f"{entry.words_per_second or 0:,.0f}"])
     lines = [
-        format_scores(scores),
+        format_table(["model", "parameters", "valid", "test, sliding window", "test, carried over", "tokens/s"], cells),
         "",
         f"- valid, sliding window: perplexity of models trained on separate segments of {SEGMENT} tokens;",
         f"  a window of {SEGMENT} tokens moves over the test text by {moves} at a time.",
@@ -173,6 +176,33 @@ def sample(options: argparse.Namespace, prompt: str, folder: Path, title: str) -
         # Of the weights: the folder's training may have been another before.
         depends_on=f"{prompt} {(folder / 'done.json').read_text()}",
     )
+
+
+class Unigram:
+    """Predicts each token by how often it occurs in the training text, whatever comes before.
+
+    `vocabulary`: the words that models know, without fairseq's special symbols. `lines`: the training text. Each type's
+    count is raised by 1, so that none has probability 0.
+    """
+
+    def __init__(self, vocabulary: Iterable[str], lines: Iterable[str]) -> None:
+        self.types = {*vocabulary, "<unk>", "</s>"}
+        self.counts = self._count(lines)
+        self.total = self.counts.total() + len(self.types)
+
+    def perplexity(self, lines: Iterable[str]) -> float:
+        counts = self._count(lines)
+        loss = -sum(n * math.log((self.counts[token] + 1) / self.total) for token, n in counts.items())
+        return math.exp(loss / counts.total())
+
+    def _count(self, lines: Iterable[str]) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for line in lines:
+            counts.update(line.split())
+            counts["</s>"] += 1
+        for token in counts.keys() - self.types:
+            counts["<unk>"] += counts.pop(token)
+        return counts
 
 
 def read_vocabulary(path: Path) -> list[str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,10 +25,9 @@ from common.commands import program, require_packages, shown
 from common.demo import TRAINING, Trained, add_options, preprocessing, run_steps, schedule, train_and_score
 from common.files import SPLITS, read_text, write_whole
 from common.steps import Step, claim, read_json, write_json
+from common.tables import format_table
 from papers.rows import BEST, Row
 from papers.translation import Translation
-
-from demo_translation.comparison import Scores, count_copies, format_examples, format_scores
 
 FOLDER = Path(__file__).resolve().parent
 MARK = "made-by-the-translation-demo"
@@ -45,6 +46,12 @@ MODELS = {
     "transformer": ("Transformer", "--fast-weight-attention none"),
 }
 """Titles, and the options in which they differ."""
+
+EXAMPLES = 3
+"""Translations to look at, besides a wrong one."""
+
+# Weights that a layer of fairseq's encoder holds a second time, side by side for a fused kernel.
+_COPY = re.compile(r"\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)$")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,12 +97,13 @@ def compare(options: argparse.Namespace) -> None:
 
     source, reference = (read_text(text.folder / f"test.{language}") for language in LANGUAGES.values())
     outputs = {rows[name].model: read_text(model.folder / "generate-test.hyp") for name, model in trained.items()}
-    scores = [scores_of(rows[name].model, model, reference) for name, model in trained.items()]
+    signatures = (read_json(model.folder / "generate-test.json")["signature"] for model in trained.values())
+    header = ["model", "parameters", "BLEU", "exact matches", "training tokens/s", "generated sentences/s"]
     lines = [
-        format_scores(scores),
+        format_table(header, [cells(rows[name].model, model, reference) for name, model in trained.items()]),
         "",
         f"- BLEU: of {len(reference):,} numbers that are not in the training text, with beam 4; sacrebleu's",
-        *(f"  {signature}" for signature in dict.fromkeys(row.signature for row in scores)),
+        *(f"  {signature}" for signature in dict.fromkeys(signatures)),
         "- parameters: without the copies of its weights that fairseq's softmax encoder keeps beside them.",
         "- tokens/s and sentences/s: on one core.",
         "",
@@ -115,18 +123,47 @@ def script(title: str, name: str, *words: Path, package: str, after: list[Step] 
     return Step(title, words[-1], command, after=after or [], depends_on=uses)
 
 
-def scores_of(title: str, model: Trained, reference: list[str]) -> Scores:
-    generated = read_json(model.folder / "generate-test.json")
-    return Scores(
-        title,
-        model.entry.parameters - count_copies(model.folder / BEST),
-        generated["bleu"],
-        generated["signature"],
-        sum(map(str.__eq__, reference, read_text(model.folder / "generate-test.hyp"))),
-        len(reference),
-        model.entry.words_per_second or 0.0,
-        generated["sentences"] / generated["seconds"],
-    )
+def cells(title: str, model: Trained, reference: list[str]) -> list[str]:
+    """A row of the table."""
+    generated, output = read_json(model.folder / "generate-test.json"), read_text(model.folder / "generate-test.hyp")
+    parameters, exact = model.entry.parameters - count_copies(model.folder / BEST), map(str.__eq__, reference, output)
+    found = [f"{parameters:,}", f"{generated['bleu']:.2f}", f"{sum(exact):,} of {len(reference):,}"]
+    speed = generated["sentences"] / generated["seconds"]
+    return [title, *found, f"{model.entry.words_per_second or 0:,.0f}", f"{speed:,.0f}"]
+
+
+def format_examples(source: Sequence[str], reference: Sequence[str], outputs: dict[str, Sequence[str]]) -> str:
+    """The first sentences, and another that a model gets wrong, as a Markdown list.
+
+    `source`, `reference`: the test text. `outputs`: the translations, by the title of their model.
+    """
+
+    def example(number: int) -> list[str]:
+        lines = [f"- {source[number]}", f"  - reference: {reference[number]}"]
+        for title, texts in outputs.items():
+            wrong = "" if texts[number] == reference[number] else ", wrong"
+            lines.append(f"  - {title}{wrong}: {texts[number]}")
+        return lines
+
+    lines = ["The first of the test text:", ""]
+    for number in range(min(EXAMPLES, len(source))):
+        lines += example(number)
+    wrong = {title: [n for n, text in enumerate(texts) if text != reference[n]] for title, texts in outputs.items()}
+    if not any(wrong.values()):
+        return "\n".join([*lines, "", "No translation is wrong."])
+    for title, numbers in wrong.items():
+        others = [number for number in numbers if number >= EXAMPLES]
+        if others:
+            return "\n".join([*lines, "", f"One that the {title} gets wrong:", "", *example(others[0])])
+    return "\n".join(lines)
+
+
+def count_copies(checkpoint: Path) -> int:
+    """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
+    from fairseq_fastweights.conversion.weight_files import load_safely
+
+    state = load_safely(checkpoint)["model"]
+    return sum(value.numel() for name, value in state.items() if _COPY.search(name))
 
 
 if __name__ == "__main__":
