@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
@@ -49,50 +49,35 @@ def work(out: Path, jobs: int) -> None:
     require_packages("matplotlib")
     started = time.monotonic()
     with claim(out, MARK):
-        grid = Grid(out, jobs, sys.stdout)
-        grid.run(POINTS)
+        Grid(out, jobs, sys.stdout).run(POINTS)
         results = {setting: list(read_results(file_of(out, setting)).values()) for setting in MODELS}
         drawn = draw_figures(results, out, numbers=(2, 3))
-        grid.say("\n" + report(results) + "\n")
-        for path in drawn:
-            grid.say(f"figure: {shown(path.resolve())}")
-        grid.say(f"done in {time.monotonic() - started:.0f} s")
+        print("", *report(results), "", *(f"figure: {shown(path.resolve())}" for path in drawn), sep="\n")
+        print(f"done in {time.monotonic() - started:.0f} s")
 
 
-def report(results: Mapping[int, Sequence[Result]]) -> str:
-    """A table of the lowest losses for each setting, with a sentence about it."""
-    parts = [
-        "Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember",
-        loss_table(results[1]),
-        "A loss of 0.5 is that of retrieving nothing. " + capacity_sentence(results[1]),
-        "Setting 2, update rules: 40 pairs of 20 keys, so that most keys get new values on the way",
-        loss_table(results[2]),
-        rules_sentence(results[2]),
-    ]
-    return "\n\n".join(parts)
+def report(results: Mapping[int, Sequence[Result]]) -> Iterator[str]:
+    """The lowest losses of each setting, and a sentence about them."""
+    yield f"""Setting 1, capacity: lowest evaluation loss, by the number S of pairs to remember
 
-
-def capacity_sentence(results: Sequence[Result]) -> str:
-    """From where on each model of Setting 1 makes errors."""
+{loss_table(results[1])}
+"""
     says = []
     for name, model in MODELS[1].items():
-        mine = sorted((r for r in results if r.point.model == name), key=lambda result: result.point.size)
-        if not mine:
-            continue
-        failed = [r.point.size for r in mine if r.best_loss is None or r.best_loss >= TARGET]
-        says.append(
-            f"{model.title} makes errors from S = {failed[0]} on" if failed else f"{model.title} at none of these sizes"
-        )
-    return f"Above {TARGET}: " + ", ".join(says) + "."
+        losses = {r.point.size: r.best_loss for r in results[1] if r.point.model == name}
+        failed = [size for size in sorted(losses) if losses[size] is None or losses[size] >= TARGET]
+        if losses:
+            told = f"makes errors from S = {failed[0]} on" if failed else "at none of these sizes"
+            says.append(f"{model.title} {told}")
+    loss = {result.point.model: shown_loss(result.best_loss) for result in results[2]}
+    yield f"""A loss of 0.5 is that of retrieving nothing. Above {TARGET}: {", ".join(says)}.
 
+Setting 2, update rules: 40 pairs of 20 keys, so that most keys get new values on the way
 
-def rules_sentence(results: Sequence[Result]) -> str:
-    """How the rules of Setting 2 compare."""
-    loss = {result.point.model: shown_loss(result.best_loss) for result in results}
-    return (
-        f"The sum rule, which can only add to a key's value, ends at {loss['sum-dpfp-1']}; "
-        f"the delta rule, which replaces it, at {loss['delta-dpfp-1']}."
-    )
+{loss_table(results[2])}
+
+The sum rule, which can only add to a key's value, ends at {loss["sum-dpfp-1"]}; the delta rule, which replaces it, at \
+{loss["delta-dpfp-1"]}."""
 
 
 if __name__ == "__main__":

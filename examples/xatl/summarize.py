@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,6 @@ class Scored:
     scores: dict[str, float]
 
 
-@dataclass
-class ScoredRun:
-    """The results in the files of one model: `checkpoints` in the order of their updates, and the `best` of them, which
-    the tables have; None if there is none.
-    """
-
-    name: str
-    checkpoints: list[Scored]
-    best: Scored | None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Prints the tables; returns the exit status."""
     parser = ArgumentParser(description="Tables and a figure of benchmarks.")
@@ -76,8 +65,8 @@ def summarize(out: Path, names: Sequence[str], markdown: Path | None, figure: Pa
     if not out.is_dir():
         raise UserError(f"there is no folder {out}")
     names = names or sorted({file.parent.name for file in out.glob("*/benchmarks*.json")})
-    runs = [read_run(out / name) for name in names]
-    if all(run.best is None for run in runs):
+    runs = {name: read_run(out / name) for name in names}
+    if not any(runs.values()):
         raise UserError(f"{out} holds no folder with benchmarks.json")
     tables = format_tables(runs)
     print(tables)
@@ -87,8 +76,10 @@ def summarize(out: Path, names: Sequence[str], markdown: Path | None, figure: Pa
         draw_averages(runs, figure)
 
 
-def read_run(folder: Path) -> ScoredRun:
-    """Reads the results in `folder`; prints the files that cannot be read, or are of a part of the data."""
+def read_run(folder: Path) -> list[Scored]:
+    """The results in `folder`, in the order of their updates, but the one that tables show first: benchmarks.json, or
+    else the latest. Prints the files that cannot be read, or are of a part of the data.
+    """
     found: dict[str, Scored] = {}
     for file in sorted(folder.glob("benchmarks*.json")):
         try:
@@ -102,7 +93,7 @@ def read_run(folder: Path) -> ScoredRun:
     if not found:
         print(f"summarize.py: {folder} holds no benchmarks.json: {folder.name} was not scored", file=sys.stderr)
     checkpoints = sorted(found.values(), key=lambda scored: scored.updates or 0)
-    return ScoredRun(folder.name, checkpoints, found.get("benchmarks.json", checkpoints[-1] if checkpoints else None))
+    return [found.get("benchmarks.json", checkpoints[-1]), *checkpoints] if checkpoints else []
 
 
 def read_result(result: dict[str, Any]) -> Scored:
@@ -116,9 +107,9 @@ def read_result(result: dict[str, Any]) -> Scored:
     return Scored(result["config"].get("updates"), scores)
 
 
-def format_tables(runs: list[ScoredRun]) -> str:
+def format_tables(runs: Mapping[str, Sequence[Scored]]) -> str:
     """The paper's tables of which there is a model, with their names, and then all other models."""
-    by_name = {run.name: run for run in runs if run.best is not None}
+    by_name = {name: scored[0] for name, scored in runs.items() if scored}
     texts, told = [], set()
     for key, table in TABLES.items():
         rows = dict(table.rows)
@@ -137,7 +128,7 @@ def format_tables(runs: list[ScoredRun]) -> str:
             lines += _pair(f"{row.model}, {row.tokens}", row.numbers.split(), by_name.get(row.row or ""), measures)
         texts.append(_table("Choi 2024, Table 4: beside published models", measures, lines))
     measures = (PERPLEXITY, *MEASURES)
-    others = [_measured(name, run.best, measures) for name, run in by_name.items() if name not in told and run.best]
+    others = [_measured(name, scored, measures) for name, scored in by_name.items() if name not in told]
     if others:
         texts.append(_table("Other models", measures, others))
     return "\n\n".join(texts)
@@ -147,10 +138,10 @@ def _table(title: str, measures: Sequence[str], rows: list[list[str]]) -> str:
     return f"{title}\n\n{format_table(['model', 'whose', 'updates', *measures], rows)}"
 
 
-def _pair(name: str, numbers: Sequence[str], run: ScoredRun | None, measures: Sequence[str]) -> list[list[str]]:
+def _pair(name: str, numbers: Sequence[str], scored: Scored | None, measures: Sequence[str]) -> list[list[str]]:
     """The paper's row and, if there is one, the measured one."""
     paper = [name, PAPER, "", *numbers]
-    return [paper, _measured("", run.best, measures)] if run and run.best else [paper]
+    return [paper, _measured("", scored, measures)] if scored else [paper]
 
 
 def _measured(name: str, scored: Scored, measures: Sequence[str]) -> list[str]:
@@ -161,19 +152,19 @@ def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def draw_averages(runs: Sequence[ScoredRun], path: Path) -> None:
+def draw_averages(runs: Mapping[str, Sequence[Scored]], path: Path) -> None:
     """Draws the average of each model's checkpoints over the tokens that it had read, and saves a PNG."""
     figure, axis = new_figure(figsize=(7, 4.6))
     # The recipes of all sizes have the same batch.
     tokens_per_update = XATL_400M.batch * XATL_400M.length
-    for run in runs:
+    for name, (_, *checkpoints) in ((name, scored) for name, scored in runs.items() if scored):
         points = [
             (scored.updates * tokens_per_update / 1e9, scored.scores["average"])
-            for scored in run.checkpoints
+            for scored in checkpoints
             if scored.updates is not None and "average" in scored.scores
         ]
         if points:
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.4, label=run.name)
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.4, label=name)
     if not axis.lines:
         raise UserError("no checkpoint has both an average and its number of updates")
     axis.set_xlabel("tokens of training, in billions")
