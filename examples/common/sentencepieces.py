@@ -17,12 +17,13 @@ class SentencePieces:
     """
 
     file = "subwords.model"
+    """The name under which the model is kept beside the data."""
 
-    def __init__(self, model: bytes) -> None:
+    def __init__(self, model: bytes, target: str = "") -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._processor = SentencePieceProcessor(model_proto=model)
-        # Without <unk>, <s> and </s>, which fairseq has of its own.
+        # The words of fairseq's dictionary, which has <unk>, <s> and </s> of its own.
         names = [self._processor.id_to_piece(i) for i in range(len(self._processor))]
         self.dictionary: list[str] | None = [
             name for i, name in enumerate(names) if not (self._processor.is_control(i) or self._processor.is_unknown(i))

@@ -32,7 +32,7 @@ from common.command_line import run_to_the_end
 from common.files import UserError, open_new, read_text, write_whole
 from common.identity import difference, identity, split_files
 from preparation import RECORD
-from subwords import load_subwords, model_file
+from subwords import KINDS
 
 OPTIONS = "--beam 4 --lenpen 0.6 --max-len-a 1 --max-len-b 50".split()
 """As Vaswani et al. 2017: beam 4, length penalty 0.6, at most 50 tokens longer than the source."""
@@ -113,7 +113,7 @@ def make(log: Path, data: Path, subset: str, options: list[str]) -> dict[str, An
         raise UserError(
             f"{log} lacks {len(missing)} of {len(references)} sentences, the first in line {missing[0] + 1}"
         )
-    subwords = load_subwords(kind, (data / model_file(kind)).read_bytes(), target)
+    subwords = KINDS[kind]((data / KINDS[kind].file).read_bytes(), target)
     texts = [subwords.decode(found.get(number, "")) for number in range(len(references))]
     values = {"subset": subset, **score(texts, references, target), "sentences": len(references)}
     write_whole(log.with_suffix(".hyp"), "".join(f"{line}\n" for line in texts))

@@ -7,11 +7,10 @@ when it is whole; it is not made again.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter, deque
@@ -25,11 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.command_line import ArgumentParser
+from common.command_line import ArgumentParser, run_to_the_end
+from common.commands import cores
 from common.files import UserError, read_lines
 from common.processes import pool
 from corpus import SPLITS, Corpus, clean, survey, write_text
-from subwords import KINDS, Subwords, learn_subwords, load_subwords, model_file, prepare_lines
+from subwords import KINDS, Subwords, prepare_lines
 
 VERSION = 1
 """Of the stages' code: goes into their digests."""
@@ -55,61 +55,53 @@ class Settings:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = ArgumentParser(description="Makes fairseq's data of {train,valid,test}.{SOURCE,TARGET}[.gz].")
+    parser = ArgumentParser(description="Makes fairseq's data of {train,valid,test}.{SRC,TGT}[.gz]; see prepare.sh.")
     parser.add_argument("out", type=Path, metavar="OUT", help="appears when all is done")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the text")
-    parser.add_argument("--source", default="en")
-    parser.add_argument("--target", default="de")
-    parser.add_argument("--subwords", default="sentencepiece")
-    parser.add_argument("--vocabulary", default="32000")
-    parser.add_argument("--max-length", default="250", help="subwords of a sentence to train on")
-    parser.add_argument("--max-ratio", default="1.5", help="of the longer sentence of a pair to the shorter one")
-    parser.add_argument("--workers", default="1", help="processes")
     parser.add_argument("--digest", help="stands for the text, which is then not read to know it")
     parser.add_argument("--check", action="store_true", help=f"only say whether OUT is finished; exit {TO_DO} if not")
     options = parser.parse_args(arguments)
-    try:
-        settings, workers = _settings(options), _number("WORKERS", options.workers, int, 1)
+    to_do = False
+
+    def work() -> None:
+        nonlocal to_do
+        settings, workers = _settings(), _number("WORKERS", cores(), int)
         corpus = None if options.digest else survey(options.folder, settings.source, settings.target)
         digest = options.digest or (corpus.digest if corpus else "")
         if is_finished(options.out, {"text": digest, **asdict(settings)}):
             print(f"{options.out} is finished")
-            return 0
-        if options.check:
-            return TO_DO
-        corpus = corpus or survey(options.folder, settings.source, settings.target)
-        prepare(options.out, corpus, digest, settings, workers)
-    except UserError as error:
-        print(f"prepare.sh: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"prepare.sh: {error.filename or options.out}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        elif options.check:
+            to_do = True
+        else:
+            corpus = corpus or survey(options.folder, settings.source, settings.target)
+            prepare(options.out, corpus, digest, settings, workers)
+
+    return run_to_the_end(work) or (TO_DO if to_do else 0)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    if options.subwords not in KINDS:
-        raise UserError(f"SUBWORDS is {options.subwords}; it must be {' or '.join(KINDS)}")
-    for name, language in (("SRC", options.source), ("TGT", options.target)):
+def _settings() -> Settings:
+    """Those in the environment."""
+    defaults = {"SRC": "en", "TGT": "de", "SUBWORDS": "sentencepiece"}
+    names = source, target, kind = [os.environ.get(name) or default for name, default in defaults.items()]
+    if kind not in KINDS:
+        raise UserError(f"SUBWORDS is {kind}; it must be {' or '.join(KINDS)}")
+    for name, language in (("SRC", source), ("TGT", target)):
         if not (language.isascii() and language.isalnum()):
             raise UserError(f"{name} is {language!r}; it must be the short name of a language, as en or de")
-    sizes = (("VOCABULARY", options.vocabulary, int), ("MAX_LENGTH", options.max_length, int))
-    numbers = [_number(*size, 1) for size in (*sizes, ("MAX_RATIO", options.max_ratio, float))]
-    return Settings(options.source, options.target, options.subwords, *numbers)
+    sizes = (("VOCABULARY", 32_000, int), ("MAX_LENGTH", 250, int), ("MAX_RATIO", 1.5, float))
+    return Settings(*names, *(_number(*size) for size in sizes))
 
 
-def _number(name: str, text: str, kind: type, least: float) -> Any:
+def _number(name: str, default: float, kind: type) -> Any:
+    text = os.environ.get(name) or str(default)
     try:
         value = kind(text)
-        if value >= least:
+        if value >= 1:
             return value
     except ValueError:
         pass
     whole = "whole number" if kind is int else "number"
-    raise UserError(f"{name} is {text!r}; it must be a {whole} of at least {least}")
+    raise UserError(f"{name} is {text!r}; it must be a {whole} of at least 1")
 
 
 def is_finished(out: Path, origin: dict[str, Any]) -> bool:
@@ -136,7 +128,7 @@ def prepare(out: Path, corpus: Corpus, digest: str, settings: Settings, workers:
     text = stages.run("text", [digest, languages, kind], title, clean)
     title, learn = f"learning {kind}, {settings.vocabulary:,} subwords", partial(_learn, text, settings)
     model = stages.run("subwords", [text.name, settings.vocabulary], title, learn)
-    subwords = load_subwords(kind, (model / model_file(kind)).read_bytes(), settings.target)
+    subwords = KINDS[kind]((model / KINDS[kind].file).read_bytes(), settings.target)
     encode = partial(_encode, text, subwords, settings, workers)
     inputs = [model.name, settings.max_length, settings.max_ratio]
     encoded = stages.run("encoded", inputs, "cutting into subwords", encode)
@@ -197,8 +189,8 @@ def _clean(corpus: Corpus, kind: str, workers: int, folder: Path) -> None:
 
 def _learn(text: Path, settings: Settings, folder: Path) -> None:
     lines = (line for lang in (settings.source, settings.target) for line, _ in read_lines(text / f"train.{lang}"))
-    model = learn_subwords(settings.subwords, (line for line in lines if line), settings.vocabulary)
-    (folder / model_file(settings.subwords)).write_bytes(model)
+    kind = KINDS[settings.subwords]
+    (folder / kind.file).write_bytes(kind.learn((line for line in lines if line), settings.vocabulary))
 
 
 def _encode(text: Path, subwords: Subwords, settings: Settings, workers: int, folder: Path) -> None:
@@ -272,7 +264,7 @@ def _binarise(
     if result.returncode:
         raise UserError("fairseq-preprocess failed: " + "\n".join(result.stdout.splitlines()[-5:]))
     (folder / "preprocess.log").unlink(missing_ok=True)  # of times and places only
-    shutil.copy(model / model_file(settings.subwords), folder)
+    shutil.copy(model / KINDS[settings.subwords].file, folder)
     (folder / "raw").mkdir()
     for path in text.glob("raw.*"):
         shutil.copy(path, folder / "raw" / path.name.removeprefix("raw."))
@@ -298,5 +290,4 @@ def _spread(function: Callable[[list[str]], list[str]], lines: Iterable[str], si
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left behind
     sys.exit(main())

@@ -30,11 +30,8 @@ here=$(dirname "$0")
 out=${1%/} folder=${2:-}
 source=${SRC:-en} target=${TGT:-de}
 check_program fairseq-preprocess
-settings=(--source "$source" --target "$target" --subwords "${SUBWORDS:-sentencepiece}"
-    --vocabulary "${VOCABULARY:-32000}" --max-length "${MAX_LENGTH:-250}" --max-ratio "${MAX_RATIO:-1.5}"
-    --workers "${WORKERS:-$(nproc)}")
 if [ -n "$folder" ]; then
-    exec python "$here/preparation.py" "$out" "$folder" "${settings[@]}"
+    exec python "$here/preparation.py" "$out" "$folder"
 fi
 
 # --- WMT14 from where it was published
@@ -44,10 +41,10 @@ case $source-$target in
     *) die "SRC is $source and TGT $target; without FOLDER they must be en and de" ;;
 esac
 url=${WMT14_URL:-http://www.statmt.org}
-settings+=(--digest "WMT14 training set, newstest2013, newstest2014")
+digest=(--digest "WMT14 training set, newstest2013, newstest2014")
 downloads=${DOWNLOADS:-$out.unfinished/downloads}
 text=$out.unfinished/original-$source-$target
-python "$here/preparation.py" "$out" "$text" "${settings[@]}" --check && exit
+python "$here/preparation.py" "$out" "$text" "${digest[@]}" --check && exit
 [ $? = 3 ] || exit 1
 mkdir -p "$downloads" "$text"
 
@@ -96,7 +93,7 @@ for language in "$source" "$target"; do
     done
 done
 
-python "$here/preparation.py" "$out" "$text" "${settings[@]}"
+python "$here/preparation.py" "$out" "$text" "${digest[@]}"
 rm -r "$text"
 [ -n "${DOWNLOADS:-}" ] || rm -r "$downloads"
 rmdir "$out.unfinished" 2> /dev/null || true

@@ -8,27 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext, redirect_stderr
-from typing import Protocol
 
 from common.files import UserError
 from common.sentencepieces import SentencePieces
-
-
-class Subwords(Protocol):
-    """Cuts text and puts it together.
-
-    `file`: the name under which the model is kept beside the data. `dictionary`: the words of fairseq's dictionary,
-    where the model knows them all; otherwise they are counted.
-    """
-
-    file: str
-    dictionary: list[str] | None
-
-    def encode(self, lines: list[str]) -> list[str]:
-        """Lines of `prepare_lines` as subwords, separated by spaces."""
-
-    def decode(self, line: str) -> str:
-        """Subwords of the target language as a line of text."""
 
 
 class MosesBpe:
@@ -71,22 +53,9 @@ class MosesBpe:
         return codes.getvalue().encode()
 
 
-KINDS = ("sentencepiece", "bpe")
-
-
-def learn_subwords(kind: str, lines: Iterable[str], vocabulary: int) -> bytes:
-    """The model that `load_subwords` takes, learned from prepared lines."""
-    return (SentencePieces if kind == "sentencepiece" else MosesBpe).learn(lines, vocabulary)
-
-
-def load_subwords(kind: str, model: bytes, target: str) -> Subwords:
-    """The subwords that were learned; `target` is the language of the decoded text."""
-    return SentencePieces(model) if kind == "sentencepiece" else MosesBpe(model, target)
-
-
-def model_file(kind: str) -> str:
-    """The name of the model's file."""
-    return (SentencePieces if kind == "sentencepiece" else MosesBpe).file
+Subwords = SentencePieces | MosesBpe
+KINDS: dict[str, type[Subwords]] = {"sentencepiece": SentencePieces, "bpe": MosesBpe}
+"""By the names that SUBWORDS has for them."""
 
 
 def prepare_lines(kind: str, language: str, lines: list[str]) -> list[str]:
