@@ -30,7 +30,6 @@ CARRY, APART = "--carry-over-state", "--separate-documents"
     [
         ("--feature-map dpfp --feature-dim 31", "feature_dim is 31.*32"),
         ("--fast-weight-backend native", "'native' was asked for: the cpu kernels are lost"),
-        (f"{CARRY} --sample-break-mode eos", "sample_break_mode is eos.*must be none"),
         (f"{CARRY} --softmax-attention-layers 2", r"carry_over_state is set.*layers 2 \(softmax\)"),
         (
             "--skip-remainder-batch --update-freq 500",
@@ -45,7 +44,6 @@ CARRY, APART = "--carry-over-state", "--separate-documents"
         ),
         ("--text-streams 10", "text_streams is 10; it must be a multiple of batch_size times the number of proc.*, 4"),
         (f"{CARRY} --text-streams 8", "text_streams is 8; with carry_over_state it must be 0: the streams are"),
-        ("--text-streams 8 --sample-break-mode eos", "sample_break_mode is eos; with text_streams it must be none"),
         (f"{APART} --arch transformer_lm", "separate_documents is set, but TransformerLanguageModel does not tell doc"),
         (f"{APART} --mixers linformer,delta:2", r"kept apart in layers 1 \(linformer\).* of sum, gated,"),
     ],
@@ -81,7 +79,8 @@ def test_segments_are_filled_with_text_as_it_stands(corpus):
     both += [(name, True) for name in ("add_bos_token", "self_target", "past_target")]
     carried = [("sample_break_mode", "complete"), ("pad_to_fixed_length", True), ("pad_to_fixed_bsz", True)]
     apart = [("sample_break_mode", "complete_doc")]
-    for option, settings in (("carry_over_state", both + carried), ("separate_documents", both + apart)):
+    streams = {"carry_over_state": both + carried, "text_streams": both + carried}
+    for option, settings in {**streams, "separate_documents": both + apart}.items():
         for name, value in settings:
             with pytest.raises(ValueError, match=f"{name} is {value}; with {option} it must be (none|False): "):
                 task_with(corpus, **{option: True, name: value})

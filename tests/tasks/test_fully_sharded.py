@@ -105,10 +105,8 @@ def test_another_number_of_processes_goes_on(before, after, our_fairseq, corpus,
 
 
 CASES = {
-    "updates of two batches": ("--update-freq 2", 1e-5),
+    "updates of two batches, activations computed twice": ("--update-freq 2 --checkpoint-activations", 1e-5),
     "layers left out": ("--decoder-layerdrop 0.5", 1e-5),
-    "activations computed twice": ("--checkpoint-activations", 1e-5),
-    "adaptive softmax": ("--adaptive-softmax-cutoff 20 --criterion adaptive_loss --ddp-backend legacy_ddp", 1e-5),
     "adaptive softmax, tied, with biases": (
         "--adaptive-input --adaptive-input-cutoff 20 --adaptive-softmax-cutoff 20 --adaptive-input-factor 1"
         " --adaptive-softmax-factor 1 --tie-adaptive-weights --adaptive-softmax-bias --square-projections none"
