@@ -55,6 +55,7 @@ def tracebacks_wanted() -> bool:
 def install() -> None:
     """Makes errors of a running command of fairseq one line, and hides warnings of fairseq about itself."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    # Imported by a running command, as by --user-dir; a program that imports the plugin keeps its own hook.
     commanded = any(
         code.co_name == "cli_main" and Path(code.co_filename).parent.name == "fairseq_cli" for code in frames
     )
@@ -110,6 +111,7 @@ def told(error: BaseException) -> str | None:
     if kind == "ProcessRaisedException":  # of torch.multiprocessing: the traceback of the first process that failed
         kind, _, message = message.strip().rpartition("\n")[2].partition(": ")
         kind = kind.rpartition(".")[2]
+    # fairseq raises this one while it handles a model's own error, which says more.
     elif type(error) is Exception and message.startswith(_MISFIT) and error.__context__ is not None:
         return f"{_in_options(str(error.__context__))} ({message.partition(';')[0]})"
     if kind == "BackendUnavailable":
@@ -145,6 +147,7 @@ def option_names() -> set[str]:
     from fairseq.registry import REGISTRIES
     from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
+    # Options of parsers, of configurations in the registries, and of models without a configuration.
     names = {"data"}
     for parser in (
         options.get_training_parser(),

@@ -103,6 +103,7 @@ def version(package: str) -> str | None:
 def as_text(found: dict[str, Any]) -> str:
     """The report as text."""
     lines = [f"{name:20} {value or 'none'}" for name, value in found["versions"].items()]
+    # The kernels of an installed copy serve a clone that has none.
     used = {kernels["folder"] for kernels in found["kernels"].values() if kernels["ready"]}
     for folder in found["installed elsewhere"]:
         how = "whose kernels are used" if folder in used else "which is not used"
@@ -127,6 +128,7 @@ def as_text(found: dict[str, Any]) -> str:
     dtypes = list(dict.fromkeys(row["dtype"] for row in found["backends"]))
     lines += ["", "backend that auto takes, for a sequence / for a single step"]
     lines.append("".join(f"{title:23}" for title in ("rule, device", *dtypes)).rstrip())
+    # One line for each rule and device, with a column for each dtype.
     cells: dict[str, dict[str, str]] = {}
     for row in found["backends"]:
         title = f"{row['rule']}, {row['device']}"

@@ -104,6 +104,7 @@ class Documents:
     """
 
     def __init__(self, corpus: TokenCorpus) -> None:
+        # Lines without any token, which some data sets hold, are no empty lines: those have their end token.
         sizes = np.diff(corpus.ends, prepend=0)
         ends = corpus.ends[sizes > 0]
         empty = sizes[sizes > 0] == 1
@@ -142,6 +143,7 @@ class PackedDocuments(BaseWrapperDataset):
         self.documents = documents
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        # fairseq's TokenBlockDataset knows the place of each sample in the text.
         start, stop = self.dataset.dataset.slice_indices[index].tolist()
         return {**self.dataset[index], "starts": self.documents.starts(start, stop)}
 

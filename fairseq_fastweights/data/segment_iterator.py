@@ -106,6 +106,8 @@ class SegmentIterator(iterators.EpochBatchIterator):
         for option, ours in self._layout.items():
             if ours != layout[option]:
                 self._refuse(option, ours, layout[option])
+        # All segments in order, without those that were read; fairseq drops as many batches as were read, so empty ones
+        # stand in their place.
         left = [number for batch in self.frozen_batches for number in batch][segments:]
         rows = len(self.frozen_batches[0])
         self._segments_before = segments
@@ -171,11 +173,13 @@ def distribute(rest: list[list[Span]], streams: int) -> tuple[list[list[Span]], 
     """
     rows: list[list[Span]] = []
     sources: list[int | None] = []
+    # Fewer streams: each takes the rest of several successive ones, and the states of the first that has any left.
     if streams <= len(rest):
         for first, end in pairwise(len(rest) * i // streams for i in range(streams + 1)):
             rows.append([span for spans in rest[first:end] for span in spans])
             sources.append(next((number for number in range(first, end) if rest[number]), None))
         return rows, sources
+    # More streams: each former one is cut into equal parts, and only the first part continues its states.
     for number, (first, end) in enumerate(pairwise(streams * i // len(rest) for i in range(len(rest) + 1))):
         rows += _cut(rest[number], end - first)
         sources += [number if rest[number] else None, *[None] * (end - first - 1)]

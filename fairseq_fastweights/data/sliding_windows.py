@@ -38,6 +38,7 @@ class SlidingWindows(SamplesInOrder):
         self.length = new + context
         bounds = np.array([0, len(corpus)]) if documents is None else documents.bounds
         # The first windows all begin at the text's start, as long as the context has room: one window holds them.
+        # first: tokens in the first window of each text; windows: the number of its windows.
         first = np.minimum(np.diff(bounds), (context // new + 1) * new)
         windows = 1 - (first - np.diff(bounds)) // new
         number = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)  # from 0 in each text

@@ -87,7 +87,7 @@ def _load_archive(file: BinaryIO, size: int, mapped: bool) -> Any:
         if record is None or record.size != nbytes:
             there = f"which has {record.size:,}" if record else "which is missing"
             raise CheckpointError(f"is damaged: a tensor needs {nbytes:,} bytes of its record data/{key[:50]}, {there}")
-        if key not in storages:
+        if key not in storages:  # tensors may share one
             if whole is not None and record.begin % _ALIGNED == 0:
                 storages[key] = whole[record.begin : record.begin + nbytes]
             else:
@@ -114,6 +114,7 @@ def _read(file: BinaryIO, record: Record) -> bytes:
 
 
 def _load_legacy(file: BinaryIO, size: int) -> Any:
+    # Storages follow the pickles: they are allocated here, as long as they fit into the file, and filled afterwards.
     storages, itemsizes, held = dict[str, torch.UntypedStorage](), dict[str, int](), 0
 
     def load_storage(key: str, numel: int, itemsize: int) -> torch.UntypedStorage:
@@ -204,6 +205,7 @@ class _Counted:
         self.there += _VALUE
         if type(value) in _NUMBERS:
             return _VALUE
+        # By id: all values are alive as long as the count, so no id is used twice.
         if id(value) in self.known:
             if not self.known[id(value)]:
                 raise CheckpointError(f"is refused: {name_within(name, key)} holds itself")
@@ -214,6 +216,7 @@ class _Counted:
             found += len(value)
         elif type(value) in _TENSORS:
             self._claim(name_within(name, key), value)
+        # An array's bytes were counted when it was made, and hold numbers alone.
         elif type(value) is not np.ndarray:
             name, parts = name_within(name, key), parts_of(value)
             if parts is None:

@@ -186,7 +186,7 @@ class Unpickler:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict):
             raise ValueError(f"entries for {type(target).__name__}, where a dictionary must be")
-        self.spend(_ENTRY * len(values) // 2)
+        self.spend(_ENTRY * len(values) // 2)  # keys and values take turns
         for key, value in zip(values[::2], values[1::2], strict=True):
             self.check_key(key)
             target[key] = value
@@ -214,6 +214,7 @@ class Unpickler:
         if type(target) is argparse.Namespace and type(state) is dict and all(type(key) is str for key in state):
             self.spend(_ENTRY * len(state))
             vars(target).update(state)
+        # The versions of modules, which torch notes beside a state_dict's weights.
         elif type(target) is OrderedDict and type(state) is dict and state.keys() == {"_metadata"}:
             vars(target).update(state)
         elif type(target) is _DType and state[1] in ("<", ">", "|", "="):
@@ -224,6 +225,7 @@ class Unpickler:
             raise ValueError(f"a state for {type(target).__name__}")
 
     def persistent(self, _: None) -> None:
+        # ("storage", type, key, device, number of elements), and None for a view in the oldest format.
         word, kind, key, _location, numel, *view = self.pop()
         if word != "storage" or type(kind) is not _Kind or type(key) is not str or view not in ([], [None]):
             raise ValueError("a reference to something else than a storage")

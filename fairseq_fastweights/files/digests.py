@@ -85,6 +85,7 @@ def _fingerprint(value: Any, crcs: dict[tuple[int, int], int]) -> bytes:
         parts = [b"text", value.encode("utf-8", "surrogatepass")]
     else:
         return repr(value).encode()
+    # Each part with its length, so that no two lists of parts give the same bytes.
     return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).digest()
 
 
@@ -93,6 +94,7 @@ def _tensor_fingerprint(tensor: torch.Tensor, crcs: dict[tuple[int, int], int]) 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return described.encode()
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    # Plain tensors that fill their storage have the storage's CRC; others, such as slices, are computed by themselves.
     crc = crcs.get((tensor.data_ptr(), tensor.nbytes)) if plain else None  # of its whole storage
     crc = _crc(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()) if crc is None else crc
     return f"{described} {crc}".encode()

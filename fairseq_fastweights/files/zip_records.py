@@ -52,6 +52,7 @@ def records_in(file: BinaryIO) -> dict[str, Record]:
         records = _records(file, begin, count, directory)
     except (struct.error, UnicodeDecodeError):
         raise CheckpointError("is cut short or damaged: the directory at its end cannot be read") from None
+    # In the order of their headers no record may reach into the next one.
     end = 0
     for at, record in sorted(records):
         if at < end or record.begin + record.size > begin:

@@ -112,10 +112,10 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             raise InvalidInput(
                 f"tokens_per_sample without the context window is {args.tokens_per_sample}; it must be at least 1"
             )
-        # Whether every model built so far can be asked for its last positions only.
+        # True as long as every model that was built (an ensemble has several) has a decoder of this project.
         self._all_take_last_positions = True
         self._has_adaptive_softmax = False
-        # Symbols that one of them never predicts.
+        # Symbols that one of these models never predicts.
         self._masked_symbols: set[int] = set()
         self._freezing: Freezing | None = None
         # The model in training, whose states checkpoints keep.
@@ -167,6 +167,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if not from_checkpoint:
             check_architecture(args)
             check_unread_settings(args)
+        # A model from a checkpoint has its trained weights already.
         base = None if from_checkpoint else self._read_base_model()
         if base is not None:
             follow_heads(args, base, parse_groups("transfer", self.args.transfer))
@@ -186,6 +187,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             model.decoder.check_carries()
         if self.args.separate_documents:
             model.decoder.check_takes_starts()
+        # The model in training, unlike one that evaluates, has its states written to checkpoints.
         if self.args.carry_over_state and not from_checkpoint:
             self._carrier = model.decoder
             for concern in sorted({mixer.concern_when_carried() or "" for mixer in model.decoder.mixers} - {""}):
@@ -316,6 +318,7 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         if max_sentences is None:
             option = "carry_over_state" if carried else "text_streams"
             raise InvalidInput(f"batch_size is not set; with {option} it must be the number of parallel streams")
+        # Each process reads `max_sentences` streams at a time; without states, an update may add up several batches.
         together = max_sentences * num_shards
         number = together if carried else self.args.text_streams
         if number % together:
@@ -424,9 +427,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
                 context_window=context_window,
                 **workers,
             )
+        # fairseq gives the data set, not its name; the windows are cut from the corpus itself.
         split = next(name for name, loaded in self.datasets.items() if loaded is dataset)
         corpus = self._load_corpus(split)
         windows = SlidingWindows(corpus, self.args.tokens_per_sample, context_window, self._documents_of(corpus))
+        # As fairseq: at most `max_tokens` tokens, counting the context, and `batch_size` windows in a batch.
         most = max(1, (max_tokens or 36000) // length)
         return iterators.EpochBatchIterator(
             dataset=windows,
@@ -438,9 +443,11 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
         ).next_epoch_itr(shuffle=False)
 
     def _load_corpus(self, split: str, epoch: int = 1, combine: bool = False) -> TokenCorpus:
+        # Several folders, joined by ":", are read in turns, one an epoch.
         paths = utils.split_paths(self.args.data)
         path = os.path.join(paths[(epoch - 1) % len(paths)], split)
         binary = indexed_dataset.data_file_path(path)
+        # An empty file cannot be mapped: fairseq's reader would fail with mmap's error.
         if os.path.exists(binary) and os.path.getsize(binary) == 0:
             raise InvalidInput(f"split {split!r} holds no tokens; {binary} must not be empty")
         lines = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)

@@ -33,6 +33,7 @@ class LogOutlets:
 
     def open(self) -> None:
         """Puts pipes with threads in the place of stdout and stderr, so that no print depends on their readers."""
+        # Only numbers that still belong to the noted files, or to none: others are files of somebody else by now.
         ours = [fd for fd, file in self._files.items() if fd not in self._open and _file(fd) in (file, None)]
         with suppress(OSError):  # no more files can be opened
             for fd in ours:  # all, before a file that is opened gets their numbers

@@ -30,6 +30,7 @@ class Pace:
     def note(self, cfg: Any, trainer: Any, epoch_itr: Any) -> None:
         """Takes note of an update; logs a line if it is time for one."""
         now, updates = time.monotonic(), trainer.get_num_updates()
+        # Fewer updates than before: another training in the same process.
         if self._began is None or updates < self._began[1]:
             self._began, self._next = (now, updates), now + _FIRST
         began, before = self._began
@@ -48,6 +49,7 @@ def _updates_left(cfg: Any, trainer: Any, epoch_itr: Any) -> float:
     left = (options.max_update or math.inf) - trainer.get_num_updates()
     if options.max_epoch:
         batches = (options.max_epoch - epoch_itr.epoch + 1) * len(epoch_itr) - epoch_itr.iterations_in_epoch
+        # --update-freq may list one number for each epoch; the last one goes on.
         frequency = options.update_freq[min(epoch_itr.epoch, len(options.update_freq)) - 1]
         left = min(left, batches / frequency)
     return max(left, 0)

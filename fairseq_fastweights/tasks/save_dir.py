@@ -35,6 +35,7 @@ def claim(save_dir: str) -> None:
         file = _open_lock(os.path.join(save_dir, LOCK))
     except OSError as error:
         raise SystemExit(_unwritable(save_dir, error)) from None
+    # The same process may train twice in a folder: closing any file of a lock releases it, so the old one goes first.
     key = os.path.realpath(save_dir)
     if key in _held:
         _held[key].close()
@@ -84,6 +85,7 @@ def replace_damaged(save_dir: str, suffix: str) -> None:
         raise SystemExit(
             f"{last} {complaint}, and there is no undamaged checkpoint beside it; remove it to start from the beginning"
         )
+    # The damaged file gets a second name, a hard link, before the complete copy takes its first one.
     copy, kept = last.with_suffix(".pt.tmp"), last.with_suffix(".pt.damaged")
     for path in (copy, kept):
         path.unlink(missing_ok=True)
