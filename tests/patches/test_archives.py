@@ -75,8 +75,9 @@ NO_FILE, LARGE = "'a/x' is no file or folder; it must be", "it would become more
         (member("a/x", tarfile.REGTYPE, headers={"size": "9" * 5000}), "it is cut short, damaged or no archive"),
         ("b" * 999, ".*File name too long"),
         ("a", ".*Is a directory"),
+        ("./a/model.pt", "'a/model.pt' is there twice"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_what_an_archive_may_not_hold_is_refused(tmp_path, cache, members, message):
     archive = write(tmp_path / "m.tar.gz", "a/model.pt", members)

@@ -126,8 +126,9 @@ def test_an_epoch_that_was_divided_anew_goes_on_in_its_new_batches(options):
 
 def test_what_was_read_of_other_samples_says_nothing_of_these(caplog):
     """Refused with the settings that changed, and in the run of another checkpoint's weights told."""
-    state = read_until(4)
-    for data in (Numbers(49), Numbers(50, longest=6)):
+    known = read_until(4)
+    carried = known | {"samples": None}  # of streams of text
+    for data, state in ((Numbers(49), known), (Numbers(50, longest=6), known), (Numbers(50), carried)):
         [other] = iterators(data, max_sentences=3)
         other.changed = "tokens_per_sample was 16 and is 32"
         with pytest.raises(
@@ -136,23 +137,25 @@ def test_what_was_read_of_other_samples_says_nothing_of_these(caplog):
             other.load_state_dict(state)
         other.goes_on = False
         assert read([other], 1, state) == read(iterators(data, max_sentences=3), 5)[4:]
-    assert caplog.text.count("of other samples: as many batches as were read are left out, unless --reset-dat") == 2
+    assert caplog.text.count("of other samples: as many batches as were read are left out, unless --reset-dat") == 3
 
 
 @pytest.mark.parametrize("change", [{"divide": None}, {"_frozen_batches": ([7], [8], [7])}])
 def test_other_batches_are_refused_where_what_is_left_is_unknown(change):
-    """Where no task divides samples into batches, or samples repeat."""
+    """No task divides samples into batches, or samples repeat."""
     [other] = iterators(max_sentences=4)
     vars(other).update(change)
     with pytest.raises(ValueError, match="stopped within an epoch of other batches; they must be the same, or --reset"):
         other.load_state_dict(read_until(4))
 
 
-def test_a_checkpoint_of_before_goes_on_after_as_many_batches():
+@pytest.mark.parametrize("samples", [{}, {"samples": {}}])
+def test_a_checkpoint_without_samples_goes_on_after_as_many_batches(samples):
+    """As of fairseq as released, and of an iterator that notes no order."""
     state = read_until(4)
     del state["samples"], state["fix_batches_to_gpus"]
     whole = read(iterators(max_sentences=3))
-    assert read(iterators(max_sentences=3), None, state) == whole[4:]
+    assert read(iterators(max_sentences=3), None, state | samples) == whole[4:]
 
 
 def test_where_nothing_is_left_the_next_epoch_begins():

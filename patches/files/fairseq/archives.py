@@ -57,8 +57,10 @@ def _extract(archive: str, folder: str, most: int) -> str:
             most -= member.size
             if member.size < 0 or most < 0:
                 raise ValueError(f"it would become more than {_TIMES} times as large")
-            member = tarfile.data_filter(member, folder)
-            names.append(os.path.normpath(member.name))
+            member = tarfile.data_filter(member, folder).replace(mode=None, deep=False)
+            if (name := os.path.normpath(member.name)) in names and member.isfile():
+                raise ValueError(f"{name[:200]!r} is there twice")
+            names.append(name)
             opened.extract(member, folder, filter="data")
     if not any(os.path.isfile(os.path.join(folder, name)) for name in names):
         raise ValueError("it holds no file")

@@ -36,10 +36,10 @@ class ReadSamples:
         self._order = batches
         self._digest: int | None = None
 
-    def state(self, done: int) -> dict[str, Any] | None:
-        """The state for a checkpoint, after `done` batches of each process; None if no order was noted."""
+    def state(self, done: int) -> dict[str, Any]:
+        """The state for a checkpoint, after `done` batches of each process; {} if no order was noted."""
         if self._order is None:
-            return None
+            return {}
         read = _unpacked(self._before, len(self._iterator.dataset))
         read[_samples(self._order[: done * self._iterator.num_shards])] = True
         packed = torch.from_numpy(np.packbits(read))
