@@ -76,15 +76,6 @@ def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(save, t
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_link_names_is_not_written_to(save, tmp_path):
-    precious, path = tmp_path / "precious", tmp_path / "checkpoint_last.pt"
-    precious.write_text("precious")
-    for name in ("checkpoint_last.pt", "checkpoint_last.pt.tmp"):
-        (tmp_path / name).symlink_to(precious)
-    save(path)
-    assert precious.read_text() == "precious" and not path.is_symlink() and why_damaged(path) is None
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_a_copy_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch, later):
     from fairseq import checkpoint_writer

@@ -244,11 +244,10 @@ def test_an_installed_plugin_is_found_by_its_name_and_registered_once(first, tmp
     from fairseq.utils import import_user_module
 
     plugin, elsewhere = tmp_path / "installed" / "a_plugin", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    for folder in (elsewhere, plugin / "tasks", plugin / "models"):
+        folder.mkdir(parents=True)
     for module in ("__init__", "tasks/__init__", "tasks/a_task", "models/__init__", "models/a_model"):
-        path = plugin / f"{module}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("import sys\nsys.imported.append(__name__)\n")
+        (plugin / f"{module}.py").write_text("import sys\nsys.imported.append(__name__)\n")
     imported: list[str] = []
     monkeypatch.setattr(sys, "imported", imported, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path, str(plugin.parent)])

@@ -25,11 +25,6 @@ def preprocess(folder: Path, *flags: str, text: str = "text") -> str:
     return command("preprocess", "--only-source", "--trainpref", str(folder / text), "--destdir", *flags)
 
 
-def saved_and_loaded(dictionary: Dictionary, path: Path) -> Dictionary:
-    dictionary.save(str(path))
-    return Dictionary.load(str(path))
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -45,12 +40,13 @@ def test_dictionaries_are_loaded_as_they_were_saved(tmp_path, words):
         dictionary.add_symbol(word, count)
     dictionary.pad_to_multiple_(8)
     for _ in range(2):
-        loaded = saved_and_loaded(dictionary, tmp_path / "dict.txt")
+        dictionary.save(path := str(tmp_path / "dict.txt"))
+        loaded = Dictionary.load(path)
         assert loaded.symbols == dictionary.symbols and loaded.count[4:] == dictionary.count[4:]
         assert loaded.indices == dictionary.indices
     dictionary.add_symbol("two\nlines")
     with pytest.raises(ValueError, match=r"the symbol 'two\\nlines', which cannot be saved: it ends a line"):
-        dictionary.save(str(tmp_path / "dict.txt"))
+        dictionary.save(path)
 
 
 @pytest.mark.parametrize(

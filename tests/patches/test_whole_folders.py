@@ -2,16 +2,16 @@
 
 import logging
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.logging import progress_bar
-from fairseq_cli import generate, hydra_train, preprocess
+from fairseq_cli import generate, hydra_train
 from omegaconf import OmegaConf
 
 from fairseq_fastweights import command_line
+from tests.conftest import command
 
 whole_folders = pytest.importorskip("fairseq.whole_folders", reason="needs tools/build_fairseq.py's fairseq")
 pytestmark = pytest.mark.usefixtures("our_fairseq")
@@ -38,9 +38,7 @@ def precious(tmp_path):
 
 def preprocess_into(folder: Path) -> None:
     (folder / "text").write_text("a b\n")
-    options = {"trainpref": str(folder / "text"), "destdir": str(folder), "only_source": True, "source_lang": None}
-    names = ("srcdict", "tgtdict", "joined_dictionary", "validpref", "testpref", "dict_only", "user_dir", "target_lang")
-    preprocess.main(Namespace(**dict.fromkeys(names), **options, dataset_impl="huffman"))
+    command("preprocess", "--only-source", "--trainpref", str(folder / "text"), "--destdir", str(folder))
 
 
 LOGS = {"preprocess.log": preprocess_into, "log": lambda folder: progress_bar.progress_bar([], log_file=folder / "log")}
@@ -50,9 +48,7 @@ LOGS = {"preprocess.log": preprocess_into, "log": lambda folder: progress_bar.pr
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_that_is_no_file_of_its_own_is_refused(tmp_path, precious, name, kind):
     kind(tmp_path / name)
-    with pytest.raises(
-        ValueError, match=rf"{name} is a link, a pipe or a device; a log must be a file of its own$"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"{name} is a link, a pipe or a device; a log must be a file of") as error:
         LOGS[name](tmp_path)
     assert command_line.told(error.value) == str(error.value)
 
