@@ -3,8 +3,8 @@
     python tools/build_fairseq.py [--constraint FILE] [--force]
 
 fairseq's last release cannot be installed on today's Python, and its repository is archived. This takes the release's
-source from the package index, checks its hash, patches it, and installs it, as a version of its own, with what it
-requires for the Python that runs this file. It needs git, pip, a C++ compiler and Python's headers. pip's variables
+source from the package index, checks its hash, patches it, and installs it, as a version of its own, with its
+requirements for the Python that runs this file. It needs git, pip, a C++ compiler and Python's headers. pip's variables
 count: PIP_FIND_LINKS may name a folder with the source, `fairseq-0.12.2.tar.gz`.
 """
 
@@ -64,7 +64,7 @@ def import_failure() -> str | None:
 
 
 def install(constraint: list[str]) -> None:
-    """Builds and installs fairseq with what it requires; takes it out again if it does not work."""
+    """Builds and installs fairseq with its requirements; removes it again if it does not work."""
     with tempfile.TemporaryDirectory(prefix="fairseq-") as folder:
         source = download(Path(folder))
         apply_patches(source)
@@ -83,8 +83,8 @@ def download(folder: Path) -> Path:
         raise BuildError("git is not installed, and is needed to apply the patches")
     wanted, pins = folder / "fairseq.txt", folder / "build.txt"
     wanted.write_text(f"--no-binary fairseq\nfairseq==0.12.2 --hash=sha256:{SDIST_SHA256}\n")
-    # pip also runs the source's setup.py for its metadata, in an environment for builds: what is installed there is
-    # pinned as for the wheel, in the two ways that old and new releases of pip understand.
+    # pip also runs the source's setup.py for its metadata, in an environment for builds, whose packages are pinned as
+    # for the wheel, in the two ways that old and new releases of pip understand.
     pins.write_text("\n".join(re.findall(r'"(\S+==\S+)"', (FILES / "pyproject.toml").read_text())))
     pinned = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(pins))
     flags = ["--no-deps", "--dest", str(folder), "--requirement", str(wanted)]
@@ -94,7 +94,7 @@ def download(folder: Path) -> Path:
 
 
 def pip(*arguments: str, doing: str, **environment: str) -> None:
-    """Runs pip, which says on stderr what is wrong; raises `BuildError` where it fails."""
+    """Runs pip, whose errors are on stderr; raises `BuildError` where it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if subprocess.run(command, env=os.environ | environment).returncode:
         raise BuildError(f"cannot {doing}; what pip says is above")

@@ -71,7 +71,7 @@ def in_order() -> list[Path]:
 
 
 def git(*arguments: str, folder: Path, doing: str) -> str:
-    """Runs git in a folder, whatever its settings and the repository around it, and returns what it prints."""
+    """Runs git in a folder, whatever its settings and the repository around it, and returns its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}

@@ -87,7 +87,7 @@ def test_meters_of_fairseq_0_8_and_numpy_numbers_load_and_are_saved(load, core: 
         content = saved(checkpoint(metrics=loaded))
 
 
-# tests/test_bounded_loading.py and tests/test_integrity.py have more of what is refused.
+# tests/test_bounded_loading.py and tests/test_integrity.py have more cases.
 @pytest.mark.parametrize(
     ("content", "says"),
     [
