@@ -39,6 +39,7 @@ def unpack(archive: str, cache: str) -> str:
         except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, OSError) as error:
             raise FileError(f"{archive} cannot be unpacked: {str(error) or type(error).__name__}") from None
         try:
+            # In one step, so that no other process sees a part.
             os.rename(top if os.path.isdir(top) else os.path.dirname(top), folder)
         except OSError:
             if not os.path.isdir(folder):  # by another process, in the meantime

@@ -102,6 +102,7 @@ def _check(prefix: str, types: int | None, *_: object) -> None:
         return
     if index.dtype.kind not in "iu":
         raise FileError(f"{path} holds numbers of type {index.dtype}; tokens must be whole numbers")
+    # The largest and the smallest are enough: all ids between them are in the dictionary.
     for token in _extremes(path, index.dtype):
         if not 0 <= token - index.first < types:
             raise FileError(
@@ -143,6 +144,7 @@ def _read_index(path: str) -> _Index | None:
                 f"{path} is damaged: version {version + (ninth << 64)} and type {code}, where version is 1 and type "
                 "1 to 10"
             )
+        # The header, an int32 and an int64 for each entry; or int64s alone.
         if size != expected:
             raise FileError(
                 f"{path} has {size:,} bytes; with the {entries:,} entries that it says it must have {expected:,}: it "

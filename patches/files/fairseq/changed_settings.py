@@ -49,11 +49,13 @@ def check_shapes(path: str, former: Any, now: Any, weights: Any, task: Any) -> N
             with open_dict(settings) if OmegaConf.is_config(settings) else torch.no_grad():
                 if name is not None:
                     setattr(settings, name, changes[name][1])
+            # On the meta device: shapes without memory.
             with making_model(path, settings, weights), torch.device("meta"):
                 return len(wanted ^ {(name, tuple(x.shape)) for name, x in _build(settings, task)})
         except Exception:  # settings that make no model
             return math.inf
 
+    # The checkpoint's own settings may misfit, too, as after a change of the dictionary.
     at_first = misfits() if changes else 0
     if different := {name: both for name, both in changes.items() if misfits(name) > at_first}:
         raise _misfit(path, different)

@@ -29,6 +29,7 @@ def names_the_file(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
         try:
             return load(path, *others, **options)
         except Exception as error:
+            # It names a file already.
             if getattr(error, "filename", None) is not None or str(path) in str(error):
                 raise
             reason = " ".join(f"{type(error).__name__} {error}".split())[:300]

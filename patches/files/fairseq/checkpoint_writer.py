@@ -27,6 +27,7 @@ def save(state: Any, path: str, in_background: bool = False) -> None:
     The third failure is raised, and there is no new file then. With `in_background`, if iopath is installed, a thread
     writes a copy of the present state; the next call, or `finish`, raises the thread's error.
     """
+    # Digests of the present state, which training changes while a thread writes.
     state = with_digests(state)
     if _has_thread(in_background):
         content = _in_three_tries(lambda: _serialized(state))
@@ -58,6 +59,7 @@ def _write_once(path: str, write: Callable[[BinaryIO], Any]) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
+        # "x": fails, and writes nothing, where somebody has put a link meanwhile.
         with open(beside, "xb") as file:
             write(file)
         os.replace(beside, path)

@@ -53,6 +53,7 @@ class DataFile:
 
     def read_into(self, array: np.ndarray[Any, Any], place: int) -> None:
         """Fills an array with the bytes from `place` on."""
+        # A view: preadv writes into the array, in parts if a signal interrupts it.
         rest: Any = array.reshape(-1).view(np.uint8)
         try:
             while len(rest) and (count := os.preadv(self._descriptor, [rest], int(place))):
@@ -84,6 +85,7 @@ class DataFile:
             raise
         if state == self._state:
             return None
+        # Size or time differ, as after `touch`: compare the contents, once.
         if (found := _content(self._descriptor)) == self._content:
             self._state = state
             return None
@@ -97,6 +99,7 @@ class DataFile:
     def __setstate__(self, known: tuple[Any, ...]) -> None:
         self.path, state, self._content = known
         self._open()
+        # The sender's state: a change before this process opened the file is noticed, too.
         self._state, found = state, self._state
         if found != state:
             self.check()
@@ -155,6 +158,7 @@ def compare(files: dict[str, Content], former: list[list[Any]], in_epoch: bool, 
             f"{', '.join(files)}: the checkpoint stopped within an epoch of {len(former)} files; there must be as "
             "many, or --reset-dataloader be given, which begins an epoch"
         )
+    # By their order, as the paths may be others.
     for (path, found), (known, *content) in zip(files.items(), former, strict=False):
         if found == Content(*content):
             continue

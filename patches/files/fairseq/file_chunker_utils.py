@@ -20,6 +20,7 @@ def find_offsets(filename: str, num_chunks: int) -> list[int]:
         offsets = [0]
         for number in range(1, num_chunks):
             file.seek(size // num_chunks * number)
+            # From anywhere in a line to the beginning of the next: a part has whole lines.
             file.readline()
             offsets.append(file.tell())
     return [*offsets, size]

@@ -26,6 +26,8 @@ def remember(moved: Tensor, x: Tensor) -> Tensor:
 def known(x: Tensor) -> Tensor | None:
     """The numbers of `x` on the CPU, if there is no need to wait for them; None otherwise."""
     for of in (x, x._base):
+        # A view has no copy of its own; its base may have one.
+        # A change in place of either raises its version, and the copy is no longer that of the tensor.
         host, *versions = getattr(of, "_on_host", (None,))
         if not isinstance(of, Tensor) or not isinstance(host, Tensor) or [host._version, of._version] != versions:
             continue

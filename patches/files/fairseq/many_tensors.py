@@ -30,6 +30,7 @@ def multiply(tensors: Iterable[Tensor], factor: Any) -> None:
     """Multiplies every tensor by a number, or by a tensor that holds one; a GPU is not waited for."""
     for some in _by_device(tensors):
         here = factor
+        # float() of a number on a CPU waits for nothing; one on a GPU is copied there.
         if torch.is_tensor(factor) and factor.device != some[0].device:
             here = float(factor) if factor.device.type == "cpu" else factor.to(some[0].device)
         torch._foreach_mul_(some, here)
@@ -64,6 +65,7 @@ def average(averages: list[Tensor], values: list[Tensor], decay: float) -> None:
     """averages = decay averages + (1 - decay) values, in the type of the averages."""
     for some in _portions(range(len(values)), lambda i: values[i].numel()):
         ours = [averages[i] for i in some]
+        # a <- decay a + (1 - decay) v
         torch._foreach_mul_(ours, decay)
         torch._foreach_add_(ours, [values[i].to(averages[i].dtype) for i in some], alpha=1 - decay)
 
@@ -87,6 +89,7 @@ def in_float32(params: Sequence[Any]) -> Iterator[tuple[list[Any], list[Tensor],
 
     Those in 16 bits come in portions, which are copied back after their update.
     """
+    # In place: the yielded numbers share memory with the parameters.
     if params and params[0].dtype not in _HALF:
         yield list(params), [p.detach() for p in params], [p.grad.detach().to(p.dtype) for p in params]
         return
@@ -121,6 +124,7 @@ def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[st
         skip: a tensor that holds 1. where nothing shall be changed, or None.
     """
     others, found = [], defaultdict(list)
+    # One call of the operator for each device, type and number of steps.
     for p in params:
         if not goes_together(p):
             others.append(p)
@@ -141,8 +145,10 @@ def adam(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[st
                 for p, value in zip(portion, values, strict=True):
                     state[p][name] = state[p][name].to(value).contiguous()
                     kept.append(state[p][name])
+            # p <- p - lr weight_decay p, before the step, as fairseq does
             if group["weight_decay"]:  # torch's own rounds 1 - lr weight_decay, which is always off to the same side
                 torch._foreach_add_(values, values, alpha=-group["weight_decay"] * group["lr"])
+            # p <- p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps / sqrt(1 - beta2^t))
             torch._fused_adamw_(
                 values,
                 [grad.contiguous() for grad in grads],
@@ -185,6 +191,8 @@ def nag(params: Sequence[Any], state: dict[Any, dict[str, Any]], group: dict[str
             buffers = [state[p]["momentum_buffer"] for p in portion]
             if group["weight_decay"]:
                 torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
+            # With m the momentum, b its buffer and c = lr / (lr of the last step):
+            # p <- p + m^2 c b - (1 + m) lr g, then b <- m c b - lr g
             torch._foreach_add_(values, buffers, alpha=momentum * momentum * change)
             torch._foreach_add_(values, grads, alpha=-(1 + momentum) * rate)
             torch._foreach_mul_(buffers, momentum * change)

@@ -49,12 +49,14 @@ class _Limit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Operators in place make no tensor.
         if func._schema.is_mutable:
             return func(*args, **kwargs)
         for tensor in self._made(func, args, kwargs):
             if tensor.nbytes > self.left:
                 shape = tuple(tensor.shape)
                 raise _TooLargeError(f"a tensor of shape {shape}, {tensor.nbytes:,} bytes", shape)
+        # Views share storage with an argument, and are not counted.
         before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         made = func(*args, **kwargs)
         for tensor in _tensors(made):
@@ -80,6 +82,7 @@ class _Limit(TorchDispatchMode):
         if self.tensors_left < 0:
             raise _TooLargeError(f"more than {self.most_tensors:,} tensors")
         self.left -= storage.nbytes()
+        # A tensor that is freed no longer counts.
         weakref.finalize(storage, self._give_back, storage.nbytes())
 
     def _give_back(self, size: int) -> None:
@@ -107,6 +110,7 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
     size = sum(tensor.numel() for tensor in tensors) * torch.float32.itemsize
     numbers = _numbers(settings)
     for name, value in numbers.items():
+        # A million layers would take hours before their tensors are too many.
         if "layers" in name and value > model_sizes.most_layers(len(tensors)):
             raise FileError(f"{path} is refused: {name} is {value}, and it has {len(tensors)} weights")
     try:
@@ -118,6 +122,7 @@ def making_model(path: str, settings: Any, weights: Mapping[str, Tensor]) -> Ite
             f"{path} is refused: {likely}, and it asks for {error}; its weights have {size:,} bytes in float32"
         ) from None
     except Exception as error:
+        # Subclasses, such as torch.OutOfMemoryError, are about the machine.
         lacks = isinstance(error, RuntimeError) and type(error) not in _NO_MODEL
         if lacks or (isinstance(error, OSError) and error.filename is not None):
             raise

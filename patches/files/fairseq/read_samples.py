@@ -56,6 +56,7 @@ class ReadSamples:
         if state is None or state["identity"] != self.identity():
             self._complain("samples")
             return
+        # First the batches of the checkpoint's own division, then those of a new one from its place.
         for read, start in ((state["before"], state["start"]), (state["read"], done)):
             if read is not None:
                 left = self._left(read)
@@ -65,6 +66,7 @@ class ReadSamples:
                 self.rest = iterator.divide(left)
             self._before, self.start = read, start
             iterator.arrange(iterator.epoch, iterator.fix_batches_to_gpus, iterator.shuffle)
+            # Equal batches: nothing was changed, and `done` of them are skipped as usual.
             if self.digest() == state["batches"]:
                 return
         logger.info("what is left of the epoch is divided into batches anew")
@@ -74,6 +76,7 @@ class ReadSamples:
         if self._iterator.divide is None:
             return None
         samples = _samples(self._iterator.frozen_batches)
+        # A flag for each sample cannot tell how often it was read.
         repeat = len(np.unique(samples)) < len(samples)
         return None if repeat else samples[~_unpacked(read, len(self._iterator.dataset))[samples]]
 
@@ -104,6 +107,7 @@ class ReadSamples:
         """A digest of the epoch's batches, and of how many processes read them."""
         if self._digest is None:
             assert self._order is not None
+            # The lengths tell [[1], [2]] from [[1, 2]].
             lengths = [self._iterator.num_shards, *map(len, self._order)]
             self._digest = crc32(np.concatenate([lengths, _samples(self._order)]).tobytes())
         return self._digest

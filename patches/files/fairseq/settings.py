@@ -40,6 +40,7 @@ def literal(text: str) -> Any:
 
 def _value(node: ast.expr, most: int) -> tuple[Any, int]:
     """A value, and how many values and characters it has at all its levels together, which may be `most`."""
+    # Sums may be within lists, where ast.literal_eval refuses them.
     if isinstance(node, (ast.List, ast.Tuple)):
         items = [_value(item, most) for item in node.elts]
         made: Any = [value for value, _ in items]
@@ -57,6 +58,7 @@ def _value(node: ast.expr, most: int) -> tuple[Any, int]:
     if not isinstance(node.op, ast.Mult):
         raise ValueError(f"{type(node.op).__name__} is not among +, - and *")
     size = 1
+    # [x] * n and n * [x]: bounded before the list is made.
     for items, times, one in ((left, right, left_size), (right, left, right_size)):
         if hasattr(items, "__len__") and isinstance(times, int):
             size = _checked(one * max(times, 1), most)
@@ -86,6 +88,7 @@ def check_literals(settings: Any) -> None:
         count += counts
         if count > _MOST:
             raise InvalidInput(f"setting {name} is one of more than {_MOST:,} values, which are too many")
+        # OmegaConf's mark of an interpolation.
         if isinstance(value, str) and "${" in value:
             raise InvalidInput(f"setting {name} is {value[:200]!r}; it must be a literal, without ${{...}}")
         may_be = _INFINITE.get(name.rpartition(".")[2])

@@ -31,6 +31,7 @@ def put_in_place(folder: str) -> Iterator[str]:
         _lock(in_use)
     try:
         yield work
+        # Each rename is atomic; a reader of the old file keeps it.
         for name in sorted(os.listdir(work)):
             os.replace(os.path.join(work, name), os.path.join(folder, name))
     finally:

@@ -104,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(dtype)
         units = [x for x in module.modules() if getattr(x, _UNIT, False) and x is not module]
+        # Inner modules first, as fully_shard asks for.
         for unit in reversed(units):
             fully_shard(unit, mesh=self._mesh, reshard_after_forward=not cfg.no_reshard_after_forward, mp_policy=policy)
         # It warns of changes in place to a view that a model returns; no criterion makes any.
@@ -116,6 +117,7 @@ class FullyShardedDataParallel(nn.Module):
             name: nn.Parameter(self._wholes[name].detach().to_local(), requires_grad=x.requires_grad)
             for name, x in module.named_parameters()
         }
+        # Checkpoints have whole tensors, of which each process takes its rows.
         module.register_load_state_dict_pre_hook(self._split)
         logger.info(
             "fully sharded in %s groups: this process keeps %s of %s parameters",
@@ -141,6 +143,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's, whole and on the CPU, in the first process; nothing in the others, which must call it too."""
         state = self.module.state_dict(*arguments, **options)
+        # Every process takes part in each all-gather, the first alone keeps the result.
         joined: dict[int, Tensor | None] = {}  # one parameter with two names is one in a checkpoint too
         for name, whole in self._wholes.items():
             if id(whole) not in joined:

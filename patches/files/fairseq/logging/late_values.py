@@ -26,6 +26,7 @@ class Settled:
         return vars(meter)[self._name]
 
     def __set__(self, meter: Any, value: Any) -> None:
+        # A value that is set, as by reset(), replaces all updates.
         vars(meter).pop("_late", None)
         vars(meter)[self._name] = value
 
@@ -48,6 +49,7 @@ def settle(meter: Any) -> None:
     for x in (x for values in late for x in values if torch.is_tensor(x) and x.numel() == 1):
         kinds[x.device, x.dtype].append(x)
     numbers: dict[int, Any] = {}
+    # One copy to the CPU, which waits for the GPU, for each device and type.
     for found in kinds.values():
         read = torch.stack([x.detach().reshape(()) for x in found]).tolist()
         numbers |= {id(x): number for x, number in zip(found, read, strict=True)}
@@ -64,6 +66,7 @@ class LateNumbers:
     def exchange(self, x: Tensor, of: Any) -> tuple[Tensor | None, Any]:
         """Gives `x` and the samples `of` which it is, and takes the last ones given; None and None the first time."""
         on_gpu = x.device.type == "cuda"
+        # Pinned memory lets the copy run beside later operators; the event tells when it is done.
         numbers = torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu).copy_(x, non_blocking=True)
         done = torch.cuda.Event() if on_gpu else None
         if done is not None:

@@ -33,11 +33,13 @@ def find(tokens: Tensor, ends: Sequence[int]) -> Clusters:
         ValueError: for an id beyond the last cluster.
     """
     flat = host_copies.on_host(tokens).reshape(-1).numpy()
+    # The number of ends that are at most the id is the number of its cluster.
     cluster = np.searchsorted(np.asarray(ends), flat, side="right")
     if flat.size and not 0 <= flat.min() <= flat.max() < ends[-1]:
         raise ValueError(f"token ids range from {flat.min()} to {flat.max()}; they must be from 0 to {ends[-1] - 1}")
     counts = np.bincount(cluster, minlength=len(ends)).tolist()
     order = np.argsort(cluster.astype(np.uint8), kind="stable")
+    # rank is the inverse of the permutation `order`.
     rank = np.empty_like(order)
     rank[order] = np.arange(flat.size)
     starts = np.asarray([0, *ends[:-1]])
