@@ -1,8 +1,6 @@
 """Checkpoints of fairseq are whole or not there, and it writes to no file elsewhere."""
 
 import io
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,30 +12,17 @@ pytestmark = pytest.mark.usefixtures("our_fairseq")
 STATE = {"model": {"w": torch.ones(100)}}
 
 
-@pytest.fixture(params=["at once", "in the background"])
-def save(request, monkeypatch) -> Callable[[Path], None]:
-    """Saves `STATE`."""
-    from fairseq import checkpoint_utils, checkpoint_writer
-    from fairseq.file_io import PathManager
-
-    later = request.param != "at once"
-    monkeypatch.setattr(checkpoint_writer, "find_spec", lambda name: later or None)
-
-    def save(path: Path) -> None:
-        checkpoint_utils.torch_persistent_save(STATE, str(path), async_write=later)
-        PathManager.async_close()
-
-    return save
-
-
 JUNK = b"PK\3\4" + b"x" * 5000
 FULL = OSError(28, "No space left on device")
+LATER = pytest.mark.parametrize("later", [False, True], ids=["at once", "in the background"])
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
 @pytest.mark.parametrize("when", ["torch", "write", "close"])
-def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(save, tmp_path, monkeypatch, failures, when):
-    from fairseq import checkpoint_writer
+@LATER
+def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(tmp_path, monkeypatch, failures, when, later):
+    from fairseq import checkpoint_utils, checkpoint_writer
+    from fairseq.file_io import PathManager
 
     path, left, torch_save = tmp_path / "checkpoint_last.pt", failures, torch.save
     path.write_bytes(b"before")
@@ -66,17 +51,19 @@ def test_each_try_begins_with_an_empty_file_and_a_failed_one_has_no_name(save, t
         fail("torch", file)
         torch_save(state, file)
 
+    monkeypatch.setattr(checkpoint_writer, "find_spec", lambda name: True)
     monkeypatch.setattr(checkpoint_writer, "open", Failing, raising=False)
     monkeypatch.setattr(torch, "save", save_failing)
     try:
-        save(path)
+        checkpoint_utils.torch_persistent_save(STATE, str(path), async_write=later)
+        PathManager.async_close()
         assert why_damaged(path) is None and torch.equal(torch.load(path)["model"]["w"], STATE["model"]["w"])
     except (OSError, RuntimeError):  # the latter by torch
         assert failures == 3 and path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("later", [False, True])
+@LATER
 def test_a_copy_that_fails_leaves_the_file_that_was_there(tmp_path, monkeypatch, later):
     from fairseq import checkpoint_writer
 
