@@ -58,7 +58,8 @@ def _extract(archive: str, folder: str, most: int) -> str:
             most -= member.size
             if member.size < 0 or most < 0:
                 raise ValueError(f"it would become more than {_TIMES} times as large")
-            member = tarfile.data_filter(member, folder).replace(mode=None, deep=False)
+            member = tarfile.data_filter(member, folder)
+            member = member.replace(mode=None, deep=False)  # type: ignore[arg-type]  # permissions by the umask
             if (name := os.path.normpath(member.name)) in names and member.isfile():
                 raise ValueError(f"{name[:200]!r} is there twice")
             names.append(name)
