@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _settings() -> Settings:
-    """Those in the environment."""
+    """The settings in the environment."""
     defaults = {"SRC": "en", "TGT": "de", "SUBWORDS": "sentencepiece"}
     names = source, target, kind = [os.environ.get(name) or default for name, default in defaults.items()]
     if kind not in KINDS:
