@@ -62,6 +62,7 @@ def parse_training(log: str) -> Training:
                 steps.append(float(values.get("ups", 0)))
                 training.seconds += float(values.get("train_wall", 0))
                 free += [float(values["gb_free"])] if "gb_free" in values else []
+    # A training that is shorter than --log-interval reports its epochs alone.
     if epochs and not speeds:
         speeds, steps, walls = map(list, zip(*epochs, strict=True))
         training.seconds = sum(walls)
@@ -70,6 +71,7 @@ def parse_training(log: str) -> Training:
     workers = re.findall(r"CUDA enviroments for all (\d+) workers", log)
     gpus = {int(rank): (name, float(memory)) for rank, memory, name in _GPU.findall(log)}
     training.gpus = [gpus[rank][0] for rank in range(int(workers[-1])) if rank in gpus] if workers else []
+    # fairseq reports the memory that is free, of the first GPU.
     if free and 0 in gpus:
         training.gpu_memory = round(gpus[0][1] - min(free), 1)
     ran = list(dict.fromkeys(_BACKEND.findall(log)))

@@ -72,6 +72,7 @@ def _families(paragraphs: dict[str, list[list[str]]]) -> list[list[str]]:
         for paragraph in texts:
             if not _is_long(paragraph):
                 continue
+            # Union of the two families, by the first article that had this paragraph.
             mine, other = family_of[name], family_of[first_with.setdefault(_flat(paragraph), name)]
             if mine is not other:
                 other += mine

@@ -113,6 +113,7 @@ def compare(options: argparse.Namespace, corpus: Corpus) -> None:
     for name in options.models:
         entry, other = trained[name].entry, trained.get(name + CARRIED)
         carried = f"{other.entry.scores['test, carried']:.2f}" if other else "-"
+        # fairseq keeps the checkpoint of the lowest validation perplexity, which is the one that was scored.
         [sliding], best = entry.scores.values(), min(perplexity for _, perplexity in entry.valid)
         found = [f"{entry.parameters:,}", f"{best:.2f}", f"{sliding:.2f}", carried]
         cells.append([MODELS[name][0], *found, f"{entry.words_per_second or 0:,.0f}"])

@@ -175,6 +175,7 @@ def _encode_all(texts: Iterator[str], source: Path, workers: int) -> Iterator[tu
     if workers == 1:
         yield from map(_encode, texts)
         return
+    # A batch at a time: `imap` would read all texts ahead.
     with pool(workers, _start_worker, source) as processes:
         while batch := list(islice(texts, _DOCUMENTS * workers)):
             yield from processes.map(_encode, batch, chunksize=8)

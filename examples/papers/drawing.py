@@ -57,6 +57,7 @@ def draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
     curves = {row: curve for row, curve in curves.items() if row not in levels} or curves
     axes.set_xlim(0, max(curve[-1][0] for curve in curves.values()) * 1.02)
     lowest = min(ends.values())
+    # The first validations are far above, and would press the rest together.
     axes.set_ylim(0.95 * lowest, 5 * lowest)
     draw_curves(axes, curves, levels=levels)
     plain_numbers(axes.yaxis)
@@ -78,6 +79,7 @@ def _draw_claims(claims: Sequence[Claim], entries: Sequence[Entry], path: Path) 
         bar = None if i.half == inf else [i.half]
         axes.errorbar([i.mean], [place], xerr=bar, fmt="o", color="black", capsize=3, linewidth=1.4)
     low, high = axes.get_xlim()
+    # Models that break down are hundreds of points away from the others, which differ by one.
     far = bool(high - low > 100)
     if far:
         axes.set_xscale("symlog", linthresh=2)

@@ -156,6 +156,7 @@ def estimate(size: Size, gpu: dict[str, Any], precision: str, speeds: Sequence[S
     divisors = [number for number in range(1, size.most + 1) if size.most % number == 0]
     fitting = [number for number in divisors if size.gigabytes(precision, number) <= room]
     batches = size.batches or (fitting or divisors[-1:])[0]
+    # The least is bound by the tensor cores or by the memory, one after the other.
     rate, bandwidth = REACHED * gpu["teraflops"][precision] * 1e12, gpu["terabytes per second"] * 1e12
     bytes_of = 4 if precision == "fp32" else 2
     least = size.operations / rate + MOVED * size.words * size.kept * bytes_of / bandwidth

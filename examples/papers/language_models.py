@@ -86,6 +86,7 @@ class LanguageModel:
         checkpoint = self._scored(places, env)
         modes = [env["MODE"]] if env.get("MODE") else self.modes
         calls = []
+        # A program for each way and split, in the order of the paper's columns.
         for mode in modes:
             for split in (env.get("SPLITS") or self.splits).split():
                 words = [program("fairseq-eval-lm"), str(places.data), "--path", str(checkpoint), "--gen-subset", split]

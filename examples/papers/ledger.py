@@ -151,6 +151,7 @@ def code_digest() -> str:
 def data_digest(data: Path) -> str:
     """A digest of a folder's dictionaries and binarised training text."""
     digest = hashlib.sha256()
+    # fairseq numbers words by the dictionary: text and dictionary together are the data.
     for path in sorted([*data.glob("dict*.txt"), *data.glob("train*.bin")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

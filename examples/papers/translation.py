@@ -40,6 +40,7 @@ class Translation:
         if not env.get("UPDATE_FREQ") and self.accumulated % gpus:
             raise UserError(f"GPUS is {gpus}; it must divide {self.accumulated}, or UPDATE_FREQ must be given too")
         update_freq = positive(env, "UPDATE_FREQ", self.accumulated // gpus)
+        # The paper's batch, whatever it is divided among.
         batch = self.accumulated * self.tokens
         if batch % (gpus * update_freq):
             raise UserError(f"GPUS x UPDATE_FREQ is {gpus * update_freq}; it must divide the batch of {batch} tokens")

@@ -65,6 +65,7 @@ def passages(path: Path) -> Iterator[str]:
     """The lines of a file. Raises UserError if it cannot be read."""
     for line, _ in read_lines(path):
         words = line.split()
+        # The place of the full stop; the word before it is to be guessed.
         ends = (at for at in range(WORDS, len(words)) if words[at] == "." and words[at - 1].isalpha())
         if (end := next(ends, None)) is not None:
             yield " ".join(words[:end])

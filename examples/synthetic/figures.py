@@ -54,6 +54,7 @@ def draw_figures(
         points = [r for r in results.get(setting, ()) if r.best_loss is not None and not r.point.evaluate_length]
         if not points:
             continue
+        # Learning curves are drawn where a setting is hardest (1), or easiest (2).
         size = curves_at(result.point.size for result in points)
         for number in set(figures) & set(numbers):
             path = folder / f"synthetic-figure{number}.png"

@@ -118,6 +118,7 @@ class Grid(Screen):
                     while waiting and len(running) < self.jobs:
                         point = waiting.pop(0)
                         running[pool.submit(_train, point)] = point, time.monotonic()
+                    # A second without news is time for another look at the progress.
                     ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                     for future in ended:
                         done += 1
@@ -139,6 +140,7 @@ class Grid(Screen):
                     self.show([*lines, f"{len(waiting)} waiting{time_left(left)}"])
             finally:
                 self.clear()
+                # The pool would wait until their points are done.
                 for child in multiprocessing.active_children():
                     child.terminate()
 

@@ -132,6 +132,7 @@ def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "au
     Returns:
         (batch, queries, length).
     """
+    # The state w has a column for each query: it starts as the queries and runs backwards over the pairs.
     queries = q.squeeze(2).transpose(1, 2)  # (batch, dim, queries)
     reversed_k, reversed_beta = k.flip(1), beta.flip(1)
     # k_i . w_i is read after the write of pair i + 1; for the last pair there is none, w_L is the query.
@@ -225,6 +226,7 @@ def _write_chunk(memory: Tensor, square: Tensor, k: Tensor, beta: Tensor, values
     steps = k.shape[1]
     long_k, beta = k.double(), beta.double()
     eye = torch.eye(steps, dtype=torch.float64, device=k.device)
+    # U = (I + tril(K K^T, -1) B)^-1, by forward substitution.
     u = torch.linalg.solve_triangular(
         eye + (long_k @ long_k.transpose(1, 2)).tril(-1) * beta[:, None], eye.expand(len(k), -1, -1), upper=False
     )
@@ -237,6 +239,7 @@ def _write_chunk(memory: Tensor, square: Tensor, k: Tensor, beta: Tensor, values
     of_square = beta.square() * long_k.square().sum(-1) - 2 * beta
     scales, divided_by, square = _Caps.apply(u, same, z_at, z.square().sum(-1), of_square, 2 * beta, square)
 
+    # r_t = sum_i U_ti P_{i-1} v_i - z_t; dividing by P_n gives the memory after the chunk.
     errors = spread(u * scales[:, None], values, memory.shape[1]) - z  # r
     scale = 1 / divided_by  # a product has a cheaper gradient than a quotient, and the memory is large
     written = (errors * (beta * scale)[:, :, None]).to(k.dtype)
@@ -293,6 +296,7 @@ class _Caps(torch.autograd.Function):
         grew = (after > scales).to(after.dtype)
         kept, d_root = 1 - grew, grew / (2 * after)
         d_scales, d_squares = d_scales.clone(), torch.empty_like(a)
+        # From the last step to the first; P_t passes its gradient on where the maximum was P_{t-1}.
         for t in range(a.shape[1] - 1, -1, -1):
             now = slice(t, t + 1)
             d_square = torch.addcmul(d_square, d_largest, d_root[:, now])

@@ -49,6 +49,7 @@ def draw_sequences(
     """
     shape = (batch, length or sequence_length(setting, size))
     if setting == 1:
+        # The order of random numbers is a random permutation.
         keys, values = (torch.rand(shape, device=device).argsort(dim=1) for _ in range(2))
     else:
         keys, values = (torch.randint(size, shape, device=device) for _ in range(2))

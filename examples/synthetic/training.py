@@ -170,6 +170,7 @@ def recorded(call: Callable[[], None]) -> Callable[[], None]:
     def next_call() -> None:
         nonlocal calls
         calls += 1
+        # A capture needs calls on a side stream before it, by torch's rules for CUDA graphs.
         if calls <= UNRECORDED:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     state: dict[Any, Any] = {}
     for read in range(1, WORDS + 1):
         model(words[:, :read], incremental_state=state)
+    # Of every layer's buffers; positions and lengths are integers and do not count.
     kept = [x for buffer in state.values() for x in buffer.values() if x is not None]
     print(f"State: {sum(x.numel() for x in kept if x.is_floating_point()):,} numbers after {WORDS} words")
     return 0

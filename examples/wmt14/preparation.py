@@ -246,6 +246,7 @@ def _tell(counts: dict[str, Any], settings: Settings) -> str:
 
 def _write_dictionary(path: Path, subwords: list[str], counts: Counter[str]) -> None:
     """fairseq's dictionary of all subwords, frequent ones first, filled up to a multiple of 8 as fairseq does."""
+    # As in a dictionary that fairseq counts; ties stay in the model's order.
     order = sorted(subwords, key=lambda word: -counts[word])
     fill = -(len(order) + 4) % 8  # fairseq adds four symbols
     rows = [f"{word} {counts[word]}" for word in order] + [f"madeupword{i:04d} 0" for i in range(fill)]
@@ -279,6 +280,7 @@ def _spread(function: Callable[[list[str]], list[str]], lines: Iterable[str], si
         for chunk in chunks:
             yield from function(chunk)
         return
+    # In order, and at most two chunks a process ahead of the reader.
     with pool(workers) as processes:
         waiting: deque[AsyncResult[list[str]]] = deque()
         for chunk in chunks:
