@@ -23,7 +23,7 @@ from .conftest import PATH, ROOT
 
 
 @pytest.mark.parametrize("demo", [run, translation, grid, synthetic])
-def test_what_cannot_be_is_named_before_any_work(demo: Any, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wrong_options_and_folders_are_named_before_any_work(demo: Any, tmp_path: Path, monkeypatch, capsys) -> None:
     out = [*["--setting", "1"] * (demo is grid), "--out", str(tmp_path)]
     for option, value in (("--updates", "0"), ("--models", "lstm")) * (demo in (run, translation)):
         with pytest.raises(SystemExit, match="2"):

@@ -98,7 +98,7 @@ def test_words_are_cut_into_subwords_and_scores_are_per_word(tokens: Path, tmp_p
     assert scores == {"test, carried": 4.0, "test, carried, per word": 4 ** (binarised / counts["words"])}
 
 
-def test_what_looks_finished_is_and_other_text_is_refused(tmp_path: Path) -> None:
+def test_a_finished_folder_is_kept_and_other_text_is_refused(tmp_path: Path) -> None:
     (small := tmp_path / "small").mkdir()
     # Words of bytes above 127 only, and white space above 127: both count as they do for fairseq in any locale.
     (small / "wiki.train.tokens").write_text(" \n – 日本\u3000b \n\u00a0c \n", encoding="utf-8")
@@ -140,7 +140,7 @@ def test_documents_are_cut_into_the_models_subwords(gpt2: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
-def test_documents_are_what_stands_between_separators_or_on_lines_of_json(packed: str, tmp_path: Path) -> None:
+def test_documents_stand_between_separators_or_on_lines_of_json(packed: str, tmp_path: Path) -> None:
     program = {"": "cat", ".gz": "gzip", ".zst": "zstd"}[packed]
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
