@@ -161,7 +161,7 @@ def test_a_score_is_of_its_model_its_data_its_options_and_its_kernels(places, mo
     assert calls.read_text().splitlines()[-1].split()[2] == f"{out}/checkpoint_last.pt"
 
 
-def test_a_run_is_of_its_text_and_of_what_it_starts_from(tmp_path: Path) -> None:
+def test_a_run_is_of_its_text_and_of_its_source(tmp_path: Path) -> None:
     """A former one of the same commands on other data is trained and scored again, as far as it read a changed file."""
     data, source = tmp_path / "data", tmp_path / "source.pt"
     data.mkdir()
@@ -264,7 +264,7 @@ SIZE = Size(words=1000, updates=3600, most=4, batches=None, layers=2, products=1
 SPEED = Speed(0.5, 0.25, 4.0, Size(1000, 1, 1, None, 4, 10**6, 1, 1))
 
 
-def test_the_bounds_are_what_was_worked_out_by_hand() -> None:
+def test_the_bounds_are_those_worked_out_by_hand() -> None:
     # 6e9 operations at 50 TFLOP/s, 0.2 GB moved three times; 0.5 s for twice the layers, 0.25 s at twice the speed.
     half = Estimate(6e9 / 50e12 + 0.6e9 / 2e12, 0.25 + 0.25 * 2, 2.0 + 0.2, 3.6, 1)
     single = Estimate(6e9 / 5e12 + 1.2e9 / 2e12, 0.25 + 0.25 * 2 * 2, 1.6 + 0.4, 3.6, 1)

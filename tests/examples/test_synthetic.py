@@ -71,7 +71,7 @@ def by_definition(kind: str, memory: Any, p: SimpleNamespace) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 3 * memories.CHUNK + 1])
 @pytest.mark.parametrize("name", [*models.MODELS[1], *models.MODELS[2]])
-def test_a_memory_reads_what_its_definition_reads_with_the_same_gradients(name: str, length: int) -> None:
+def test_a_memory_has_the_outputs_and_gradients_of_its_definition(name: str, length: int) -> None:
     model = (models.MODELS[1] | models.MODELS[2])[name]
     memory = model.build(DIM).double().eval()  # in evaluation FAVOR+ keeps its features
     p = pairs(length)
@@ -168,7 +168,7 @@ def test_tables_and_figures_are_of_any_part_of_the_grid(tmp_path: Path, capsys) 
     assert [path.name for path in drawn] == [f"synthetic-figure{number}.png" for number in (1, 2, 3, 4, 5)]
 
 
-def test_the_demo_ends_in_two_figures_a_table_and_what_they_show(tmp_path: Path, capsys) -> None:
+def test_the_demo_ends_in_two_figures_tables_and_sentences(tmp_path: Path, capsys) -> None:
     (tmp_path / demo.MARK).touch()
     highest = {"linear": 20, "dpfp-1": 100, "sum-dpfp-1": 0}
     for point in demo.POINTS:
