@@ -4,7 +4,7 @@
 
 At each shape, rule and pass every plan of the chunked kernels, the one that they choose with other numbers of segments,
 and the recurrent kernels take turns (A B C A B C ...). The costs that the kernels choose by (`WalkCosts` in
-cuda/chunked/stages.cuh) are held against the medians, which --out writes, by tests/cuda/test_choice.py.
+cuda/chunked/passes.cuh) are held against the medians, which --out writes, by tests/cuda/test_choice.py.
 """
 
 import csv

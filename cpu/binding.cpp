@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../native/operators.h"
-#include "chosen.h"
+#include "binding.h"
 
 namespace fairseq_fastweights {
 namespace {

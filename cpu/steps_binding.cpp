@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "chosen.h"
+#include "binding.h"
 
 namespace fairseq_fastweights {
 namespace {

@@ -80,7 +80,7 @@ struct Algorithms {
 template <typename Params>
 void run(const char* name, const Algorithms<Params>& algorithms, Params& params, const Rule& rule) {
     const bool backward = std::is_same<Params, RuleBackward>::value;
-    const int32_t operation = rule.corrects ? (backward ? kDeltaBackward : kDeltaForward)
+    const int32_t operation = rule.is_delta ? (backward ? kDeltaBackward : kDeltaForward)
                               : backward    ? kDiagonalBackward
                                             : kDiagonalForward;
     int major = 0, minor = 0;
@@ -101,14 +101,14 @@ void run(const char* name, const Algorithms<Params>& algorithms, Params& params,
 template <typename Params>
 Params params_of(const Rule& rule, int64_t interval) {
     if (rule.starts) fail("the CUDA kernels take no starts, but decays that empty the state");
-    if (rule.log_gate && (by_dimension(rule) || (rule.complement && rule.corrects))) {
+    if (rule.log_gate && (by_dimension(rule) || (rule.complement && rule.is_delta))) {
         fail(
             "log_gate comes without erase, log_key_decay and log_value_decay, and without complement to rules that "
             "correct");
     }
     Params params{};
     rule.fill(params);
-    params.corrects = rule.corrects;
+    params.is_delta = rule.is_delta;
     params.sizes = sizes_of(rule, interval);
     return params;
 }

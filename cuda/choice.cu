@@ -73,9 +73,9 @@ extern "C" ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* 
     // Before 8.0 tensor cores multiply float16 alone: no tf32, no bfloat16, and no asynchronous copies either.
     if (capability < 80) return {};
     if (sizes->time < 1 || sizes->key_dim < 1 || sizes->value_dim < 1) return {};
-    const bool corrects = operation >= kDeltaForward, decays = separate_decays != 0;
+    const bool is_delta = operation >= kDeltaForward, decays = separate_decays != 0;
     // Decays of values are told apart as 2.
-    const RulePass pass{corrects, gated && !decays, decays, separate_decays > 1 && !corrects, is_backward(operation)};
+    const RulePass pass{is_delta, gated && !decays, decays, separate_decays > 1 && !is_delta, is_backward(operation)};
     return (pass.backward ? chunked_plan_backward : chunked_plan_forward)(*sizes, dtype, pass,
                                                                           shared_memory_of(capability));
 }

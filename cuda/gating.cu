@@ -44,10 +44,10 @@ struct Division {
 
 // The places of a thread's numbers of a tensor, from step to step. `outer` and `inner` are a step's indices, and then those of the
 // distance to the next one.
-struct Place {
+struct StepCursor {
     int64_t at, ahead, back;
 
-    DEVICE Place(const Gating& call, const Sequence& x, int64_t first, uint2 step, uint2 distance)
+    DEVICE StepCursor(const Gating& call, const Sequence& x, int64_t first, uint2 step, uint2 distance)
         : at(first + step.x * x.batch + step.y * x.time), ahead(opaque(distance.x * x.batch + distance.y * x.time)),
           back(x.batch - call.inner * x.time) {}
     DEVICE void go_on() { at += ahead; }
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(kThreads)
     const unsigned distance = kThreads / by.across, inner = call.inner;
     unsigned step = begin + threadIdx.x / by.across, at = step % inner;
     const uint2 from = make_uint2(step / inner, at), to = make_uint2(distance / inner, distance % inner);
-    Place x_at(call, call.x, c, from, to), out_at(call, Backward ? call.d_out : call.out, c, from, to);
-    Place y_at(call, call.y, i + head * call.y.head, from, to), dx_at(call, call.dx, c, from, to);
-    Place dy_at(call, call.dy, i + head * call.dy.head, from, to);
+    StepCursor x_at(call, call.x, c, from, to), out_at(call, Backward ? call.d_out : call.out, c, from, to);
+    StepCursor y_at(call, call.y, i + head * call.y.head, from, to), dx_at(call, call.dx, c, from, to);
+    StepCursor dy_at(call, call.dy, i + head * call.dy.head, from, to);
     const bool multiplies = Normed || call.y.data, centred = call.norm == kLayerNorm;
     const A share = A(1) / A(call.dim);
     A d_bias[V] = {}, d_factor[V] = {};  // of log_rate, or of weight

@@ -33,7 +33,7 @@ struct Sizes {
 
 struct RuleForward {
     Sizes sizes;
-    int32_t complement, corrects;  // corrects: of the delta family
+    int32_t complement, is_delta;  // is_delta: of the delta family
     Sequence q, k, v;
     Sequence erase, beta;                               // each may be absent, for k and 1; of the delta family
     Sequence log_gate, log_key_decay, log_value_decay;  // each may be absent; log_gate comes without the other two
@@ -46,7 +46,7 @@ struct RuleForward {
 
 struct RuleBackward {
     Sizes sizes;
-    int32_t complement, corrects;  // corrects: of the delta family
+    int32_t complement, is_delta;  // is_delta: of the delta family
     Sequence d_out;
     const void* d_final_state;  // null: zeros
     Sequence q, k, v;
@@ -72,7 +72,7 @@ struct StepState {
 // One token: `time` of the sizes is 1 and the sequences' time strides are not used.
 struct RuleStep {
     Sizes sizes;
-    int32_t complement, corrects;  // corrects: of the delta family
+    int32_t complement, is_delta;  // is_delta: of the delta family
     Sequence q, k, v;
     Sequence erase, beta;
     Sequence log_gate, log_key_decay, log_value_decay;

@@ -27,8 +27,8 @@ SMALL_SPILLS = {
     "gradients<__": 100,
     "gradients<float, ": 300,
     "outputs<float, ": 80,
-    "walk<__": 28,
-    "walk<float, ": 180,
+    "pass_states<__": 28,
+    "pass_states<float, ": 180,
 }
 """Bytes that kernels whose names begin so may spill, stored and loaded together. What it costs is unmeasured."""
 

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "../states.h"
-#include "levels.h"
+#include "secondary_chunking.h"
 #include "scores.h"
 
 namespace fairseq_fastweights {

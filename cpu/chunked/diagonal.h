@@ -2,11 +2,11 @@
 //
 // Without decays a chunk is a causal matrix product. A decay that the whole state shares multiplies its scores:
 // D[t][s] = g_{s+1} ... g_t, made row by row as running products. Decays of rows and columns, one for each key and value
-// dimension, divide the chunk into pairs, blocks and halves (levels.h).
+// dimension, divide the chunk into pairs, blocks and halves (secondary_chunking.h).
 #pragma once
 
 #include "../states.h"
-#include "levels.h"
+#include "secondary_chunking.h"
 #include "scores.h"
 
 namespace fairseq_fastweights {

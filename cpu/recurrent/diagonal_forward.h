@@ -1,5 +1,5 @@
 // Small states of the diagonal rules step by step, forwards: tiles of them (tiles.h) go through a whole chunk each, span
-// by span (rescaled_spans.h) where something decays. This beats the products of matrices (diagonal.h, levels.h), which would
+// by span (rescaled_spans.h) where something decays. This beats the products of matrices (diagonal.h, secondary_chunking.h), which would
 // be mostly padding, copies and masks, and many short rows of the levels of decays.
 #pragma once
 

@@ -12,7 +12,7 @@
 //
 //   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
 //
-// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write strengths of 1 the entries
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write write_factors of 1 the entries
 // of T = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its diagonal
 // are inverted by themselves, and T follows by substitution, in float32 by three products whatever the inputs are: its errors reach all later
 // steps.
@@ -24,40 +24,41 @@
 //   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV         dQ and dK: gradients.cu
 #pragma once
 
-#include "slices.h"
-#include "strips.cuh"
+#include "fragments.cuh"
+#include "workspace.cuh"
 
 namespace fairseq_fastweights {
 
-// A chunk's numbers by step (StepNumbers, GateNumbers in slices.h), in shared memory: the local stage finds them, the last one
+// A chunk's numbers by step (StepNumbers, GateNumbers in workspace.cuh), in shared memory: the local stage finds them, the last one
 // reads what that left. Without gates there is nothing but beta.
 template <bool Gated>
-struct ChunkSteps {
+struct ChunkGates {
     float* numbers;
 
-    ChunkSteps() = default;
-    __host__ __device__ explicit ChunkSteps(Carver& carver) : numbers(carver.take<float>(step_numbers(Gated))) {}
+    ChunkGates() = default;
+    __host__ __device__ explicit ChunkGates(SharedAllocator& allocator)
+        : numbers(allocator.take<float>(step_numbers(Gated))) {}
     DEVICE float beta(int t) const { return numbers[kBeta + t]; }
     DEVICE float from_start(int t) const { return Gated ? numbers[kFromStart + t] : 1.0f; }
     DEVICE float to_end(int t) const { return Gated ? numbers[kToChunkEnd + t] : 1.0f; }
     DEVICE float whole() const { return Gated ? numbers[kWholeGate] : 1.0f; }
-    DEVICE float strength(int s) const { return Gated ? numbers[kStrength + s] : 1.0f; }
-    DEVICE const float* strengths() const { return numbers + kStrength; }
+    DEVICE float write_factor(int s) const { return Gated ? numbers[kWriteFactor + s] : 1.0f; }
+    DEVICE const float* write_factors() const { return numbers + kWriteFactor; }
 
     // A step's beta and log gate. They are loaded before copies are begun, behind which they would have to wait.
     struct Step {
         float beta, log_gate;
 
-        DEVICE Step(const Sequence& strengths, const Sequence& gates, int batch, int head, int start, int time) {
-            const int step = start + static_cast<int>(threadIdx.x) % kSide;
-            beta = load_step(strengths, batch, head, step, time);
+        DEVICE Step(const Sequence& write_factors, const Sequence& gates, int batch, int head, int start, int time) {
+            const int step = start + static_cast<int>(threadIdx.x) % kChunk;
+            beta = load_step(write_factors, batch, head, step, time);
             log_gate = Gated ? load_step(gates, batch, head, step, time) : 0.0f;
         }
     };
 
-    // Finds them of the steps that each kSide threads have, of which there may be several times as many. Ends with a barrier.
+    // Finds them of the steps that each kChunk threads have, of which there may be several times as many. Ends with a barrier.
     DEVICE void find(const Step& own, bool complement) const {
-        const int thread = threadIdx.x, step = thread % kSide, part = thread / kSide, parts = blockDim.x / kSide;
+        const int thread = threadIdx.x, step = thread % kChunk, part = thread / kChunk, parts = blockDim.x / kChunk;
         // Logs of the gates to and with this step, and behind it: of ever more steps around it.
         float before = own.log_gate, after = 0.0f;
         if constexpr (Gated) {
@@ -65,18 +66,18 @@ struct ChunkSteps {
                 const int half = 1 << level;
                 const bool late = step & half;
                 if ((level & (parts - 1)) == part)
-                    numbers[kOfLevels + level * kSide + step] = expf(late ? before : after);
+                    numbers[kLevelGates + level * kChunk + step] = expf(late ? before : after);
                 float other = __shfl_xor_sync(kAllLanes, before + after, half % kWarp);
                 if (half == kWarp) {  // the other warp's
                     float* const halves = numbers + kWholeLog + 1;
-                    if (thread < kSide && warp_lane() == 0) halves[step / kWarp] = other;
+                    if (thread < kChunk && warp_lane() == 0) halves[step / kWarp] = other;
                     __syncthreads();
                     other = halves[1 - step / kWarp];
                 }
                 (late ? before : after) += other;
             }
         }
-        if (thread < kSide) {
+        if (thread < kChunk) {
             const float from_chunk = expf(before), to_chunk = expf(after),
                         write = complement ? -expm1f(own.log_gate) : 1.0f;
             numbers[kBeta + step] = own.beta;
@@ -84,10 +85,10 @@ struct ChunkSteps {
             numbers[kFromStart + step] = from_chunk;
             numbers[kToEnd + step] = to_chunk * write;
             if constexpr (Gated) {
-                numbers[kStrength + step] = write;
+                numbers[kWriteFactor + step] = write;
                 numbers[kToChunkEnd + step] = to_chunk;
             }
-            if (step == kSide - 1) {
+            if (step == kChunk - 1) {
                 numbers[kWholeGate] = from_chunk;
                 numbers[kWholeLog] = before;
             }
@@ -102,27 +103,27 @@ struct ChunkSteps {
     }
     // Starts to copy what the last stage reads from there.
     DEVICE void copy(const float* from) const {
-        for (int i = 4 * threadIdx.x; i < (Gated ? kGateNumbers : kSide); i += 4 * blockDim.x)
+        for (int i = 4 * threadIdx.x; i < (Gated ? kGateNumbers : kChunk); i += 4 * blockDim.x)
             copy_async<16>(numbers + i, from + i);
     }
 
-    // Takes a strip whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s <= t, times
+    // Takes a fragment whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s <= t, times
     // D_ts; 0 for others.
-    DEVICE void keep_pairs(Strip<kSide / 8>& pairs, int row) const {
+    DEVICE void mask_and_decay(Fragment<kChunk / 8>& pairs, int row) const {
         if constexpr (!Gated) return pairs.each([&](int s, int j, float& x) { x = s <= row + j ? x : 0.0f; });
-        const int last = row / kBlockSide, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
-        UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
-            Strip<2>& part = pairs.template part<2>(2 * block);
+        const int last = row / kSubchunk, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
+        UNROLL_FOR (int block = 0; block < kSubchunks; ++block) {
+            Fragment<2>& part = pairs.template part<2>(2 * block);
             if (block > last) {
                 part.clear();
                 continue;
             }
             const bool own = block == last;
-            const float *const of_near = numbers + kOfLevels + (own ? near : 4 + (block ^ last) / 2) * kSide,
-                               *const of_far = own ? numbers + kOfLevels + 3 * kSide : of_near;
+            const float *const of_near = numbers + kLevelGates + (own ? near : 4 + (block ^ last) / 2) * kChunk,
+                               *const of_far = own ? numbers + kLevelGates + 3 * kChunk : of_near;
             part.each_pair([&](int s, int t, float& x, float& y) {
                 const float* const left = s / 8 == t / 8 ? of_near : of_far;
-                const float2 to_middle = *reinterpret_cast<const float2*>(left + block * kBlockSide + s);
+                const float2 to_middle = *reinterpret_cast<const float2*>(left + block * kSubchunk + s);
                 x *= to_middle.x * left[row + t];
                 y *= own && s + 1 == t ? 1.0f : to_middle.y * left[row + t];
             });
@@ -140,36 +141,38 @@ struct GateSums {
     float* sums;
 
     GateSums() = default;
-    __host__ __device__ explicit GateSums(Carver& carver) : sums(carver.take<float>((kBlocks + 3) * kSide + kBlocks)) {}
-    DEVICE float* inside(int warp) const { return sums + warp * kSide; }
-    DEVICE float* read() const { return sums + kBlocks * kSide; }
-    DEVICE float* written() const { return read() + kSide; }
-    DEVICE float* strength() const { return written() + kSide; }
-    DEVICE float* passing() const { return strength() + kSide; }  // by warp: <S_0, dS>
+    __host__ __device__ explicit GateSums(SharedAllocator& allocator)
+        : sums(allocator.take<float>((kSubchunks + 3) * kChunk + kSubchunks)) {}
+    DEVICE float* inside(int warp) const { return sums + warp * kChunk; }
+    DEVICE float* read() const { return sums + kSubchunks * kChunk; }
+    DEVICE float* written() const { return read() + kChunk; }
+    DEVICE float* write_factor() const { return written() + kChunk; }
+    DEVICE float* passing() const { return write_factor() + kChunk; }  // by warp: <S_0, dS>
 
     // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on. Of a row the
     // sums over s < u are found from place to place, and then those of all rows with t >= u added.
-    DEVICE void add_inside(const Strip<kSide / 8>& pairs, int row) const {
-        const int group = warp_lane() / 4, member = warp_lane() % 4;
+    DEVICE void add_inside(const Fragment<kChunk / 8>& pairs, int row) const {
+        const int lane_row = warp_lane() / 4, lane_pair = warp_lane() % 4;
         float before[2] = {0.0f, 0.0f};
-        UNROLL_FOR (int n = 0; n < kSide / 8; ++n) {
+        UNROLL_FOR (int n = 0; n < kChunk / 8; ++n) {
             float sums[2] = {};
-            const int u = 8 * n + 2 * member;
-            if (8 * n < row + kTileRows) {
+            const int u = 8 * n + 2 * lane_pair;
+            if (8 * n < row + kMmaRows) {
                 UNROLL_FOR (int half = 0; half < 2; ++half) {
                     const float x = pairs.value[n][2 * half], pair = x + pairs.value[n][2 * half + 1];
                     const float other = __shfl_xor_sync(kAllLanes, pair, 1), two = pair + other;
                     const float others = __shfl_xor_sync(kAllLanes, two, 2);
-                    const float sum = before[half] + ((member & 2) ? others : 0.0f) + ((member & 1) ? other : 0.0f);
+                    const float sum =
+                        before[half] + ((lane_pair & 2) ? others : 0.0f) + ((lane_pair & 1) ? other : 0.0f);
                     before[half] += two + others;
-                    const int t = row + group + 8 * half;
+                    const int t = row + lane_row + 8 * half;
                     if (u <= t) sums[0] += sum;
                     if (u < t) sums[1] += sum + x;
                 }
                 UNROLL_FOR (int distance = 4; distance < kWarp; distance *= 2)
                     for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
-            if (group == 0) *reinterpret_cast<float2*>(inside(row / kTileRows) + u) = make_float2(sums[0], sums[1]);
+            if (lane_row == 0) *reinterpret_cast<float2*>(inside(row / kMmaRows) + u) = make_float2(sums[0], sums[1]);
         }
     }
 
@@ -182,9 +185,9 @@ struct GateSums {
     // After a barrier: the gradient of the log gate of step u, but for what its write loses.
     DEVICE float of(int u, float whole) const {
         float sum = 0.0f, passed = 0.0f;
-        UNROLL_FOR (int warp = 0; warp < kBlocks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+        UNROLL_FOR (int warp = 0; warp < kSubchunks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
 #pragma unroll 8
-        for (int step = 0; step < kSide; ++step) sum += (step >= u ? read() : written())[step];
+        for (int step = 0; step < kChunk; ++step) sum += (step >= u ? read() : written())[step];
         return sum + passed * whole;
     }
 };

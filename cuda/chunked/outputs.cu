@@ -1,52 +1,52 @@
 // The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of gates.cuh:
 //
-//   local    of all chunks at once: T = (I + B G)^-1, and gates                       (local.cu)
-//   walk     chunk after chunk: states and U                                          (walk.cu)
+//   local    of all chunks at once: T = (I + B G)^-1, and gates                       (intra_chunk.cu)
+//   walk     chunk after chunk: states and U                                          (state_passing.cu)
 //   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
 //
-// With decays by dimension Q * F_.0 and the pairs, in the notation of levels.cuh, are from the local stage. Where nothing
-// corrects, U is diag(w) V with the strengths of writes; they go with the pairs, and V is taken as it is. With decays of values
-// outputs are found by levels, as levels_gradient.cuh has it for gradients of queries.
-#include "levels_gradient.cuh"
-#include "rows.cuh"
-#include "stages.cuh"
+// With decays by dimension Q * F_.0 and the pairs, in the notation of secondary_chunking.cuh, are from the local stage. Where nothing
+// it is no delta rule, U is diag(w) V with the write factors; they go with the pairs, and V is taken as it is. With decays of values
+// outputs are found by levels, as secondary_chunking_gradient.cuh has it for gradients of queries.
+#include "chunk_parallel.cuh"
+#include "passes.cuh"
+#include "secondary_chunking_gradient.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
 // A part of the keys and values, in `Width` times 16 columns of keys. With decays by dimension, of keys alone or of `Values` as well,
 // pairs of steps are from the local stage.
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
-struct OutputParts {
+template <typename T, bool IsDelta, bool Gated, bool Decays, bool Values, int Width>
+struct OutputLayout {
     static constexpr int kAtOnce = sizeof(T) == 4 || Values ? 2
                                    : Gated || Decays        ? 3
                                                             : 4;  // blocks of a multiprocessor
     Rows<T, 16 * Width> q, k;
-    Rows<Factor<T>, 16 * Width> state;  // transposed
-    WrittenRows<T, Corrects> update;
-    ChunkSteps<Gated> steps;
-    Rows<float, kSide> pairs;  // P
+    Rows<Computed<T>, 16 * Width> state;  // transposed
+    UpdateRows<T, IsDelta> update;
+    ChunkGates<Gated> steps;
+    Rows<float, kChunk> pairs;  // P
     LevelRows<kWarp> levels;
     size_t bytes;
 
-    __host__ __device__ OutputParts(Carver carver, int value_part)
-        : q(carver, kSide), k(carver, Decays ? 0 : kSide), state(carver, value_part),
-          update(carver, Corrects ? value_part : kSide), pairs(carver, Values ? kSide : 0) {
-        if (Values) levels = LevelRows<kWarp>(carver);
-        if (Gated) steps = ChunkSteps<Gated>(carver);
-        bytes = carver.used;
+    __host__ __device__ OutputLayout(SharedAllocator allocator, int value_part)
+        : q(allocator, kChunk), k(allocator, Decays ? 0 : kChunk), state(allocator, value_part),
+          update(allocator, IsDelta ? value_part : kChunk), pairs(allocator, Values ? kChunk : 0) {
+        if (Values) levels = LevelRows<kWarp>(allocator);
+        if (Gated) steps = ChunkGates<Gated>(allocator);
+        bytes = allocator.used;
     }
 };
 
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Values, int Width>
-__global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated, Decays, Values, Width>::kAtOnce))
-    outputs(const RuleForward p, const Sequence queries, const Slice<Factor<T>> slice, const int value_part) {
+template <typename T, bool IsDelta, bool Gated, bool Decays, bool Values, int Width>
+__global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated, Decays, Values, Width>::kAtOnce))
+    outputs(const RuleForward p, const Sequence queries, const Slice<Computed<T>> slice, const int value_part) {
     constexpr int kPasses = sizeof(T) == 4 ? 3 : 1, kKeys = 16 * Width;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const OutputParts<T, Corrects, Gated, Decays, Values, Width> shared(Carver(memory), value_part);
-    const ChunkSteps<Gated>& steps = shared.steps;
-    const Place at(slice, p.sizes);
-    const int start = at.start, time = p.sizes.time, row = own_row();
+    const OutputLayout<T, IsDelta, Gated, Decays, Values, Width> shared(SharedAllocator(memory), value_part);
+    const ChunkGates<Gated>& steps = shared.steps;
+    const ChunkCoord at(slice, p.sizes);
+    const int start = at.start, time = p.sizes.time, row = first_own_step();
     const auto copy_keys = [&](int key) {
         at.copy(shared.q, queries, key, p.sizes.key_dim);
         if constexpr (!Decays) at.copy(shared.k, p.k, key, p.sizes.key_dim);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
     const auto copy_values = [&](int key, int value) {
         const int values = min(value_part, slice.columns - value);
         at.copy_state(shared.state, slice.states, key, value, values);
-        if (key == 0) at.template copy_writes<Corrects>(shared.update, p.v, value, values);
+        if (key == 0) at.template copy_updates<IsDelta>(shared.update, p.v, value, values);
     };
 
     // The first parts of all are on their way at once, those that are needed first before the others.
@@ -63,20 +63,20 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
     copies_commit();
     copy_values(0, 0);
     copies_commit();
-    Strip<kSide / 8> scores;
+    Fragment<kChunk / 8> scores;
     scores.clear();
     if constexpr (Decays) {
-        scores = load_pairs(at, row, slice.scores, slice.rest);
+        scores = load_pairs(at, row, slice.scores, slice.scores_low);
         if constexpr (Values) scores.write(shared.pairs.from(row, 0));
     } else {
         each_part<1>(slice.key_rows, kKeys, copy_keys,
                      [&](int) { multiply_rows<kPasses, false, false>(scores, shared.q, row, shared.k, Width); });
-        steps.keep_pairs(scores, row);
-        if constexpr (Gated && !Corrects) scores.scale(steps.strengths());
+        steps.mask_and_decay(scores, row);
+        if constexpr (Gated && !IsDelta) scores.scale(steps.write_factors());
     }
     for (int value = 0; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
-        Strip<kWidest / 8> out;
+        Fragment<kWidest / 8> out;
         out.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
             const bool there = slice.key_rows <= kKeys;  // all keys
@@ -94,18 +94,18 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
         if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
             UNROLL_FOR (int first = 0; first < kWidest; first += kWarp) {
                 if (first >= values) break;
-                Strip<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
+                Fragment<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
                 __syncthreads();  // nobody reads decays of others any more
-                BlockGradients<T, kWarp> of(shared.levels, row, at, p.log_value_decay, value + first,
-                                            p.sizes.value_dim);
+                SubchunkGradients<T, kWarp> of(shared.levels, row, at, p.log_value_decay, value + first,
+                                               p.sizes.value_dim);
                 load_column(of.early, shared.update.from(row, first), of.column);
                 of.add(part, shared.pairs);
-                part = of.strip_of(of.d_late);
+                part = of.fragment_of(of.d_late);
             }
         } else {
             each_columns(out, values / 16, [&](auto& part, int first) {
-                const auto update = Corrects ? shared.update.from(first, 0) : shared.update.from(0, first);
-                multiply<kPasses, !Corrects, Decays>(in_groups(), part, scores, update);
+                const auto update = IsDelta ? shared.update.from(first, 0) : shared.update.from(0, first);
+                multiply<kPasses, !IsDelta, Decays>(has_wgmma(), part, scores, update);
             });
         }
         out.store_rows(at.template part_of<T>(p.out, value, p.sizes.value_dim), values, start + row, time);
@@ -115,30 +115,30 @@ __global__ void __launch_bounds__(kStripThreads, (OutputParts<T, Corrects, Gated
 struct Outputs {
     template <typename T>
     static size_t bytes(const RulePass& pass, int keys, int values) {
-        return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto both) {
+        return with_rule(pass, [&](auto is_delta, auto gated, auto decays, auto both) {
             return with_width(keys, [&](auto width) {
-                return OutputParts<T, corrects, gated, decays, both, width>(Carver(nullptr), values).bytes;
+                return OutputLayout<T, is_delta, gated, decays, both, width>(SharedAllocator(nullptr), values).bytes;
             });
         });
     }
 
-    template <typename T, typename F>
-    static cudaError_t run(const RuleForward& p, const WalkPlan& plan, Walks<F> w, unsigned char* room,
+    template <typename T, typename C>
+    static cudaError_t run(const RuleForward& p, const PassPlan& plan, StatePassing<C> w, unsigned char* room,
                            cudaStream_t stream) {
-        const Slice<F>& slice = w.slice;
+        const Slice<C>& slice = w.slice;
         const int64_t head = slice.first_head, kept = kept_states(p.sizes);
         float* const last = nth_state(p.final_state, p.sizes, head);  // also what the next slice starts from
         w.ends = {last, 1, 0};
         w.kept = kept > 0 ? nth_state(p.states, p.sizes, head * kept) : nullptr;
-        const cudaError_t error =
-            launch_walk<T>(plan, w, slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, head), room, stream);
+        const cudaError_t error = pass_states_of_slice<T>(
+            plan, w, slice.begin > 0 ? last : nth_state(p.initial_state, p.sizes, head), room, stream);
         if (error != cudaSuccess) return error;
         const Sequence queries =
-            plan.pass.decays ? slice.template sequence_of<T>(slice.queries, slice.key_rows, p.sizes) : p.q;
-        return with_rule(plan.pass, [&](auto corrects, auto gated, auto decays, auto values) {
+            plan.pass.decays ? slice.template sequence_of<T>(slice.decayed_q, slice.key_rows, p.sizes) : p.q;
+        return with_rule(plan.pass, [&](auto is_delta, auto gated, auto decays, auto values) {
             return with_width(plan.key_part, [&](auto width) {
-                return launch(outputs<T, corrects, gated, decays, values, width>, dim3(slice.heads, slice.chunks),
-                              dim3(kStripThreads), plan.last_shared, stream, p, queries, slice, plan.value_part);
+                return launch(outputs<T, is_delta, gated, decays, values, width>, dim3(slice.heads, slice.chunks),
+                              dim3(kChunkThreads), plan.last_shared, stream, p, queries, slice, plan.value_part);
             });
         });
     }
@@ -147,14 +147,14 @@ struct Outputs {
 }  // namespace
 
 ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
-    return walked_plan<Outputs>(sizes, dtype, pass, limit);
+    return plan_of_pass<Outputs>(sizes, dtype, pass, limit);
 }
 
 extern "C" cudaError_t fastweights_forward_chunked(const RuleForward* params, cudaStream_t stream) {
-    return run_walked<Outputs>(*params, stream);
+    return run_pass<Outputs>(*params, stream);
 }
 extern "C" size_t fastweights_forward_chunked_workspace(const RuleForward* params) {
-    return walked_workspace<Outputs>(*params);
+    return workspace_of_pass<Outputs>(*params);
 }
 
 }  // namespace fairseq_fastweights

@@ -14,10 +14,10 @@ __host__ __device__ constexpr int round_up(int x, int multiple) { return divide_
 
 // A pass of a rule, as far as what stages hand one another depends on it.
 struct RulePass {
-    bool corrects;  // the delta rule; else what is written does not depend on the state
+    bool is_delta;  // the delta rule; else what is written does not depend on the state
     bool gated;
-    bool decays;  // by dimension, or an erase key; not gated then
-    bool values;  // decays of values are among them; nothing corrects then
+    bool decays;         // by dimension, or an erase key; not gated then
+    bool decays_values;  // decays of values are among them; no delta rule then
     bool backward;
 };
 
@@ -27,9 +27,9 @@ ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RuleP
 
 // The plan that the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "columns=64 stages=2"; 0 where it asks for
 // nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.
-struct AskedPlan {
+struct RequestedPlan {
     int columns = number("columns="), stages = number("stages="), threads = number("threads="),
-        segments = number("segments="), slice = number("slice=");  // slice: its chunks (slices.h)
+        segments = number("segments="), slice = number("slice=");  // slice: its chunks (workspace.cuh)
 
 private:
     static int number(const char* name) {
@@ -39,11 +39,11 @@ private:
     }
 };
 
-// The limits of plans: those of the current device, unless another limit is given; and what is asked of them.
+// The limits of plans: those of the current device, unless another limit is given; and what was requested.
 struct Device {
     int limit = shared_memory_limit();  // bytes of shared memory that a block may have
     int processors = multiprocessors();
-    AskedPlan asked;
+    RequestedPlan requested;
 };
 
 // Cycles of an H200's multiprocessor.

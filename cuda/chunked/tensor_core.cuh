@@ -43,7 +43,7 @@ DEVICE void put_pair(T* to, float x, float y) {
         *reinterpret_cast<Pair<T>*>(to) = narrow_pair<T>(x, y);
 }
 
-constexpr int kTileRows = 16;  // of a product of a warp
+constexpr int kMmaRows = 16;  // of a product of a warp
 
 DEVICE int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
@@ -122,27 +122,27 @@ DEVICE unsigned transpose_matrix(unsigned pair) {
 // its right factor is read from shared memory in pieces of 16 bytes, asynchronously: a fence shows it what threads wrote there, and
 // what it adds to is there after a wait.
 
-constexpr int kGroupWarps = 4, kGroupColumns = 64;  // of a product
+constexpr int kWarpgroupWarps = 4, kWgmmaColumns = 64;  // of a product
 
 // Instructions of sm_90a.
 #if defined(FASTWEIGHTS_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FASTWEIGHTS_OF_GROUPS FASTWEIGHTS_INSTRUCTION
+#define FASTWEIGHTS_SM90A FASTWEIGHTS_INSTRUCTION
 #else
-#define FASTWEIGHTS_OF_GROUPS(emulated, ...)
+#define FASTWEIGHTS_SM90A(emulated, ...)
 #endif
 
 // True where there are such instructions.
-DEVICE bool in_groups() {
-    FASTWEIGHTS_OF_GROUPS(return emulation::has_wgmma(), return true);
+DEVICE bool has_wgmma() {
+    FASTWEIGHTS_SM90A(return emulation::has_wgmma(), return true);
     return false;
 }
 
 // Shows them what this thread wrote to shared memory, also by copies that it has waited for, from the next barrier on.
-DEVICE void show_to_groups() {
-    FASTWEIGHTS_OF_GROUPS(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
+DEVICE void fence_async_proxy() {
+    FASTWEIGHTS_SM90A(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
 }
 
-// d += a b from `first` on: 16 rows of this warp and kGroupColumns columns, 16 inner places. The left factor is in registers or, as
+// d += a b from `first` on: 16 rows of this warp and kWgmmaColumns columns, 16 inner places. The left factor is in registers or, as
 // the right one, where a descriptor says; places of a `Turned` one are (inner, row).
 #define FASTWEIGHTS_WGMMA(type, left, right, turned, ...)                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
@@ -158,16 +158,16 @@ DEVICE void show_to_groups() {
         FASTWEIGHTS_WGMMA("bf16", __VA_ARGS__);   \
     else                                          \
         FASTWEIGHTS_WGMMA("f16", __VA_ARGS__)
-template <typename T, bool RowsInner, bool Turned, int N>
-DEVICE void multiply_in_group(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t b) {
-    FASTWEIGHTS_OF_GROUPS(emulation::wgmma(d[first], kGroupColumns, a, b, RowsInner, Stored<T>::kDType == kBFloat16),
-                          FASTWEIGHTS_WGMMA_FOR("{%32,%33,%34,%35}", "%36", ", %37", FASTWEIGHTS_FOUR("r", a)));
+template <typename T, bool RowsInner, bool Transposed, int N>
+DEVICE void wgmma(float (&d)[N][4], int first, const unsigned (&a)[4], uint64_t b) {
+    FASTWEIGHTS_SM90A(emulation::wgmma(d[first], kWgmmaColumns, a, b, RowsInner, Stored<T>::kDType == kBFloat16),
+                      FASTWEIGHTS_WGMMA_FOR("{%32,%33,%34,%35}", "%36", ", %37", FASTWEIGHTS_FOUR("r", a)));
 }
-template <typename T, bool RowsInner, bool Turned, int N>
-DEVICE void multiply_in_group(float (&d)[N][4], int first, uint64_t a, uint64_t b) {
-    FASTWEIGHTS_OF_GROUPS(
-        emulation::wgmma(d[first], kGroupColumns, a, Turned, b, RowsInner, Stored<T>::kDType == kBFloat16),
-        FASTWEIGHTS_WGMMA_FOR("%32", "%34", ", %33, %35", "l"(a), "n"(Turned)));
+template <typename T, bool RowsInner, bool Transposed, int N>
+DEVICE void wgmma(float (&d)[N][4], int first, uint64_t a, uint64_t b) {
+    FASTWEIGHTS_SM90A(
+        emulation::wgmma(d[first], kWgmmaColumns, a, Transposed, b, RowsInner, Stored<T>::kDType == kBFloat16),
+        FASTWEIGHTS_WGMMA_FOR("%32", "%34", ", %33, %35", "l"(a), "n"(Transposed)));
 }
 #undef FASTWEIGHTS_WGMMA_FOR
 #undef FASTWEIGHTS_WGMMA
@@ -180,7 +180,7 @@ DEVICE void multiply_in_group(float (&d)[N][4], int first, uint64_t a, uint64_t 
 template <typename T>
 constexpr bool kRounded = Stored<T>::kDType == kBFloat16;
 template <typename T>
-using Factor = std::conditional_t<kRounded<T>, T, float>;
+using Computed = std::conditional_t<kRounded<T>, T, float>;
 
 // ---- Products of float32 -----------------------------------------------------------------------------------------
 // In tf32 (8 bits of exponent, 10 of fraction, float32 accumulators):
@@ -216,8 +216,8 @@ struct Operand {
 // Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
 // the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
 template <int Passes, Rounding How = Rounding::kNearest>
-struct KeptFactor : Operand<Passes, How, 4> {
-    DEVICE explicit KeptFactor(const float (&x)[4]) : Operand<Passes, How, 4>({x[0], x[2], x[1], x[3]}) {}
+struct LeftOperand : Operand<Passes, How, 4> {
+    DEVICE explicit LeftOperand(const float (&x)[4]) : Operand<Passes, How, 4>({x[0], x[2], x[1], x[3]}) {}
 
     // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
     template <Rounding OfRight = Rounding::kNearest>

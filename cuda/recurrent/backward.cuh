@@ -71,7 +71,7 @@ struct BackwardOffsets : Offsets {
         db = take(plan.warps * span * element);
         dv = take(span * values * element);
         dz = take(M == kBoth ? span * values * element : 0);
-        errors = take(corrects(M) ? span * values * element : 0);
+        errors = take(is_delta(M) ? span * values * element : 0);
         const int slot = plan.warps * kWarp * Tile::kElements * element;
         inner = take((M == kPlain ? 0 : needs_states(M) ? span : 1) * slot);
         outer = take(M == kPlain ? 0 : plan.slots * slot);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     constexpr bool decays = decays_keys(M);
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Sizes& sizes = call.sizes;
-    const Place<Tile> place;
+    const ThreadCoord<Tile> place;
     const int warps = plan.warps, values = Tile::padded(warps), span = plan.span;
     const int first = (plan.first_split + blockIdx.y) * warps * Tile::kWarpValues;
     const int columns = min(warps * Tile::kWarpValues, sizes.value_dim - first);
@@ -136,29 +136,29 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     // Stages: `ask` starts the copies of the stage that comes next, `stage` waits for them, or asks first where no one
     // has.
     A gate_ahead{}, beta_ahead{};
-    bool asked = false;
+    bool requested = false;
     const auto ask = [&](int time, int steps, unsigned mask) {
         copy_inputs(table, mask, memory, time, steps);
         if constexpr (has_gate(M)) gate_ahead = gate.load(time, steps, A(0));
-        if constexpr (corrects(M)) beta_ahead = beta.load(time, steps, A(1));
-        asked = true;
+        if constexpr (is_delta(M)) beta_ahead = beta.load(time, steps, A(1));
+        requested = true;
     };
     const auto stage = [&](int time, int steps, unsigned mask) {
-        if (!asked) {
+        if (!requested) {
             __syncthreads();  // the table of sources, and the raw rows, which the last conversion has read
             ask(time, steps, mask);
         }
         copies_wait<0>();
         __syncthreads();
         convert_inputs<A>(table, mask, memory, time, steps);
-        if ((has_gate(M) || corrects(M)) && threadIdx.x < steps) {
+        if ((has_gate(M) || is_delta(M)) && threadIdx.x < steps) {
             part(at.gate)[threadIdx.x] = exponential(gate_ahead);
-            part(at.write)[threadIdx.x] = corrects(M)                       ? beta_ahead
+            part(at.write)[threadIdx.x] = is_delta(M)                       ? beta_ahead
                                           : M == kScalar && call.complement ? one_minus_exponential(gate_ahead)
                                                                             : A(1);
         }
         __syncthreads();
-        asked = false;
+        requested = false;
     };
 
     struct Operands {
@@ -171,12 +171,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         if constexpr (decays) read_keys<Tile>(x.f, part(at.rows[kF]) + s * keys, place);
         if constexpr (M == kBoth) read_values<Tile>(x.z, part(at.rows[kZ]) + s * values, place);
         if constexpr (has_gate(M)) x.gate = part(at.gate)[s];
-        if constexpr (M == kScalar || corrects(M)) x.write = part(at.write)[s];
+        if constexpr (M == kScalar || is_delta(M)) x.write = part(at.write)[s];
         return x;
     };
 
     A state[R][C], grad[R][C];
-    const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
+    const StateColumns<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
     const int segment = divides_time(M) ? blockIdx.z : 0;
     const auto head_state = [&](const void* states, int64_t index) {
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     const auto advance = [&](int steps) {
         for (int s = 0; s < steps; ++s) {
             Operands x = load(s);
-            if constexpr (corrects(M)) {
+            if constexpr (is_delta(M)) {
                 correct(x, s);
                 UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] *= x.write;
             }
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             Operands x = load(s);
             read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
             if constexpr (needs_states(M)) put_slot<Tile>(state, memory + at.inner, s);
-            if constexpr (corrects(M)) {
+            if constexpr (is_delta(M)) {
                 correct(x, s);
                 write_values(x.v, part(at.errors) + s * values);
                 UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] *= x.write;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             read_keys<Tile>(x.q, part(at.rows[kQ]) + s * keys, place);
             read_values<Tile>(x.dy, part(at.rows[kDy]) + s * values, place);
             A error[C];
-            if constexpr (corrects(M)) {
+            if constexpr (is_delta(M)) {
                 read_values<Tile>(error, part(at.errors) + s * values, place);
                 UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] = x.write * error[c];
             }
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 put_row_sums<Tile>(df, own(at.df, s), place);
                 if constexpr (M == kBoth) put_column_sums<Tile>(dz, part(at.dz) + s * values, place);
             }
-            if constexpr (corrects(M)) {
+            if constexpr (is_delta(M)) {
                 sum_lanes<Tile::kKeyLanes, 1>(dv);
                 A sum[1] = {}, erase[R];
                 UNROLL_FOR (int c = 0; c < C; ++c) {
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             put_row_sums<Tile>(dk, own(at.dk, s), place);
             if (threadIdx.x % kWarp == 0) {
                 if constexpr (has_gate(M)) part(at.dg)[place.warp * span + s] = d_gate;
-                if constexpr (corrects(M)) part(at.db)[place.warp * span + s] = d_beta;
+                if constexpr (is_delta(M)) part(at.db)[place.warp * span + s] = d_beta;
             }
         }
         __syncwarp();
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             store_element(to.data, to.dtype, index, sum);
         };
         if constexpr (has_gate(M)) store_scalars(call.d_log_gate, at.dg);
-        if (corrects(M) && call.d_beta.data) store_scalars(call.d_beta, at.db);
+        if (is_delta(M) && call.d_beta.data) store_scalars(call.d_beta, at.db);
     };
 
     if constexpr (M == kPlain) {

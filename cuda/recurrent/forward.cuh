@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     constexpr int R = Tile::kRows, C = Tile::kColumns, keys = Tile::kKeys;
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const Sizes& sizes = call.sizes;
-    const Place<Tile> place;
+    const ThreadCoord<Tile> place;
     const int warps = blockDim.x / kWarp, values = Tile::padded(warps);
     const int first = blockIdx.y * warps * Tile::kWarpValues;
     const int columns = min(warps * Tile::kWarpValues, sizes.value_dim - first);
@@ -75,14 +75,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         const int steps = min(stage, total - time);
         copy_inputs(table, inputs, memory, time, steps);
         if constexpr (has_gate(M)) gate_ahead = gate.load(time, steps, A(0));
-        if constexpr (corrects(M)) beta_ahead = beta.load(time, steps, A(1));
+        if constexpr (is_delta(M)) beta_ahead = beta.load(time, steps, A(1));
     };
     const auto convert = [&](int time) {
         const int steps = min(stage, total - time);
         convert_inputs<A>(table, inputs, memory, time, steps);
-        if ((has_gate(M) || corrects(M)) && threadIdx.x < steps) {
+        if ((has_gate(M) || is_delta(M)) && threadIdx.x < steps) {
             gates[threadIdx.x] = exponential(gate_ahead);
-            writes[threadIdx.x] = corrects(M)                       ? beta_ahead
+            writes[threadIdx.x] = is_delta(M)                       ? beta_ahead
                                   : M == kScalar && call.complement ? one_minus_exponential(gate_ahead)
                                                                     : A(1);
         }
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         if constexpr (M == kBoth) read_values<Tile>(x.z, rows(kZ) + s * values, place);
         if constexpr (M == kKeyDelta) read_keys<Tile>(x.e, erase_rows + s * keys, place);
         if constexpr (has_gate(M)) x.gate = gates[s];
-        if constexpr (M == kScalar || corrects(M)) x.write = writes[s];
+        if constexpr (M == kScalar || is_delta(M)) x.write = writes[s];
         return x;
     };
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A keys_passed[R], values_passed[C];  // products of the segment's decays
     UNROLL_FOR (int r = 0; r < R; ++r) keys_passed[r] = A(1);
     UNROLL_FOR (int c = 0; c < C; ++c) values_passed[c] = A(1);
-    const StateSlice<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
+    const StateColumns<Tile> slice{sizes.key_dim, sizes.value_dim, columns};
     const int64_t size = static_cast<int64_t>(sizes.key_dim) * sizes.value_dim;
     const int64_t in_segments = static_cast<int64_t>(segment) * gridDim.x + blockIdx.x;
     A* const of_segment = segments.count > 1 ? static_cast<A*>(segments.states) + in_segments * size + first : nullptr;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             for (const int stop = min(steps, next_save - time); s < stop; ++s) {
                 Operands x = next;
                 next = load(min(s + 1, steps - 1));  // before the store below, which might be to the same place
-                if constexpr (corrects(M)) {
+                if constexpr (is_delta(M)) {
                     A retrieved[C] = {};
                     UNROLL_FOR (int r = 0; r < R; ++r)
                         UNROLL_FOR (int c = 0; c < C; ++c) {

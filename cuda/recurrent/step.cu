@@ -157,5 +157,5 @@ cudaError_t launch_step(const RuleStep& call, cudaStream_t stream) {
 }  // namespace
 
 extern "C" cudaError_t fairseq_fastweights::fastweights_step(const RuleStep* params, cudaStream_t stream) {
-    return params->corrects ? launch_step<true>(*params, stream) : launch_step<false>(*params, stream);
+    return params->is_delta ? launch_step<true>(*params, stream) : launch_step<false>(*params, stream);
 }

@@ -23,7 +23,7 @@ constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step
 // with the delta rule's correction, nothing, a number, or a factor for each row, where the erase key may be another.
 enum Mode { kPlain, kScalar, kKey, kBoth, kDelta, kGatedDelta, kKeyDelta };
 
-__host__ __device__ constexpr bool corrects(int mode) { return mode >= kDelta; }
+__host__ __device__ constexpr bool is_delta(int mode) { return mode >= kDelta; }
 __host__ __device__ constexpr bool has_gate(int mode) { return mode == kScalar || mode == kGatedDelta; }
 __host__ __device__ constexpr bool decays_keys(int mode) { return mode == kKey || mode == kBoth || mode == kKeyDelta; }
 // The effect of a span of steps on a state is another decay, and not a matrix.
@@ -32,7 +32,7 @@ __host__ __device__ constexpr bool divides_time(int mode) { return mode == kKey 
 // use(an integral_constant of the mode) for a call's rule and gates.
 template <typename Params, typename Use>
 auto with_mode(const Params& p, const Use& use) {
-    if (p.corrects) {
+    if (p.is_delta) {
         if (p.log_key_decay.data || p.erase.data) return use(std::integral_constant<int, kKeyDelta>());
         return p.log_gate.data ? use(std::integral_constant<int, kGatedDelta>())
                                : use(std::integral_constant<int, kDelta>());
@@ -52,7 +52,7 @@ struct RegisterTile {
     static constexpr int kValueLanes = kWarp / KeyLanes;
     static constexpr int kKeys = KeyLanes * Rows;
     static constexpr int kWarpValues = kValueLanes * Columns;
-    static constexpr int kGroup = Rows < 4 ? Rows : 4;  // neighbouring rows of one thread
+    static constexpr int kRowVector = Rows < 4 ? Rows : 4;  // neighbouring rows of one thread
     // The length of a block's rows of values in shared memory: they are moved by fours.
     __host__ __device__ static constexpr int padded(int warps) { return (warps * kWarpValues + 3) & ~3; }
 };
@@ -69,9 +69,9 @@ DEVICE double one_minus_exponential(double x) { return -expm1(x); }
 
 // The place of a thread. Its row r is row(r) of the state, its columns column .. column + Columns - 1 of the block's.
 template <class Tile>
-struct Place {
+struct ThreadCoord {
     int warp, key_lane, value_lane, column;
-    __device__ Place() {
+    __device__ ThreadCoord() {
         const int lane = threadIdx.x % kWarp;
         warp = threadIdx.x / kWarp;
         key_lane = lane % Tile::kKeyLanes;
@@ -80,22 +80,23 @@ struct Place {
     }
     // Groups of rows go round the lanes: the lanes' reads of a group are neighbours, without bank conflicts.
     __device__ int row(int r) const {
-        constexpr int group = Tile::kGroup;
+        constexpr int group = Tile::kRowVector;
         return r / group * (Tile::kKeyLanes * group) + key_lane * group + r % group;
     }
 };
 
 template <class Tile>
-DEVICE void read_keys(typename Tile::A (&x)[Tile::kRows], const typename Tile::A* row, const Place<Tile>& place) {
-    using Group = Pack<typename Tile::A, Tile::kGroup>;
-    UNROLL_FOR (int r = 0; r < Tile::kRows; r += Tile::kGroup) {
+DEVICE void read_keys(typename Tile::A (&x)[Tile::kRows], const typename Tile::A* row, const ThreadCoord<Tile>& place) {
+    using Group = Pack<typename Tile::A, Tile::kRowVector>;
+    UNROLL_FOR (int r = 0; r < Tile::kRows; r += Tile::kRowVector) {
         const Group group = *reinterpret_cast<const Group*>(row + place.row(r));
-        UNROLL_FOR (int i = 0; i < Tile::kGroup; ++i) x[r + i] = group.x[i];
+        UNROLL_FOR (int i = 0; i < Tile::kRowVector; ++i) x[r + i] = group.x[i];
     }
 }
 
 template <class Tile>
-DEVICE void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Tile::A* row, const Place<Tile>& place) {
+DEVICE void read_values(typename Tile::A (&x)[Tile::kColumns], const typename Tile::A* row,
+                        const ThreadCoord<Tile>& place) {
     using Group = Pack<typename Tile::A, Tile::kColumns>;
     const Group group = *reinterpret_cast<const Group*>(row + place.column);
     UNROLL_FOR (int c = 0; c < Tile::kColumns; ++c) x[c] = group.x[c];
@@ -138,7 +139,8 @@ DEVICE int deal_sums(A (&x)[N], int lane) {
 
 // Sums over rows, one for each column, to row[column]: for results with a value dimension.
 template <class Tile>
-DEVICE void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile::A* row, const Place<Tile>& place) {
+DEVICE void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile::A* row,
+                            const ThreadCoord<Tile>& place) {
     const int first = deal_sums<Tile::kKeyLanes, 1, Tile::kColumns>(x, place.key_lane);
     if (Tile::kKeyLanes <= Tile::kColumns || place.key_lane < Tile::kColumns) {
         UNROLL_FOR (int i = 0; i < kKept<Tile::kKeyLanes, Tile::kColumns>; ++i) row[place.column + first + i] = x[i];
@@ -147,7 +149,7 @@ DEVICE void put_column_sums(typename Tile::A (&x)[Tile::kColumns], typename Tile
 
 // Sums over the warp's columns, one for each row, added to or put into row[key]: for results with a key dimension.
 template <class Tile, bool Add = false>
-DEVICE void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* row, const Place<Tile>& place) {
+DEVICE void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* row, const ThreadCoord<Tile>& place) {
     const int first = deal_sums<Tile::kValueLanes, Tile::kKeyLanes, Tile::kRows>(x, place.value_lane);
     if (Tile::kValueLanes <= Tile::kRows || place.value_lane < Tile::kRows) {
         UNROLL_FOR (int i = 0; i < kKept<Tile::kValueLanes, Tile::kRows>; ++i) {
@@ -161,7 +163,7 @@ DEVICE void put_row_sums(typename Tile::A (&x)[Tile::kRows], typename Tile::A* r
 
 // One head's state in memory: (key_dim, value_dim), from the block's first column on.
 template <class Tile>
-struct StateSlice {
+struct StateColumns {
     using A = typename Tile::A;
     using Group = Pack<A, Tile::kColumns>;
     int key_dim, value_dim, columns;  // columns: how many of the block's exist
@@ -169,7 +171,7 @@ struct StateSlice {
     __device__ bool whole(const A* at) const {
         return value_dim % Tile::kColumns == 0 && reinterpret_cast<uintptr_t>(at) % sizeof(Group) == 0;
     }
-    __device__ void load(A (&state)[Tile::kRows][Tile::kColumns], const A* at, const Place<Tile>& place) const {
+    __device__ void load(A (&state)[Tile::kRows][Tile::kColumns], const A* at, const ThreadCoord<Tile>& place) const {
         const bool packed = at != nullptr && whole(at);
         UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);
@@ -185,7 +187,7 @@ struct StateSlice {
             }
         }
     }
-    __device__ void store(const A (&state)[Tile::kRows][Tile::kColumns], A* at, const Place<Tile>& place) const {
+    __device__ void store(const A (&state)[Tile::kRows][Tile::kColumns], A* at, const ThreadCoord<Tile>& place) const {
         const bool packed = whole(at);
         UNROLL_FOR (int r = 0; r < Tile::kRows; ++r) {
             const int row = place.row(r);

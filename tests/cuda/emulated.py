@@ -113,7 +113,7 @@ class Emulator:
     @staticmethod
     def _parameters(operation: str, sizes: ctypes.Structure) -> ctypes.Structure:
         family, way = operation.split("_")
-        return KINDS[f"Rule{way.title()}"](sizes=sizes, corrects=family == "delta")
+        return KINDS[f"Rule{way.title()}"](sizes=sizes, is_delta=family == "delta")
 
     def _bytes_of(self, name: str, params: ctypes.Structure) -> int:
         ask = getattr(self.library, f"fastweights_{name}_workspace")

@@ -8,19 +8,19 @@
 
 namespace fairseq_fastweights {
 
-// A matrix whose rows lie one after another or, `InPieces`, whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as
+// A matrix whose rows lie one after another or, `InCoreMatrices`, whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as
 // wgmma takes them without swizzling: a column of pieces of 16 bytes each follows the other, with a gap between, so that pieces of a
 // row lie in different banks. ldmatrix and elements by themselves are read off it as well as off rows.
-template <typename T, bool InPieces = false, int Stride = 0>
+template <typename T, bool InCoreMatrices = false, int Stride = 0>
 struct Matrix {
     using Element = T;
-    static constexpr int kPiece = 16 / sizeof(T);
+    static constexpr int kPack = 16 / sizeof(T);
     T* data;
     int distance = Stride;  // from one row, or one column of pieces, to the next; `Stride`, if the compiler knows it
     __host__ DEVICE int stride() const { return Stride > 0 ? Stride : distance; }
 
     DEVICE T& operator()(int row, int column) const {
-        if constexpr (InPieces) return data[column / kPiece * stride() + row * kPiece + column % kPiece];
+        if constexpr (InCoreMatrices) return data[column / kPack * stride() + row * kPack + column % kPack];
         return data[row * stride() + column];
     }
     DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
@@ -30,7 +30,7 @@ struct Matrix {
     // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
     template <bool RowsInner>
     DEVICE uint64_t descriptor(int inner, int column) const {
-        const uint64_t eight_rows = 8, eight_columns = stride() / kPiece;  // in units of 16 bytes, as all here
+        const uint64_t eight_rows = 8, eight_columns = stride() / kPack;  // in units of 16 bytes, as all here
         const uint64_t whole = (shared_address(data) & 0x3ffff) >> 4 | (RowsInner ? eight_rows : eight_columns) << 16 |
                                (RowsInner ? eight_columns : eight_rows) << 32;
         return whole + (RowsInner ? inner + column / 8 * eight_columns : column + inner / 8 * eight_columns);
@@ -38,13 +38,13 @@ struct Matrix {
 };
 
 template <typename T, int Stride = 0>
-using Pieces = Matrix<T, sizeof(T) == 2, Stride>;
+using MmaMatrix = Matrix<T, sizeof(T) == 2, Stride>;
 
 // Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
-struct Carver {
+struct SharedAllocator {
     unsigned char* base;
     int used;  // bytes; of a size_t kernels would keep both halves in registers
-    __host__ __device__ explicit Carver(unsigned char* base) : base(base), used(0) {}
+    __host__ __device__ explicit SharedAllocator(unsigned char* base) : base(base), used(0) {}
 
     template <typename T>
     __host__ __device__ T* take(int count) {
@@ -65,7 +65,7 @@ struct Carver {
     }
     // The same in pieces, but for numbers of 32 bits: off pieces they were read in ways that spilled registers.
     template <typename T>
-    __host__ __device__ Pieces<T> pieces(int rows, int columns) {
+    __host__ __device__ MmaMatrix<T> pieces(int rows, int columns) {
         if constexpr (sizeof(T) == 4) return matrix<T>(rows, columns);
         return {take<T>(columns * (rows + 1)), 8 * (rows + 1)};
     }
@@ -83,10 +83,10 @@ struct Head {
     DEVICE Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
 
     // True if `columns` of its rows are whole pieces of 16 bytes, but for those beyond its end.
-    DEVICE bool in_pieces(int columns) const {
-        constexpr int kPiece = 16 / sizeof(T);
+    DEVICE bool is_aligned(int columns) const {
+        constexpr int kPack = 16 / sizeof(T);
         return (reinterpret_cast<uintptr_t>(data) | stride * sizeof(T)) % 16 == 0 &&
-               (dim % kPiece == 0 || dim >= columns);
+               (dim % kPack == 0 || dim >= columns);
     }
 };
 

@@ -1,11 +1,11 @@
-// Decays by dimension, backwards, in the notation of levels.cuh.
+// Decays by dimension, backwards, in the notation of secondary_chunking.cuh.
 //
 // With dS the gradient of the state at the end and D_ts = <dy_t, v_s * Z_ts>, a rule that does not correct has
 //   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
 //   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
 //   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
 //   dS_0 = (F_e0 Z_e0^T) * dS + sum over t of (q_t * F_t0) (dy_t * Z_t0)^T
-// and one that corrects
+// and delta rules
 //   dU = P^T dY + (K * F_e.) dS          (I + B G)^T X = dU              dV = B X
 //   dP = dY U^T for s <= t               dG = -X U^T for s < t           d beta_t = <x_t, what of r_t the steps before t leave>
 //   d(Q * F_.0) = dY S_0^T               d(B E * F_.0) = -X S_0^T        d(K * F_e.) = U dS^T
@@ -20,25 +20,26 @@
 // are left at the end a first one, and the row sums of (F_e0 Z_e0^T) * S_0 * dS pass all of it. Nothing is subtracted.
 #pragma once
 
-#include "levels.cuh"
-#include "rows.cuh"
+#include "chunk_parallel.cuh"
+#include "secondary_chunking.cuh"
 
 namespace fairseq_fastweights {
 
 // Pairs of this warp's 16 steps, from `row` on, with those before them, as the local stage left them: `rest` is what rounding left out.
-template <typename F>
-DEVICE Strip<kSide / 8> load_pairs(const Place<F>& at, int row, F* all, F* rest) {
-    Strip<kSide / 8> pairs;
+template <typename C>
+DEVICE Fragment<kChunk / 8> load_pairs(const ChunkCoord<C>& at, int row, C* high, C* low) {
+    Fragment<kChunk / 8> pairs;
     pairs.each_pair([&](int s, int j, float& x, float& y) {
-        const auto add = [&](F* numbers) {
-            const F* const from = &at.slice.lower_of(numbers, at.local, at.n)(row, 0);
-            const auto pair = *reinterpret_cast<const Pair<F>*>(from + (s / kSteps * kSteps + j) * kSteps + s % kSteps);
+        const auto add = [&](C* numbers) {
+            const C* const from = &at.slice.lower_of(numbers, at.local, at.n)(row, 0);
+            const auto pair =
+                *reinterpret_cast<const Pair<C>*>(from + (s / kSubchunk * kSubchunk + j) * kSubchunk + s % kSubchunk);
             x += widen<float>(pair.x), y += widen<float>(pair.y);
         };
         x = y = 0.0f;
-        if (s / kSteps * kSteps > row) return;
-        add(all);
-        if constexpr (sizeof(F) == 2) add(rest);
+        if (s / kSubchunk * kSubchunk > row) return;
+        add(high);
+        if constexpr (sizeof(C) == 2) add(low);
     });
     return pairs;
 }
@@ -47,7 +48,7 @@ DEVICE Strip<kSide / 8> load_pairs(const Place<F>& at, int row, F* all, F* rest)
 constexpr float kToNearest = 1.0f + 1.0f / 2048;
 
 // Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
-// strips to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
+// fragments to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
 // is in a warp's own of `rows`. So a barrier before these two levels' products is enough. Rows are longer than columns by 8, so
 // that pairs of four rows lie in different banks.
 template <int Keys>
@@ -56,62 +57,64 @@ struct LevelRows {
     Floats rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
 
     LevelRows() = default;
-    __host__ __device__ explicit LevelRows(Carver& carver)
-        : rows(carver, kSide), others(carver, kSide), totals(carver, kBlocks), passing(carver, kBlocks * kBlocks) {}
+    __host__ __device__ explicit LevelRows(SharedAllocator& allocator)
+        : rows(allocator, kChunk), others(allocator, kChunk), totals(allocator, kSubchunks),
+          passing(allocator, kSubchunks * kSubchunks) {}
 };
 
 // Gradients of a block of 16 steps, a warp's: a lane has a dimension, `column`, if it is `there`.
 template <typename T, int Keys>
-struct BlockGradients {
+struct SubchunkGradients {
     static constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
     using Floats = typename LevelRows<Keys>::Floats;
     const LevelRows<Keys>& shared;
     const int block, row, column;
     const bool there;
-    float gates[kSteps], late[kSteps] = {}, early[kSteps], d_late[kSteps], d_early[kSteps] = {}, d_log[kSteps] = {};
-    float scale[kSteps], found[kSteps];
+    float gates[kSubchunk], late[kSubchunk] = {}, early[kSubchunk], d_late[kSubchunk], d_early[kSubchunk] = {},
+                            d_log[kSubchunk] = {};
+    float scale[kSubchunk], columns_found[kSubchunk];
     float to_earlier = 0.0f, to_later,
           to_half = 0.0f;  // sums for the blocks before and behind this one, and the other of its half
 
     // With the decays of dimensions from `first` on. Ends with a barrier.
-    template <typename F>
-    DEVICE BlockGradients(const LevelRows<Keys>& shared, int row, const Place<F>& at, const Sequence& logs, int first,
-                          int dim)
-        : shared(shared), block(row / kSteps), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {
+    template <typename C>
+    DEVICE SubchunkGradients(const LevelRows<Keys>& shared, int row, const ChunkCoord<C>& at, const Sequence& logs,
+                             int first, int dim)
+        : shared(shared), block(row / kSubchunk), row(row), column(warp_lane() % Keys), there(warp_lane() < Keys) {
         const float log =
             load_gates<T>(gates, logs, at.batch, at.head, first + column, dim, at.start + row, at.sizes.time);
         if (there) shared.totals(block, column) = expf(log);
         __syncthreads();
     }
 
-    DEVICE void find_columns(Strip<Keys / 8>& strip, const Floats& by) {
+    DEVICE void find_columns(Fragment<Keys / 8>& fragment, const Floats& by) {
         __syncwarp();
-        strip.write(by.from(row, 0));
+        fragment.write(by.from(row, 0));
         __syncwarp();
-        if (there) load_column(found, by.from(row, 0), column);
+        if (there) load_column(columns_found, by.from(row, 0), column);
     }
-    // A strip of columns.
-    DEVICE Strip<Keys / 8> strip_of(const OfBlock& columns) const {
+    // A fragment of columns.
+    DEVICE Fragment<Keys / 8> fragment_of(const PerSubchunk& columns) const {
         __syncwarp();
-        UNROLL_FOR (int t = 0; t < kSteps; ++t)
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t)
             if (there) shared.rows(row + t, column) = columns[t];
         __syncwarp();
-        Strip<Keys / 8> strip;
-        strip.each_pair([&](int place, int t, float& x, float& y) {
+        Fragment<Keys / 8> fragment;
+        fragment.each_pair([&](int place, int t, float& x, float& y) {
             const auto pair = *reinterpret_cast<const Pair<float>*>(&shared.rows(row + t, place));
             x = pair.x, y = pair.y;
         });
-        return strip;
+        return fragment;
     }
 
     // Adds `scale` times what was found to the gradients of `count` steps from `first` on, a second half (`Late`) or a first one:
     // their sum is for the steps of the same half in other blocks.
     template <bool Late>
-    DEVICE float add_half(int first = 0, int count = kSteps) {
+    DEVICE float add_half(int first = 0, int count = kSubchunk) {
         float sum = 0.0f;
         UNROLL_FOR (int i = 0; i < count; ++i) {
             const int t = first + (Late ? count - 1 - i : i);
-            const float x = scale[t] * found[t], before = sum;
+            const float x = scale[t] * columns_found[t], before = sum;
             sum += (Late ? late : early)[t] * x;
             (Late ? d_late : d_early)[t] += x;
             d_log[t] += Late ? sum : before;
@@ -128,53 +131,53 @@ struct BlockGradients {
         DEVICE float operator()(int place, int column) const { return rows(first + row_of(place), column); }
     };
     template <int Level>
-    DEVICE void add_level(const Rows<float, kSide>& weights) {
-        const Floats& x = Level == kLevelsOfBlock ? shared.others : shared.rows;
-        UNROLL_FOR (int t = 0; t < kSteps; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
+    DEVICE void add_level(const Rows<float, kChunk>& weights) {
+        const Floats& x = Level == kSubchunkLevels ? shared.others : shared.rows;
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t) gates[t] = __uint_as_float(opaque(__float_as_uint(gates[t])));
         scale_to_middle<Level>(scale, gates, shared.totals, column, block);
-        UNROLL_FOR (int t = 0; t < kSteps; ++t) {
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t) {
             const float of_step = (is_late<Level>(block, t) ? late[t] : early[t]) * scale[t];
             if (there) x(row + t, column) = kPasses == 1 ? of_step * kToNearest : of_step;
         }
-        Strip<Keys / 8> sums;
+        Fragment<Keys / 8> sums;
         sums.clear();
         const auto add = [&](int other) {
-            Strip<2> pairs;
+            Fragment<2> pairs;
             pairs.each([&](int place, int t, float& weight) {
                 const int s = MixedRows::row_of(place);
-                const bool parted = Level >= kLevelsOfBlock || parts(Level, t, s);
-                weight = parted ? weights(row + t, other * kSteps + s) : 0.0f;
+                const bool parted = Level >= kSubchunkLevels || parts(Level, t, s);
+                weight = parted ? weights(row + t, other * kSubchunk + s) : 0.0f;
             });
-            multiply_kept<kPasses, true>(sums, pairs, MixedRows{x, other * kSteps});
+            multiply_fragment<kPasses, true>(sums, pairs, MixedRows{x, other * kSubchunk});
         };
-        if constexpr (Level < kLevelsOfBlock) {
+        if constexpr (Level < kSubchunkLevels) {
             __syncwarp();
             add(block);
             find_columns(sums, shared.rows);
-            UNROLL_FOR (int first = 0; first < kSteps; first += 2 << Level) {
+            UNROLL_FOR (int first = 0; first < kSubchunk; first += 2 << Level) {
                 add_half<false>(first, 1 << Level);
                 add_half<true>(first + (1 << Level), 1 << Level);
             }
         } else {
             __syncthreads();
 #pragma unroll 1
-            for (int other = 0; other < kBlocks; ++other)
-                if (parts(Level - kLevelsOfBlock, block, other)) add(other);
-            find_columns(sums, Level == kLevelsOfBlock ? shared.rows : shared.others);
+            for (int other = 0; other < kSubchunks; ++other)
+                if (parts(Level - kSubchunkLevels, block, other)) add(other);
+            find_columns(sums, Level == kSubchunkLevels ? shared.rows : shared.others);
             const float sum = is_late<Level>(block, 0) ? add_half<true>() : add_half<false>();
-            if (Level > kLevelsOfBlock && block % (kBlocks - 1) == 0) to_half += sum;
+            if (Level > kSubchunkLevels && block % (kSubchunks - 1) == 0) to_half += sum;
         }
     }
 
     // The gradients of `early` and of logs as far as writes make them, before all others.
-    DEVICE void begin(Strip<Keys / 8>& writes) {
+    DEVICE void begin(Fragment<Keys / 8>& writes) {
         find_columns(writes, shared.rows);
-        scale_to_end(scale, gates, between(shared.totals, column, block, kBlocks));
+        scale_to_end(scale, gates, between(shared.totals, column, block, kSubchunks));
         to_later = add_half<false>();
     }
     // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
-    DEVICE void add(Strip<Keys / 8>& reads, const Rows<float, kSide>& weights) {
-        UNROLL_FOR (int t = 0; t < kSteps; ++t) {  // pairs of a step with itself
+    DEVICE void add(Fragment<Keys / 8>& reads, const Rows<float, kChunk>& weights) {
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t) {  // pairs of a step with itself
             const float weight = weights(row + t, row + t);
             d_late[t] = weight * early[t];
             d_early[t] += weight * late[t];
@@ -187,15 +190,15 @@ struct BlockGradients {
     // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
     DEVICE void add_passing(float whole) {
         whole *= between(shared.totals, column, block, 0) * shared.totals(block, column) *
-                 between(shared.totals, column, block, kBlocks);
-        for (int to = 0; there && to < kBlocks; ++to) {
+                 between(shared.totals, column, block, kSubchunks);
+        for (int to = 0; there && to < kSubchunks; ++to) {
             const float passed = to < block ? to_earlier : to > block ? to_later : 0.0f;
-            shared.passing(to * kBlocks + block, column) = whole + passed + (to == (block ^ 1) ? to_half : 0.0f);
+            shared.passing(to * kSubchunks + block, column) = whole + passed + (to == (block ^ 1) ? to_half : 0.0f);
         }
         __syncthreads();
         float sum = 0.0f;
-        for (int from = 0; from < kBlocks; ++from) sum += shared.passing(block * kBlocks + from, column);
-        UNROLL_FOR (int t = 0; t < kSteps; ++t) d_log[t] += sum;
+        for (int from = 0; from < kSubchunks; ++from) sum += shared.passing(block * kSubchunks + from, column);
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t) d_log[t] += sum;
     }
 };
 

@@ -5,18 +5,18 @@
 #include <cmath>
 
 #include "../carried_states.cuh"
-#include "walk.cuh"
+#include "state_passing.cuh"
 
 namespace fairseq_fastweights {
 
 // Cycles of an H200, fitted to the times of each kernel in 12 shapes of the benchmarks, in bfloat16. `parts` are keys times values
 // over 64 * 64; stages that take all chunks at once count a multiprocessor's cycles for a chunk.
-struct WalkCosts {
+struct Costs {
     double local, local_of_keys;           // and for each 64 keys; with decays of values, of keys and of values
     double chain, of_key;                  // of a chunk of a walk, and for each key of a warp
     double last, last_of_part, of_values;  // of the last stage, for each part, and for each 64 values
 };
-constexpr WalkCosts kWalkCosts[7][2] = {
+constexpr Costs kCosts[7][2] = {
     // forwards, backwards
     {{0, 0, 600, 37, 1700, 2000, 0}, {0, 0, 600, 30, 4100, 5600, 0}},               // sum
     {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}},          // gated
@@ -26,13 +26,13 @@ constexpr WalkCosts kWalkCosts[7][2] = {
     {{1600, 7000, 320, 40, 1800, 2100, 0}, {2300, 9900, 320, 30, 20000, 12000, 0}},
     {{7200, 15000, 2000, 27, 1750, 2100, 0}, {6900, 20000, 4900, 70, 44000, 31000, 0}},      // with a correction
     {{3200, 7000, 320, 40, 1100, 2050, 5700}, {4600, 9900, 320, 30, 22000, 23000, 19000}}};  // and of values
-constexpr const WalkCosts& costs_of(const RulePass& pass, bool backward) {
-    return kWalkCosts[pass.values ? 6 : pass.decays ? 4 + pass.corrects : 2 * pass.corrects + pass.gated][backward];
+constexpr const Costs& costs_of(const RulePass& pass, bool backward) {
+    return kCosts[pass.decays_values ? 6 : pass.decays ? 4 + pass.is_delta : 2 * pass.is_delta + pass.gated][backward];
 }
-constexpr double kWalkStart = 3900;    // of a walk, before its first chunk
-constexpr double kFreeWarps = 4.5;     // of a multiprocessor, that do not slow one another down
-constexpr double kCarryMatrix = 2300;  // for each segment, where what passes it is a matrix of 64 keys
-// Times as long as in bfloat16: in float32 and float16; where nothing corrects and where that is; forwards and backwards.
+constexpr double kStatePassingStart = 3900;  // of a walk, before its first chunk
+constexpr double kFreeWarps = 4.5;           // of a multiprocessor, that do not slow one another down
+constexpr double kCarryMatrix = 2300;        // for each segment, where what passes it is a matrix of 64 keys
+// Times as long as in bfloat16: in float32 and float16; without the delta rule, and where that is; forwards and backwards.
 constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, {1.3, 1.7}}};
 // A pass's memory beyond inputs, outputs and gradients, in parts of the bytes of these: the workspace, the states that are kept and,
 // forwards, the final ones. Heads of less than 64 keys or values may have as much as those of 64, since squares of a chunk's steps
@@ -40,7 +40,7 @@ constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, 
 constexpr double kPart = 0.5, kMostPart = 2, kLeastPart = 0.25;
 constexpr int kMostChunks = 65535;  // of a slice, each of which is a row of blocks of a grid
 
-struct WalkPlan : WalkShape {
+struct PassPlan : StatePassingShape {
     RulePass pass;
     int heads, slice, segment;   // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
     int key_part, value_part;    // that the last stage takes at once
@@ -52,20 +52,20 @@ struct WalkPlan : WalkShape {
 
 // A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
 inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
-    if (pass.corrects) return sizes.key_dim * sizes.key_dim;
+    if (pass.is_delta) return sizes.key_dim * sizes.key_dim;
     return pass.decays ? sizes.key_dim + sizes.value_dim : pass.gated;
 }
 
 // Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
-template <typename F>
-size_t walk_bytes(const Sizes& sizes, const WalkPlan& plan) {
+template <typename C>
+size_t workspace_bytes(const Sizes& sizes, const PassPlan& plan) {
     const size_t state = sizeof(float) * plan.heads * sizes.key_dim * sizes.value_dim,
                  passed = sizeof(float) * plan.heads * passed_floats(plan.pass, sizes),
                  segments = plan.segments_of(plan.slice);
     size_t bytes = 0;
-    lay_out<F>(sizes, 0, plan.heads, 0, plan.slice, plan.pass, nullptr, bytes);
+    lay_out<C>(sizes, 0, plan.heads, 0, plan.slice, plan.pass, nullptr, bytes);
     if (segments > 1) bytes += up_to_256(segments * (state + passed));
-    return bytes + (plan.pass.backward && plan.slice * kSide < sizes.time ? up_to_256(state) : 0);
+    return bytes + (plan.pass.backward && plan.slice * kChunk < sizes.time ? up_to_256(state) : 0);
 }
 
 // Bytes that the slices of a call may take.
@@ -76,12 +76,12 @@ double room_for_slices(const Sizes& sizes, const Device& device, const RulePass&
     const auto passed = [&](int least) {
         const double keys = std::max(sizes.key_dim, least), values = std::max(sizes.value_dim, least);
         return 2 * heads * sizes.time * sizeof(T) *
-               ((pass.decays ? 3 : 2) * keys + (pass.values ? 3 : 2) * values + (pass.corrects || pass.gated));
+               ((pass.decays ? 3 : 2) * keys + (pass.decays_values ? 3 : 2) * values + (pass.is_delta || pass.gated));
     };
     // States that are kept, and the final ones or those between slices; of few heads, what segments carry, too.
     double carried = heads * (kept_states(sizes) + 1) * state;
     if (4 * heads <= device.processors)
-        carried += std::min<double>(device.processors, heads * sizes.time / (4 * kSide)) *
+        carried += std::min<double>(device.processors, heads * sizes.time / (4 * kChunk)) *
                    (state + passed_floats(pass, sizes));
     const double gradients = pass.backward ? 0 : passed(1) / 2;  // that are not there yet
     return std::max(kLeastPart * passed(1),
@@ -91,40 +91,41 @@ double room_for_slices(const Sizes& sizes, const Device& device, const RulePass&
 // Slices for which there is room: fewer chunks, in whole intervals between states that are kept; where one interval is too much,
 // fewer heads.
 template <typename T>
-void find_slices(WalkPlan& plan, const Sizes& sizes, const Device& device) {
-    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kSide), asked = device.asked.slice;
-    const int whole = plan.pass.backward ? std::min(chunks, interval_of(sizes, kSide) / kSide) : 1;
+void find_slices(PassPlan& plan, const Sizes& sizes, const Device& device) {
+    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kChunk),
+              requested = device.requested.slice;
+    const int whole = plan.pass.backward ? std::min(chunks, interval_of(sizes, kChunk) / kChunk) : 1;
     size_t of_chunk = 0;
-    lay_out<Factor<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
+    lay_out<Computed<T>>(sizes, 0, 1, 0, 1, plan.pass, nullptr, of_chunk);
     const double room = room_for_slices<T>(sizes, device, plan.pass) / of_chunk;  // chunks of all heads
     const int fit = std::min(room / heads, static_cast<double>(kMostChunks));
-    const int most = asked > 0 ? round_up(asked, whole) : std::max(whole, fit / whole * whole);
+    const int most = requested > 0 ? round_up(requested, whole) : std::max(whole, fit / whole * whole);
     plan.slice = std::min(chunks, round_up(divide_up(chunks, divide_up(chunks, most)), whole));
     const int fewest = std::min(heads, device.processors / 2);  // or the device would not be full
-    plan.heads = asked > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
+    plan.heads = requested > 0 ? heads : std::clamp(static_cast<int>(room / plan.slice), fewest, heads);
     plan.heads = divide_up(heads, divide_up(heads, plan.heads));
 }
 
 // Cycles of a slice. `length`: chunks between states that are kept.
-inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const Device& device, int length) {
-    const auto [corrects, gated, decays, of_both, backward] = plan.pass;
-    const WalkCosts& costs = costs_of(plan.pass, backward);
-    const int warps = plan.strips * plan.parts, segments = plan.segments_of(plan.slice);
+inline double cycles_of_slice(const PassPlan& plan, const Sizes& sizes, const Device& device, int length) {
+    const auto [is_delta, gated, decays, of_both, backward] = plan.pass;
+    const Costs& costs = costs_of(plan.pass, backward);
+    const int warps = plan.value_tiles * plan.key_parts, segments = plan.segments_of(plan.slice);
     const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
                                  kMostWarps / warps);  // a thread may take 255 registers
     // A launch of so many walks of so many chunks each; a head's blocks of so many columns.
-    const auto walks = [&](const WalkCosts& of, int64_t blocks, int chunks) {
+    const auto walks = [&](const Costs& of, int64_t blocks, int chunks) {
         const int64_t wave = static_cast<int64_t>(at_once) * device.processors, rest = blocks % wave;
         const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
         const double waves = blocks / wave * together(at_once) +
                              (rest == 0 ? 0 : together((rest + device.processors - 1) / device.processors));
-        return kLaunch + waves * (kWalkStart + chunks * (of.chain + of.of_key * plan.keys_of_warp));
+        return kLaunch + waves * (kStatePassingStart + chunks * (of.chain + of.of_key * plan.keys_of_warp));
     };
-    const auto blocks_of = [&](int columns) { return int64_t{plan.heads} * divide_up(columns, 16 * plan.strips); };
-    const int64_t of_values = blocks_of(sizes.value_dim), of_identity = corrects ? blocks_of(sizes.key_dim) : 0;
+    const auto blocks_of = [&](int columns) { return int64_t{plan.heads} * divide_up(columns, 16 * plan.value_tiles); };
+    const int64_t of_values = blocks_of(sizes.value_dim), of_identity = is_delta ? blocks_of(sizes.key_dim) : 0;
     double cycles = walks(costs, of_values * segments, plan.segment);
     if (segments > 1)
-        cycles += kCarry + (corrects ? kCarryMatrix * sizes.key_dim / 64 : kCarryOver) * segments +
+        cycles += kCarry + (is_delta ? kCarryMatrix * sizes.key_dim / 64 : kCarryOver) * segments +
                   walks(costs, (of_values + of_identity) * (segments - 1), plan.segment);
     if (backward)
         cycles +=
@@ -132,7 +133,7 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = sizes.key_dim / 64.0, values = sizes.value_dim / 64.0;
     const int sides = of_both ? 2 : 1;  // launches of a local stage, and backwards of the last one
-    if (corrects || gated || decays)
+    if (is_delta || gated || decays)
         cycles += sides * kLaunch + chunks * (costs.local + costs.local_of_keys * (of_both ? keys + values : keys));
     return cycles + (backward ? sides : 1) * kLaunch +
            chunks * (costs.last + costs.last_of_part * keys * values + costs.of_values * std::ceil(values));
@@ -141,20 +142,20 @@ inline double cycles_of_slice(const WalkPlan& plan, const Sizes& sizes, const De
 // The plan that should take the fewest cycles. `Last` is the last stage, which has bytes<T>(pass, keys, values) of shared memory to a
 // block that takes so many at once.
 template <typename T, typename Last>
-WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pass) {
-    WalkPlan best{}, plan{};
+PassPlan find_plan(const Sizes& sizes, const Device& device, const RulePass& pass) {
+    PassPlan best{}, plan{};
     plan.pass = pass;
-    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kSide);
-    if (heads == 0 || (kept_states(sizes) > 0 && sizes.interval % kSide != 0)) return best;
+    const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kChunk);
+    if (heads == 0 || (kept_states(sizes) > 0 && sizes.interval % kChunk != 0)) return best;
 
     plan.keys_of_warp = 16;
     while (plan.keys_of_warp < kMostKeys<T> && plan.keys_of_warp < sizes.key_dim) plan.keys_of_warp *= 2;
-    plan.parts = divide_up(sizes.key_dim, plan.keys_of_warp);
-    if (plan.parts > kMostWarps) return best;
+    plan.key_parts = divide_up(sizes.key_dim, plan.keys_of_warp);
+    if (plan.key_parts > kMostWarps) return best;
     for (int widest = kWidest; widest >= 16 && plan.last_shared == 0; widest /= 2) {
         plan.key_part = std::min(widest, round_up(sizes.key_dim, 16));
         plan.value_part = std::min(widest, round_up(sizes.value_dim, 16));
-        if (pass.values) plan.key_part = plan.value_part = std::max(plan.key_part, plan.value_part);
+        if (pass.decays_values) plan.key_part = plan.value_part = std::max(plan.key_part, plan.value_part);
         const size_t bytes = Last::template bytes<T>(pass, plan.key_part, plan.value_part);
         if (bytes <= static_cast<size_t>(device.limit)) plan.last_shared = bytes;
     }
@@ -164,21 +165,24 @@ WalkPlan find_walk(const Sizes& sizes, const Device& device, const RulePass& pas
 
     const auto weigh = [&](int segments) {
         plan.segment = divide_up(plan.slice, segments);
-        plan.cycles = slices * (kRounded<T> ? 1 : kOtherTypes[sizeof(T) == 2][pass.corrects][pass.backward]) *
-                      cycles_of_slice(plan, sizes, device, interval_of(sizes, kSide) / kSide);
+        plan.cycles = slices * (kRounded<T> ? 1 : kOtherTypes[sizeof(T) == 2][pass.is_delta][pass.backward]) *
+                      cycles_of_slice(plan, sizes, device, interval_of(sizes, kChunk) / kChunk);
         if (best.slice != 0 && plan.cycles >= best.cycles) return;
         best = plan;
-        best.bytes = walk_bytes<Factor<T>>(sizes, plan);
+        best.bytes = workspace_bytes<Computed<T>>(sizes, plan);
     };
-    for (plan.strips = 4; plan.strips >= 1; plan.strips /= 2) {
-        if (plan.strips * plan.parts > kMostWarps || 16 * plan.strips >= 2 * round_up(sizes.value_dim, 16)) continue;
-        if (device.asked.columns > 0 && device.asked.columns != plan.strips * 16) continue;
+    for (plan.value_tiles = 4; plan.value_tiles >= 1; plan.value_tiles /= 2) {
+        if (plan.value_tiles * plan.key_parts > kMostWarps ||
+            16 * plan.value_tiles >= 2 * round_up(sizes.value_dim, 16))
+            continue;
+        if (device.requested.columns > 0 && device.requested.columns != plan.value_tiles * 16) continue;
         for (plan.stages = kMostStages; plan.stages >= 1; plan.stages /= 2) {
-            if (device.asked.stages > 0 && device.asked.stages != plan.stages) continue;
-            plan.shared = WalkLayout<T>(Carver(nullptr), pass.corrects, pass.backward, pass.decays, plan).bytes;
+            if (device.requested.stages > 0 && device.requested.stages != plan.stages) continue;
+            plan.shared =
+                StatePassingLayout<T>(SharedAllocator(nullptr), pass.is_delta, pass.backward, pass.decays, plan).bytes;
             if (plan.shared > static_cast<size_t>(device.limit)) continue;
-            if (device.asked.segments > 0)
-                weigh(std::min(device.asked.segments, plan.slice));
+            if (device.requested.segments > 0)
+                weigh(std::min(device.requested.segments, plan.slice));
             else
                 for (int count = 1; count == 1 || plan.slice >= 4 * count; count *= 2) weigh(count);
         }
@@ -193,14 +197,14 @@ inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
 }
 
 // The arguments of all walks of a slice.
-template <typename T, typename F, typename Params>
-Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) {
-    Walks<F> w{{plan}, slice};
+template <typename T, typename C, typename Params>
+StatePassing<C> state_passing_of(const Params& p, const PassPlan& plan, const Slice<C>& slice) {
+    StatePassing<C> w{{plan}, slice};
     w.sizes = p.sizes;
-    w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.written, slice.key_rows, p.sizes) : p.k;
-    if (plan.pass.decays && plan.pass.corrects)
-        w.erase = slice.template sequence_of<T>(slice.erased, slice.key_rows, p.sizes);
-    w.values = plan.pass.values ? slice.template sequence_of<T>(slice.values, slice.columns, p.sizes) : p.v;
+    w.keys = plan.pass.decays ? slice.template sequence_of<T>(slice.decayed_k, slice.key_rows, p.sizes) : p.k;
+    if (plan.pass.decays && plan.pass.is_delta)
+        w.erase = slice.template sequence_of<T>(slice.decayed_erase, slice.key_rows, p.sizes);
+    w.values = plan.pass.decays_values ? slice.template sequence_of<T>(slice.decayed_v, slice.columns, p.sizes) : p.v;
     w.record = 1;
     w.pass = plan.pass;
     return w;
@@ -209,8 +213,8 @@ Walks<F> walks_of(const Params& p, const WalkPlan& plan, const Slice<F>& slice) 
 // The walk of a slice that leaves results, from `first` on, a state for each of its heads; in segments where there are several,
 // which are carried in `room`.
 template <typename T>
-cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first, unsigned char* room,
-                        cudaStream_t stream) {
+cudaError_t pass_states_of_slice(const PassPlan& plan, StatePassing<Computed<T>>& w, float* first, unsigned char* room,
+                                 cudaStream_t stream) {
     w.length = plan.segment;
     w.count = plan.segments_of(w.slice.chunks);
     w.first = {first, 1, 0};
@@ -219,41 +223,41 @@ cudaError_t launch_walk(const WalkPlan& plan, Walks<Factor<T>>& w, float* first,
         sizes.batch = 1, sizes.heads = w.slice.heads;
         float* const states = reinterpret_cast<float*>(room);  // what segments make of zeros, then what they start from
         float* const passed = nth_state(states, sizes, int64_t{w.count} * w.slice.heads);
-        const WalkStates all{states, 1, w.slice.heads};
-        Walks<Factor<T>> probe = w;
+        const BoundaryStates all{states, 1, w.slice.heads};
+        StatePassing<Computed<T>> probe = w;
         probe.probe = 1, probe.record = 0;
         probe.kept = nullptr;
         probe.passed = passed_floats(plan.pass, sizes) == 0 ? nullptr : passed;
         probe.ends = all;
-        cudaError_t error = launch_walks<T>(probe, stream);
+        cudaError_t error = launch_state_passing<T>(probe, stream);
         if (error != cudaSuccess) return error;
         const auto carry = [&](const auto& by) {
             return launch_carry(w.count, states, by, sizes, first, plan.pass.backward, stream);
         };
-        error = plan.pass.corrects ? carry(PassedMatrices{probe.passed})
+        error = plan.pass.is_delta ? carry(PassedMatrices{probe.passed})
                 : plan.pass.decays ? carry(PassedDecays<float>{probe.passed})
                                    : carry(PassedGates{probe.passed});
         if (error != cudaSuccess) return error;
         w.first = w.others = all;
     }
-    return launch_walks<T>(w, stream);
+    return launch_state_passing<T>(w, stream);
 }
 
 template <typename Params>
 RulePass pass_of(const Params& p) {
     const bool values = p.log_value_decay.data != nullptr;
-    return {p.corrects != 0, p.log_gate.data != nullptr,
+    return {p.is_delta != 0, p.log_gate.data != nullptr,
             values || p.erase.data != nullptr || p.log_key_decay.data != nullptr, values,
             std::is_same<Params, RuleBackward>::value};
 }
 
 // Answers about a pass whose last stage is `Last`.
 template <typename Last>
-ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
+ChunkedPlan plan_of_pass(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
-        const WalkPlan plan = find_walk<decltype(zero), Last>(sizes, Device{limit}, pass);
+        const PassPlan plan = find_plan<decltype(zero), Last>(sizes, Device{limit}, pass);
         if (plan.slice == 0) return ChunkedPlan{};
-        const int columns = plan.strips * 16, threads = plan.strips * plan.parts * kWarp,
+        const int columns = plan.value_tiles * 16, threads = plan.value_tiles * plan.key_parts * kWarp,
                   segments = plan.segments_of(plan.slice);
         const int64_t shared = plan.shared;
         return ChunkedPlan{columns,    divide_up(sizes.value_dim, columns), plan.stages, threads, segments, shared,
@@ -261,32 +265,32 @@ ChunkedPlan walked_plan(const Sizes& sizes, int32_t dtype, const RulePass& pass,
     });
 }
 template <typename Last, typename Params>
-size_t walked_workspace(const Params& p) {
+size_t workspace_of_pass(const Params& p) {
     return with_type(p.v.dtype, size_t{0},
-                     [&](auto zero) { return find_walk<decltype(zero), Last>(p.sizes, Device(), pass_of(p)).bytes; });
+                     [&](auto zero) { return find_plan<decltype(zero), Last>(p.sizes, Device(), pass_of(p)).bytes; });
 }
 
 // Runs it: the local stage, and Last::run(arguments, plan, walks, the workspace behind the slice, stream), for slices of the same
 // heads in time's order or, backwards, the reverse.
 template <typename Last, typename Params>
-cudaError_t run_walked(const Params& p, cudaStream_t stream) {
+cudaError_t run_pass(const Params& p, cudaStream_t stream) {
     if (p.sizes.batch == 0) return cudaSuccess;
     return with_type(p.v.dtype, cudaErrorInvalidValue, [&](auto zero) {
         using T = decltype(zero);
-        const WalkPlan plan = find_walk<T, Last>(p.sizes, Device(), pass_of(p));
+        const PassPlan plan = find_plan<T, Last>(p.sizes, Device(), pass_of(p));
         if (plan.slice == 0) return cudaErrorInvalidValue;
-        const int heads = p.sizes.batch * p.sizes.heads, chunks = divide_up(p.sizes.time, kSide);
+        const int heads = p.sizes.batch * p.sizes.heads, chunks = divide_up(p.sizes.time, kChunk);
         const int slices = divide_up(chunks, plan.slice);
         unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
         for (int i = 0; i < divide_up(heads, plan.heads) * slices; ++i) {
             const int head = i / slices * plan.heads,
                       begin = (plan.pass.backward ? slices - 1 - i % slices : i % slices) * plan.slice;
             size_t bytes = 0;
-            const auto slice = lay_out<Factor<T>>(p.sizes, head, std::min(plan.heads, heads - head), begin,
-                                                  std::min(plan.slice, chunks - begin), plan.pass, workspace, bytes);
-            cudaError_t error = launch_local<T>(given_to_local(p), plan.pass, slice, stream);
+            const auto slice = lay_out<Computed<T>>(p.sizes, head, std::min(plan.heads, heads - head), begin,
+                                                    std::min(plan.slice, chunks - begin), plan.pass, workspace, bytes);
+            cudaError_t error = launch_intra_chunk<T>(intra_chunk_inputs(p), plan.pass, slice, stream);
             if (error == cudaSuccess)
-                error = Last::template run<T>(p, plan, walks_of<T>(p, plan, slice), workspace + bytes, stream);
+                error = Last::template run<T>(p, plan, state_passing_of<T>(p, plan, slice), workspace + bytes, stream);
             if (error != cudaSuccess) return error;
         }
         return cudaSuccess;

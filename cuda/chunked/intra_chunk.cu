@@ -1,11 +1,11 @@
-// The local stage, of all chunks of a slice at once: what gates and strengths make of a chunk's steps; of the delta rule, in the
+// The local stage, of all chunks of a slice at once: what gates and write_factors make of a chunk's steps; of the delta rule, in the
 // notation of gates.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well.
 //
-// With decays by dimension or erase keys, in the notation of levels.cuh: P, what decays scale (Q * F_.0, K * F_e., E * F_.0) and,
-// where it corrects, T. A warp finds the pairs of a block of 16 steps with each other and with those of earlier blocks, of queries
+// With decays by dimension or erase keys, in the notation of secondary_chunking.cuh: P, what decays scale (Q * F_.0, K * F_e., E * F_.0) and,
+// for delta rules, T. A warp finds the pairs of a block of 16 steps with each other and with those of earlier blocks, of queries
 // and of erase keys; a lane has a key.
-#include "levels.cuh"
-#include "rows.cuh"
+#include "chunk_parallel.cuh"
+#include "secondary_chunking.cuh"
 
 namespace fairseq_fastweights {
 namespace {
@@ -13,38 +13,39 @@ namespace {
 template <typename T>
 constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
 
-// A part of the keys, of `Width` times 16. Of a rule that neither corrects nor has decays gates are found alone.
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward, int Width>
-struct LocalParts {
+// A part of the keys, of `Width` times 16. Of a rule that is no delta rule and has decays gates are found alone.
+template <typename T, bool IsDelta, bool Gated, bool Decays, bool Backward, int Width>
+struct IntraChunkLayout {
     using Keys = Rows<T, 16 * Width>;
-    static constexpr int kReaders = Decays ? 1 + Corrects : Backward,
+    static constexpr int kReaders = Decays ? 1 + IsDelta : Backward,
                          kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders * (Decays ? 1 : 2);  // blocks of a multiprocessor
-    ChunkSteps<Gated> steps;
+    ChunkGates<Gated> steps;
     Matrix<float> products;  // G, in the place of rows; in the end the inverses of blocks on its diagonal
     Keys k, readers[2];      // queries, and with decays erase keys; decayed to their block's end, and from its start
     Keys levels[2];          // of a block, one after another
     Rows<float, 16 * Width> totals, logs;  // of decays, by block
     size_t bytes;
 
-    __host__ __device__ explicit LocalParts(Carver carver) : steps(carver) {
-        Carver square = carver;
-        products = square.matrix<float>(Corrects ? kSide : 0, kSide, 8);
-        k = {carver, Corrects || Decays ? kSide : 0};
-        for (int i = 0; i < kReaders; ++i) readers[i] = {carver, kSide}, levels[i] = {carver, Decays ? kSide : 0};
-        totals = {carver, Decays ? kBlocks : 0}, logs = {carver, Decays ? kBlocks : 0};
-        bytes = carver.used > square.used ? carver.used : square.used;
+    __host__ __device__ explicit IntraChunkLayout(SharedAllocator allocator) : steps(allocator) {
+        SharedAllocator square = allocator;
+        products = square.matrix<float>(IsDelta ? kChunk : 0, kChunk, 8);
+        k = {allocator, IsDelta || Decays ? kChunk : 0};
+        for (int i = 0; i < kReaders; ++i)
+            readers[i] = {allocator, kChunk}, levels[i] = {allocator, Decays ? kChunk : 0};
+        totals = {allocator, Decays ? kSubchunks : 0}, logs = {allocator, Decays ? kSubchunks : 0};
+        bytes = allocator.used > square.used ? allocator.used : square.used;
     }
 };
 
 // Pairs of a warp's 16 steps with those of each block; with decays of those before theirs, which itself comes last.
-using Pairs = Strip<kSide / 8>;
-constexpr int kOwn = kSide / 8 - 2;
+using Pairs = Fragment<kChunk / 8>;
+constexpr int kOwn = kChunk / 8 - 2;
 
 // += <late_t, early_s> of the pairs of a block that `Level` parts, or with -1 those of a step with itself.
 template <int Level, typename T, int Columns>
 DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, Columns>& early, int row) {
     const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
-    Strip<2> part;
+    Fragment<2> part;
     part.clear();
 #pragma unroll 1
     for (int key = 0; key < Columns; key += 16)
@@ -54,39 +55,39 @@ DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, 
             pairs.value[kOwn][i] += part.value[0][i];
             pairs.value[kOwn + 1][2 + i] += part.value[1][2 + i];
         }
-        if (Level == kLevelsOfBlock - 1) pairs.value[kOwn][2 + i] += part.value[0][2 + i];
+        if (Level == kSubchunkLevels - 1) pairs.value[kOwn][2 + i] += part.value[0][2 + i];
     }
 }
 
 // += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading` is decayed from its blocks' starts, `written` to
 // their ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded behind more blocks, the system
-// would be another than the walk's, and what is then not erased adds up.
+// would be another than the walk's, and what is then not decayed_erase adds up.
 template <typename T, int Columns, typename M>
 DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Rows<T, Columns>& written, const M& totals,
                         int row) {
 #pragma unroll 1
     for (int key = 0; key < Columns; key += 16) {
-        Strip<2> left;
+        Fragment<2> left;
         left.each_pair([&](int place, int t, float& x, float& y) {
             x = reading.get(row + t, key + place), y = reading.get(row + t, key + place + 1);
         });
-        UNROLL_FOR (int earlier = kBlocks - 2; earlier >= 0; --earlier) {
-            if (earlier * kSteps >= row) continue;
+        UNROLL_FOR (int earlier = kSubchunks - 2; earlier >= 0; --earlier) {
+            if (earlier * kSubchunk >= row) continue;
             multiply<kPasses<T>, false, true>(false, pairs.part<2>(2 * earlier), left,
-                                              written.from(earlier * kSteps, key));
+                                              written.from(earlier * kSubchunk, key));
             left.scale(&totals(earlier, key));
         }
     }
 }
 
 // Adds the pairs of a part of the keys, from `key` on, whose copies are under way, and leaves what decays scale.
-template <typename T, bool Corrects, bool Backward, typename Shared>
-DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given, const Place<Factor<T>>& at,
-                        int key) {
-    const Slice<Factor<T>>& slice = at.slice;
+template <typename T, bool IsDelta, bool Backward, typename Shared>
+DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given,
+                        const ChunkCoord<Computed<T>>& at, int key) {
+    const Slice<Computed<T>>& slice = at.slice;
     using Keys = typename Shared::Keys;
-    const int row = own_row(), block = row / kSteps, lane = warp_lane();
-    float gates[kSteps], scale[kSteps] = {};
+    const int row = first_own_step(), block = row / kSubchunk, lane = warp_lane();
+    float gates[kSubchunk], scale[kSubchunk] = {};
     float log = load_gates<T>(gates, given.log_key_decay, at.batch, at.head, key + lane, given.sizes.key_dim,
                               at.start + row, given.sizes.time);
     shared.totals(block, lane) = expf(log);
@@ -95,10 +96,10 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     __syncthreads();
     float* const decays = slice.decays_of(at.local, at.n) + key + lane;
     if (key + lane < slice.key_rows) {
-        if constexpr (Corrects) {
+        if constexpr (IsDelta) {
             decays[block * slice.key_rows] = shared.totals(block, lane);
         } else if (block == 0) {
-            for (int of = 1; of < kBlocks; ++of) log += shared.logs(of, lane);
+            for (int of = 1; of < kSubchunks; ++of) log += shared.logs(of, lane);
             decays[0] = expf(log);
             decays[slice.key_rows] = log;
         }
@@ -107,34 +108,34 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     const auto put = [&](const Keys& to, const Keys& x, int t) {
         to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
     };
-    const auto write = [&](const Keys& to, const Keys& x, Factor<T>* all) {
-        UNROLL_FOR (int t = 0; t < kSteps; ++t) put(to, x, t);
+    const auto write = [&](const Keys& to, const Keys& x, Computed<T>* all) {
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t) put(to, x, t);
         __syncwarp();
-        constexpr int kPiece = 16 / sizeof(T), kAcross = Keys::kColumns / kPiece;
-        const int across = lane % kAcross * kPiece;
+        constexpr int kPack = 16 / sizeof(T), kAcross = Keys::kColumns / kPack;
+        const int across = lane % kAcross * kPack;
         if (all != nullptr && key + across < slice.key_rows)
-            UNROLL_FOR (int t = row + lane / kAcross; t < row + kSteps; t += kWarp / kAcross)
+            UNROLL_FOR (int t = row + lane / kAcross; t < row + kSubchunk; t += kWarp / kAcross)
                 *reinterpret_cast<uint4*>(reinterpret_cast<T*>(all) +
-                                          (slice.index(at.local, at.n) * kSide + t) * slice.key_rows + key + across) =
+                                          (slice.index(at.local, at.n) * kChunk + t) * slice.key_rows + key + across) =
                     *reinterpret_cast<const uint4*>(&to(t, across));
         __syncwarp();
     };
     const Keys &k = shared.k, *const late = shared.readers, *const levels = shared.levels;
-    if constexpr (!Corrects) {
-        scale_to_end(scale, gates, between(shared.totals, lane, block, kBlocks));
-        write(levels[0], k, slice.written);
+    if constexpr (!IsDelta) {
+        scale_to_end(scale, gates, between(shared.totals, lane, block, kSubchunks));
+        write(levels[0], k, slice.decayed_k);
     }
     if (slice.scores == nullptr) return;
-    if constexpr (!(Corrects && Backward)) {
+    if constexpr (!(IsDelta && Backward)) {
         scale_from_start(scale, gates, between(shared.totals, lane, block, 0));
-        write(levels[0], late[0], slice.queries);
+        write(levels[0], late[0], slice.decayed_q);
     }
     add_level<-1>(pairs[0], late[0], k, row);
-    each_level<0, kLevelsOfBlock>([&](auto of) {
+    each_level<0, kSubchunkLevels>([&](auto of) {
         constexpr int level = decltype(of)::value;
         scale_to_middle<level>(scale, gates, shared.totals, lane, block);
         // Rows of erase keys are multiplied by those of keys among the queries'.
-        UNROLL_FOR (int t = 0; t < kSteps; ++t)
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t)
             UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i)
                 if (is_late<level>(block, t) || i == 0) put(levels[i], is_late<level>(block, t) ? late[i] : k, t);
         __syncwarp();
@@ -142,10 +143,10 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
         __syncwarp();
     });
     scale_to_end(scale, gates, 1.0f);
-    write(k, k, Corrects ? slice.written : nullptr);
+    write(k, k, IsDelta ? slice.decayed_k : nullptr);
     scale_from_start(scale, gates, 1.0f);
-    write(late[0], late[0], Corrects && Backward ? slice.queries : nullptr);
-    if constexpr (Corrects) write(late[1], late[1], slice.erased);
+    write(late[0], late[0], IsDelta && Backward ? slice.decayed_q : nullptr);
+    if constexpr (IsDelta) write(late[1], late[1], slice.decayed_erase);
     __syncthreads();
     UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i) add_earlier(pairs[i], late[i], k, shared.totals, row);
 }
@@ -159,76 +160,77 @@ DEVICE float as_right_factor(float x) {
 // T - I to the workspace, by four warps, 16 columns each. Of `products`, of G, this warp has written as many rows; of blocks on its
 // diagonal the inverses of those of I + B G take the place.
 template <typename T>
-DEVICE void store_inverse(const LowerBlocks<float>& to, const Matrix<float>& products, const float* beta) {
+DEVICE void store_inverse(const LowerTriangle<float>& to, const Matrix<float>& products, const float* beta) {
     __syncwarp();
     // A column to two lanes.
-    const int first = own_row(), column = warp_lane() % kTileRows, half = warp_lane() / kTileRows * 8;
+    const int first = first_own_step(), column = warp_lane() % kMmaRows, half = warp_lane() / kMmaRows * 8;
     const Matrix<float> block = products.from(first, first);
-    float x[kTileRows] = {};
-    UNROLL_FOR (int j = 0; j < kTileRows; ++j) {
+    float x[kMmaRows] = {};
+    UNROLL_FOR (int j = 0; j < kMmaRows; ++j) {
         // A known number goes at once into all sums that wait for it, which do not wait for one another.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
-        UNROLL_FOR (int i = j + 1; i < kTileRows; ++i) x[i] += block(i, j) * x[j];
+        UNROLL_FOR (int i = j + 1; i < kMmaRows; ++i) x[i] += block(i, j) * x[j];
     }
     __syncwarp();
     UNROLL_FOR (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
     __syncthreads();
-    // Substitution, in a strip whose places are the rows.
-    const int group = warp_lane() / 4, below = 2 * (warp_lane() % 4);
-    Strip<kSide / 8> inverse;
+    // Substitution, in a fragment whose places are the rows.
+    const int lane_row = warp_lane() / 4, below = 2 * (warp_lane() % 4);
+    Fragment<kChunk / 8> inverse;
     inverse.clear();
-    UNROLL_FOR (int row = 0; row < kSide; row += kTileRows) {
+    UNROLL_FOR (int row = 0; row < kChunk; row += kMmaRows) {
         if (row < first) continue;
-        Strip<2> sums;
+        Fragment<2> sums;
         sums.clear();
-        UNROLL_FOR (int inner = 0; inner < row; inner += kTileRows)
+        UNROLL_FOR (int inner = 0; inner < row; inner += kMmaRows)
             if (inner >= first)
-                multiply_kept<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
+                multiply_fragment<3, false>(sums, inverse.template part<2>(inner / 8), products.from(row, inner));
         sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
-        multiply_kept<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
+        multiply_fragment<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
     }
     // This lane's first element in the first row of blocks: how far the others are is known before the kernel runs.
-    float* const own = &to(below, 0) + first * kBlockSide + place_in_inverse(group);
+    float* const own = &to(below, 0) + first * kSubchunk + place_in_inverse(lane_row);
     inverse.each([&](int t, int j, float& x) {
-        const int row = (t - below) / kTileRows * kTileRows;
+        const int row = (t - below) / kMmaRows * kMmaRows;
         if (row < first) return;
-        own[(&to(row, 0) - to.data) + (t - below - row) * kBlockSide + j - group] =
+        own[(&to(row, 0) - to.data) + (t - below - row) * kSubchunk + j - lane_row] =
             t == first + j ? 0.0f : as_right_factor<T>(x);
     });
 }
 
-template <typename T, bool Corrects, bool Gated, bool Decays, bool Backward, int Width>
-__global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated, Decays, Backward, Width>::kAtOnce))
-    local(const RuleForward given, const Slice<Factor<T>> slice) {
-    using Shared = LocalParts<T, Corrects, Gated, Decays, Backward, Width>;
+template <typename T, bool IsDelta, bool Gated, bool Decays, bool Backward, int Width>
+__global__ void __launch_bounds__(kChunkThreads,
+                                  (IntraChunkLayout<T, IsDelta, Gated, Decays, Backward, Width>::kAtOnce))
+    intra_chunk(const RuleForward given, const Slice<Computed<T>> slice) {
+    using Shared = IntraChunkLayout<T, IsDelta, Gated, Decays, Backward, Width>;
     FASTWEIGHTS_SHARED_MEMORY(memory);
-    const Shared shared{Carver(memory)};
-    const ChunkSteps<Gated>& steps = shared.steps;
-    const Place at(slice, given.sizes);
-    const int start = at.start, time = given.sizes.time, row = own_row();
-    const typename ChunkSteps<Gated>::Step own_step(given.beta, given.log_gate, at.batch, at.head, start, time);
-    const bool scored = Corrects ? Decays || Backward : slice.scores != nullptr;  // P is wanted
+    const Shared shared{SharedAllocator(memory)};
+    const ChunkGates<Gated>& steps = shared.steps;
+    const ChunkCoord at(slice, given.sizes);
+    const int start = at.start, time = given.sizes.time, row = first_own_step();
+    const typename ChunkGates<Gated>::Step own_step(given.beta, given.log_gate, at.batch, at.head, start, time);
+    const bool scored = IsDelta ? Decays || Backward : slice.scores != nullptr;  // P is wanted
     const auto copy_keys = [&](int key) {
         const auto copy = [&](const auto& to, const Sequence& x) { at.copy(to, x, key, given.sizes.key_dim); };
         copy(shared.k, given.k);
         if (scored) copy(shared.readers[0], given.q);
-        if constexpr (Corrects && Decays) copy(shared.readers[1], given.erase.data ? given.erase : given.k);
+        if constexpr (IsDelta && Decays) copy(shared.readers[1], given.erase.data ? given.erase : given.k);
         copies_commit();
     };
     const auto find_steps = [&] {
-        steps.find(own_step, !Corrects && given.complement);
+        steps.find(own_step, !IsDelta && given.complement);
         steps.store(slice.steps_of(at.local, at.n));
     };
-    if constexpr (Corrects && !Decays) copy_keys(0);  // on their way while the steps' numbers are found
+    if constexpr (IsDelta && !Decays) copy_keys(0);  // on their way while the steps' numbers are found
     if constexpr (!Decays) find_steps();
-    if constexpr (Corrects || Decays) {
+    if constexpr (IsDelta || Decays) {
         Pairs pairs[2];  // of queries, and of erase keys
         pairs[0].clear(), pairs[1].clear();
         for (int key = 0; key < slice.key_rows; key += 16 * Width) {
             if (key > 0) __syncthreads();
             if (Decays || key > 0) copy_keys(key);
             if constexpr (Decays) {
-                add_decayed<T, Corrects, Backward>(pairs, shared, given, at, key);
+                add_decayed<T, IsDelta, Backward>(pairs, shared, given, at, key);
             } else {
                 arrive();
                 multiply_rows<kPasses<T>, false, false>(pairs[1], shared.k, row, shared.k, Width);
@@ -236,23 +238,23 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
             }
         }
         if constexpr (!Decays)
-            UNROLL_FOR (Pairs& of : pairs) steps.keep_pairs(of, row);
+            UNROLL_FOR (Pairs& of : pairs) steps.mask_and_decay(of, row);
         const auto store = [&](const auto& to, Pairs from) {
-            UNROLL_FOR (int block = 0; block < kBlocks; ++block) {
-                const bool own = Decays && block == kBlocks - 1;
-                const int first = own ? row : block * kBlockSide;
+            UNROLL_FOR (int block = 0; block < kSubchunks; ++block) {
+                const bool own = Decays && block == kSubchunks - 1;
+                const int first = own ? row : block * kSubchunk;
                 if (own || first < row + !Decays)
-                    from.part<2>(2 * block).store(&to(row, first), &to(1, 0) - &to(0, 0), kBlockSide);
+                    from.part<2>(2 * block).store(&to(row, first), &to(1, 0) - &to(0, 0), kSubchunk);
             }
         };
         const auto square = [&](auto* all) { return slice.lower_of(all, at.local, at.n); };
         if (scored) {
             pairs[0].each([](int, int, float& x) { x = as_right_factor<T>(x); });
             store(square(slice.scores), pairs[0]);
-            if constexpr (kRounded<T> && Decays && !(Corrects && Backward))
-                store(square(slice.rest), pairs[0].template rest<T>());
+            if constexpr (kRounded<T> && Decays && !(IsDelta && Backward))
+                store(square(slice.scores_low), pairs[0].template low_half<T>());
         }
-        if constexpr (Corrects) {
+        if constexpr (IsDelta) {
             Decays ? find_steps() : __syncthreads();  // a barrier: nobody reads rows any more
             store(shared.products, pairs[1]);
             store_inverse<T>(square(slice.inverse), shared.products, steps.numbers + kBeta);
@@ -263,29 +265,29 @@ __global__ void __launch_bounds__(kStripThreads, (LocalParts<T, Corrects, Gated,
 }  // namespace
 
 template <typename T>
-cudaError_t launch_local(RuleForward given, RulePass pass, const Slice<Factor<T>>& slice, cudaStream_t stream) {
-    if (pass.values) {
-        pass.values = false;
+cudaError_t launch_intra_chunk(RuleForward given, RulePass pass, const Slice<Computed<T>>& slice, cudaStream_t stream) {
+    if (pass.decays_values) {
+        pass.decays_values = false;
         RuleForward turned = given;  // values in the place of keys
         turned.sizes.key_dim = given.sizes.value_dim;
         turned.q = given.out;
         turned.k = given.v;
         turned.log_key_decay = given.log_value_decay;
-        const cudaError_t error = launch_local<T>(turned, pass, slice.swapped(), stream);
+        const cudaError_t error = launch_intra_chunk<T>(turned, pass, slice.swapped(), stream);
         if (error != cudaSuccess) return error;
     }
-    return with_rule(pass, [&](auto corrects, auto gated, auto decays, auto) {
+    return with_rule(pass, [&](auto is_delta, auto gated, auto decays, auto) {
         const auto run = [&](auto width) {
             const auto of_pass = [&](auto backward) {
-                using Shared = LocalParts<T, corrects, gated, decays, backward, width>;
-                return launch(local<T, corrects, gated, decays, backward, width>, dim3(slice.heads, slice.chunks),
-                              dim3(kStripThreads), Shared(Carver(nullptr)).bytes, stream, given, slice);
+                using Shared = IntraChunkLayout<T, is_delta, gated, decays, backward, width>;
+                return launch(intra_chunk<T, is_delta, gated, decays, backward, width>, dim3(slice.heads, slice.chunks),
+                              dim3(kChunkThreads), Shared(SharedAllocator(nullptr)).bytes, stream, given, slice);
             };
-            if constexpr (corrects)
+            if constexpr (is_delta)
                 if (pass.backward) return of_pass(std::true_type());
             return of_pass(std::false_type());
         };
-        if constexpr (corrects && !decays)
+        if constexpr (is_delta && !decays)
             return with_width(slice.key_rows, run);
         else if constexpr (decays || gated)
             return run(std::integral_constant<int, kWarp / 16>());  // of decays a lane has a key
@@ -293,8 +295,9 @@ cudaError_t launch_local(RuleForward given, RulePass pass, const Slice<Factor<T>
     });
 }
 
-template cudaError_t launch_local<float>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__half>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
-template cudaError_t launch_local<__nv_bfloat16>(RuleForward, RulePass, const Slice<__nv_bfloat16>&, cudaStream_t);
+template cudaError_t launch_intra_chunk<float>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_intra_chunk<__half>(RuleForward, RulePass, const Slice<float>&, cudaStream_t);
+template cudaError_t launch_intra_chunk<__nv_bfloat16>(RuleForward, RulePass, const Slice<__nv_bfloat16>&,
+                                                       cudaStream_t);
 
 }  // namespace fairseq_fastweights

@@ -21,17 +21,17 @@
 // the smallest, is no more than what storing the inputs did.
 #pragma once
 
-#include "block.cuh"
-#include "slices.h"
+#include "shared_memory.cuh"
+#include "workspace.cuh"
 
 namespace fairseq_fastweights {
 
-constexpr int kSteps = kBlockSide, kLevelsOfBlock = 4, kLevels = 6;
-static_assert(1 << kLevelsOfBlock == kSteps && 1 << kLevels == kSide, "halved down to single steps");
+constexpr int kSubchunkLevels = 4, kLevels = 6;
+static_assert(1 << kSubchunkLevels == kSubchunk && 1 << kLevels == kChunk, "halved down to single steps");
 
 // f(an integral_constant) for each level from `First` on, below `Last`.
-template <int First, int Last, typename F>
-DEVICE void each_level(F f) {
+template <int First, int Last, typename Function>
+DEVICE void each_level(Function f) {
     if constexpr (First < Last) {
         f(std::integral_constant<int, First>());
         each_level<First + 1, Last>(f);
@@ -44,22 +44,22 @@ DEVICE constexpr bool parts(int level, int t, int s) { return (t ^ s) >> level =
 // True if step t of a block is in a second half of a level.
 template <int Level>
 DEVICE constexpr bool is_late(int block, int t) {
-    return Level < kLevelsOfBlock ? t >> Level & 1 : block >> (Level - kLevelsOfBlock) & 1;
+    return Level < kSubchunkLevels ? t >> Level & 1 : block >> (Level - kSubchunkLevels) & 1;
 }
 
 // The rest is of one dimension of a block, in a thread's registers.
-using OfBlock = float[kSteps];
+using PerSubchunk = float[kSubchunk];
 
 // The gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim), from their logs, whose sum it returns. 1 past
 // any end.
 template <typename T>
-DEVICE float load_gates(OfBlock& gates, const Sequence& logs, int batch, int head, int dimension, int dim, int start,
-                        int time) {
+DEVICE float load_gates(PerSubchunk& gates, const Sequence& logs, int batch, int head, int dimension, int dim,
+                        int start, int time) {
     const int there = logs.data == nullptr || dimension >= dim ? 0 : time - start;
     const int64_t first = batch * logs.batch + start * logs.time + head * logs.head + dimension;
     const int64_t stride = opaque(logs.time);
     const auto load = [&](const auto* from) {
-        UNROLL_FOR (int t = 0; t < kSteps; ++t, from += stride) gates[t] = t < there ? widen<float>(*from) : 0.0f;
+        UNROLL_FOR (int t = 0; t < kSubchunk; ++t, from += stride) gates[t] = t < there ? widen<float>(*from) : 0.0f;
     };
     // Logs of decays may be float32 beside inputs of 16 bits.
     logs.dtype == kFloat32 ? load(static_cast<const float*>(logs.data) + first)
@@ -73,30 +73,31 @@ DEVICE float load_gates(OfBlock& gates, const Sequence& logs, int batch, int hea
 template <typename M>
 DEVICE float between(const M& totals, int column, int block, int middle) {
     float product = 1.0f;
-    UNROLL_FOR (int i = 0; i < kBlocks; ++i)
+    UNROLL_FOR (int i = 0; i < kSubchunks; ++i)
         if (i < middle ? i > block : i < block) product *= totals(i, column);
     return product;
 }
 
 // scale(t) = what is left of the start of `count` steps, decayed by `by`, at step t; of step s at their end, decayed by `by` then.
-DEVICE void scale_from_start(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
+DEVICE void scale_from_start(PerSubchunk& scale, const PerSubchunk& gates, float by, int first = 0,
+                             int count = kSubchunk) {
     UNROLL_FOR (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];
 }
-DEVICE void scale_to_end(OfBlock& scale, const OfBlock& gates, float by, int first = 0, int count = kSteps) {
+DEVICE void scale_to_end(PerSubchunk& scale, const PerSubchunk& gates, float by, int first = 0, int count = kSubchunk) {
     UNROLL_FOR (int s = first + count - 1; s >= first; --s) scale[s] = by, by *= gates[s];
 }
 
 // scale(t) = F_tm in second halves of a level, F_mt in first ones.
 template <int Level, typename M>
-DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& totals, int column, int block) {
-    if constexpr (Level < kLevelsOfBlock) {
+DEVICE void scale_to_middle(PerSubchunk& scale, const PerSubchunk& gates, const M& totals, int column, int block) {
+    if constexpr (Level < kSubchunkLevels) {
         constexpr int kHalf = 1 << Level;
-        UNROLL_FOR (int first = 0; first < kSteps; first += 2 * kHalf) {
+        UNROLL_FOR (int first = 0; first < kSubchunk; first += 2 * kHalf) {
             scale_to_end(scale, gates, 1.0f, first, kHalf);
             scale_from_start(scale, gates, 1.0f, first + kHalf, kHalf);
         }
     } else {
-        constexpr int kShift = Level - kLevelsOfBlock;
+        constexpr int kShift = Level - kSubchunkLevels;
         const float by = between(totals, column, block, (block >> kShift | 1) << kShift);
         if (is_late<Level>(block, 0))
             scale_from_start(scale, gates, by);
@@ -106,8 +107,8 @@ DEVICE void scale_to_middle(OfBlock& scale, const OfBlock& gates, const M& total
 }
 
 template <typename M>
-DEVICE void load_column(OfBlock& to, const M& from, int column) {
-    UNROLL_FOR (int t = 0; t < kSteps; ++t) to[t] = from.get(t, column);
+DEVICE void load_column(PerSubchunk& to, const M& from, int column) {
+    UNROLL_FOR (int t = 0; t < kSubchunk; ++t) to[t] = from.get(t, column);
 }
 
 }  // namespace fairseq_fastweights
