@@ -11,19 +11,20 @@
 namespace fairseq_fastweights {
 namespace {
 
-// Heads that one task takes through time together: as many as have their states in a core's second-level cache, but so
-// few that every thread gets several tasks.
+// Heads of a work item: as many as have their states in a core's second-level cache, but so few that every thread gets
+// several items.
 int64_t heads_together(const RuleCall& p, int64_t bytes_of_number) {
     const int64_t state = p.key_dim * p.columns * bytes_of_number;
     int64_t group = std::clamp<int64_t>((256 << 10) / std::max<int64_t>(state, 1), 1, p.heads);
-    const int64_t tasks = 3 * int64_t{get_num_threads()};
-    while (group > 1 && p.batch * ((p.heads + group - 1) / group) < tasks) group = (group + 1) / 2;
+    const int64_t work_items = 3 * int64_t{get_num_threads()};
+    while (group > 1 && p.batch * ((p.heads + group - 1) / group) < work_items) group = (group + 1) / 2;
     return group;
 }
 
 int64_t kept_states(const RuleCall& p) { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
 
-// The sums over `count` parts, each (rows, sharing, dim), and over what shares a row, in this order: (rows, dim).
+// The sums over `count` parts, each (rows, sharing, dim), and over the heads that share a row, in this order: (rows,
+// dim).
 template <class T> void add_up(const T* parts, T* sums, int64_t count, int64_t rows, int64_t sharing, int64_t dim) {
     parallel_for(0, rows, std::max<int64_t>(1, (1 << 15) / (count * sharing * dim + 1)),
                  [&](int64_t begin, int64_t end) {
@@ -40,7 +41,8 @@ template <class T> void add_up(const T* parts, T* sums, int64_t count, int64_t r
                  });
 }
 
-// The gradient of `x`, whose dimension `rows_dim` and those before are rows, that contiguous `parts` of the type of states add up to.
+// The gradient of `x`, whose dimension `rows_dim` and those before are rows, that contiguous `parts` of the type of
+// states add up to.
 Tensor sum_of(const Tensor& parts, const Tensor& x, int64_t sharing, int64_t dim) {
     const int64_t rows = dim ? x.numel() / dim : 0;
     const Tensor sum = new_empty(x, x.sizes(), parts.scalar_type());
@@ -55,12 +57,12 @@ Tensor sum_of(const Tensor& parts, const Tensor& x, int64_t sharing, int64_t dim
     return made;
 }
 
-// Slices of value columns that a call is divided into where its heads are fewer than the threads. What is multiplied
-// with keys alone is done once in each. Calls that take no longer than threads to meet stay whole.
-struct Slices {
+// Blocks of value columns that a call is divided into where its heads are fewer than the threads. Each block repeats
+// the products of keys alone. Calls that take no longer than starting threads stay whole.
+struct ValueBlocks {
     int64_t count = 1, width;
 
-    explicit Slices(const RuleCall& p) : width(p.value_dim) {
+    explicit ValueBlocks(const RuleCall& p) : width(p.value_dim) {
         const int64_t heads = p.batch * p.heads, threads = int64_t{get_num_threads()};
         if (heads == 0 || heads >= threads || p.time * p.key_dim * p.value_dim < 1 << 18) return;
         const int64_t wanted = std::min((threads + heads - 1) / heads, (p.value_dim + 15) / 16);
@@ -68,8 +70,8 @@ struct Slices {
         count = (p.value_dim + width - 1) / width;
     }
 
-    // Room for the gradient of `x`, in which all slices, and `sharing` heads each, have a share: as it is, or a part for
-    // each of them.
+    // Room for the gradient of `x`, to which all blocks, and `sharing` heads each, add: like x, or a part for each of
+    // them.
     Tensor room(const Tensor& x, int64_t sharing = 1) const {
         if (count * sharing == 1) return new_like(x);
         const Shape own = x.sizes();
@@ -79,39 +81,39 @@ struct Slices {
         return new_empty(x, sizes, state_type(x));
     }
 
-    // The part of the first slice.
+    // The part of the first block.
     static Sequence first(const char* name, const Tensor& room, const Tensor& x) {
         if (room.dim() == x.dim()) return sequence(name, room);
         const Shape strides = room.strides();
         return {room.data_ptr(), strides[1], strides[2], strides[3], dtype_of(name, room.scalar_type())};
     }
 
-    // The gradient of `x` that the parts add up to, in the order of the heads and of the slices.
+    // The gradient of `x` that the parts add up to, in the order of the heads and of the blocks.
     static Tensor total(const Tensor& room, const Tensor& x) {
         if (room.dim() == x.dim()) return room;
         return sum_of(room, x, x.size(2) ? room.size(3) / x.size(2) : 1, x.dim() == 4 ? x.size(3) : 1);
     }
 
-    RuleCall slice(const RuleCall& p, int64_t number) const {
-        RuleCall slice = p;
+    RuleCall block(const RuleCall& p, int64_t number) const {
+        RuleCall block = p;
         const int64_t start = number * width;
-        slice.columns = std::min(width, p.value_dim - start);
+        block.columns = std::min(width, p.value_dim - start);
         for (Sequence* x :
-             {&slice.v, &slice.log_value_decay, &slice.out, &slice.d_out, &slice.dv, &slice.d_log_value_decay}) {
+             {&block.v, &block.log_value_decay, &block.out, &block.d_out, &block.dv, &block.d_log_value_decay}) {
             advance(*x, start);
         }
         for (Sequence* x :
-             {&slice.dq, &slice.dk, &slice.d_erase, &slice.d_beta, &slice.d_log_gate, &slice.d_log_key_decay}) {
+             {&block.dq, &block.dk, &block.d_erase, &block.d_beta, &block.d_log_gate, &block.d_log_key_decay}) {
             advance(*x, number * p.batch * x->batch);
         }
         const int64_t bytes = start * (p.v.dtype == kFloat64 ? 8 : 4);
-        for (const void** state : {&slice.initial_state, &slice.d_final_state}) {
+        for (const void** state : {&block.initial_state, &block.d_final_state}) {
             if (*state) *state = static_cast<const char*>(*state) + bytes;
         }
-        for (void** state : {&slice.states, &slice.final_state, &slice.d_initial_state}) {
+        for (void** state : {&block.states, &block.final_state, &block.d_initial_state}) {
             if (*state) *state = static_cast<char*>(*state) + bytes;
         }
-        return slice;
+        return block;
     }
 
 private:
@@ -123,26 +125,27 @@ private:
 
 using Kernel = void (*)(const RuleCall&, int64_t, int64_t);
 
-void run(Kernel kernel, const RuleCall& p, const Slices& slices) {
-    const int64_t tasks = p.tasks();
-    parallel_for(0, slices.count * tasks, 1, [&](int64_t begin, int64_t end) {
+void run(Kernel kernel, const RuleCall& p, const ValueBlocks& value_blocks) {
+    const int64_t work_items = p.work_items();
+    parallel_for(0, value_blocks.count * work_items, 1, [&](int64_t begin, int64_t end) {
         while (begin < end) {
-            const int64_t number = begin / tasks, before = number * tasks, last = std::min(end, before + tasks);
-            kernel(slices.slice(p, number), begin - before, last - before);
+            const int64_t number = begin / work_items, before = number * work_items,
+                          last = std::min(end, before + work_items);
+            kernel(value_blocks.block(p, number), begin - before, last - before);
             begin = last;
         }
     });
 }
 
-// Fills in what a sequence and a step have in common; what it makes contiguous must outlive the call.
+// Fills in the fields that a sequence and a step have in common; `starts` must outlive the call.
 template <class Call> void fill(Call& p, const Rule& rule, optional<Tensor>& starts) {
     rule.fill(p);
     p.batch = rule.v.size(0), p.heads = rule.v.size(2), p.key_dim = rule.k.size(3), p.columns = rule.v.size(3);
-    p.corrects = rule.corrects;
+    p.is_delta = rule.is_delta;
     p.starts = flags_of(starts, {p.batch, rule.v.size(1)}, rule.v);
 }
 
-// A call on a sequence, and what it has made contiguous.
+// A call on a sequence, and the contiguous copies that it reads.
 struct Call {
     RuleCall p;
     optional<Tensor> starts, initial;
@@ -155,12 +158,14 @@ struct Call {
         if (initial_state) {
             check_state("initial_state", *initial_state, rule.v, {p.batch, p.heads, p.key_dim, p.columns});
         }
-        p.group = heads_together(p, rule.v.scalar_type() == ScalarType::Double ? 8 : 4);
+        p.heads_per_item = heads_together(p, rule.v.scalar_type() == ScalarType::Double ? 8 : 4);
         p.initial_state = data_of(initial);
     }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tensor>& initial_state, int64_t interval) {
+std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
+                                                int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     Call call(rule, initial_state, interval);
     RuleCall& p = call.p;
     const ScalarType type = state_type(rule.v);
@@ -168,32 +173,34 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Rule& rule, const optional<Tens
     Tensor final_state = new_empty(rule.v, {p.batch, p.heads, p.key_dim, p.columns}, type);
     Tensor states = new_empty(rule.v, {p.batch, p.heads, kept_states(p), p.key_dim, p.columns}, type);
     p.out = sequence("out", out), p.final_state = final_state.data_ptr(), p.states = states.data_ptr();
-    run(kernels_for(rule.v).rule_forward, p, Slices(p));
+    run(kernels_for(rule.v).rule_forward, p, ValueBlocks(p));
     return {out, final_state, states};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, const Rule& rule,
-                   const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
+                        const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     Call call(rule, initial_state, interval);
     RuleCall& p = call.p;
-    const Tensor& v = rule.v;
     if (p.interval == 0) fail("the forward pass kept no states (interval 0)");
     check_state("states", states, v, {p.batch, p.heads, kept_states(p), p.key_dim, p.columns});
-    const Slices slices(p);
+    const ValueBlocks value_blocks(p);
     check_sizes("d_out", d_out, v.sizes());
     const Tensor dy = last_contiguous(d_out);
     if (d_final_state) check_state("d_final_state", *d_final_state, v, {p.batch, p.heads, p.key_dim, p.columns});
     const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
-    // The gradient of an absent input is an empty tensor. Columns of v and of the decays of values are no slice's but one's.
+    // The gradient of an absent input is an empty tensor. Only one block has a column of v and of the decays of values.
     const auto room = [&](const optional<Tensor>& x, Sequence& where, const char* name, int64_t sharing = 1) {
         if (!x) return new_empty(v, {0}, v.scalar_type());
-        const Tensor made = sharing ? slices.room(*x, sharing) : new_like(*x);
-        where = Slices::first(name, made, *x);
+        const Tensor made = sharing ? value_blocks.room(*x, sharing) : new_like(*x);
+        where = ValueBlocks::first(name, made, *x);
         return made;
     };
-    const auto total = [](const Tensor& made, const optional<Tensor>& x) { return x ? Slices::total(made, *x) : made; };
+    const auto total = [](const Tensor& made, const optional<Tensor>& x) {
+        return x ? ValueBlocks::total(made, *x) : made;
+    };
     const Tensor dq = room(rule.q, p.dq, "dq", p.q.sharing), dk = room(rule.k, p.dk, "dk", p.k.sharing);
     const Tensor dv = room(v, p.dv, "dv", 0), d_erase = room(rule.erase, p.d_erase, "d_erase", p.erase.sharing);
     const Tensor d_beta = room(rule.beta, p.d_beta, "d_beta");
@@ -205,7 +212,7 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
         initial_state ? new_empty(v, {p.batch, p.heads, p.key_dim, p.columns}, type) : new_empty(v, {0}, type);
     p.d_out = sequence("d_out", dy), p.d_final_state = data_of(d_final), p.states = data_of(kept);
     p.d_initial_state = initial_state ? d_initial.data_ptr() : nullptr;
-    run(kernels_for(v).rule_backward, p, slices);
+    run(kernels_for(v).rule_backward, p, value_blocks);
     return {total(dq, rule.q),
             total(dk, rule.k),
             dv,
@@ -217,33 +224,21 @@ Gradients backward(const Tensor& d_out, const optional<Tensor>& d_final_state, c
             d_initial};
 }
 
-Tensor step(const Rule& rule, const Tensor& state) {
-    const Tensor& v = rule.v;
+Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) {
+    const Rule rule = FAST_WEIGHTS_RULE;
     if (v.size(1) != 1) fail("v has shape ", v.sizes(), "; a step takes one token");
     Tensor out = unfilled_like(v);
     RuleStep p;
-    optional<Tensor> starts = rule.starts;
-    fill(p, rule, starts);
+    optional<Tensor> document_starts = starts;
+    fill(p, rule, document_starts);
     check_own_state(state, v, {p.batch, p.heads, p.key_dim, p.columns});
     p.out = sequence("out", out), p.state = state.data_ptr();
     p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / (p.key_dim * p.columns));
     const auto kernel = kernels_for(v).rule_step;
-    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    parallel_for(0, p.work_items(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     return out;
 }
-
-std::tuple<Tensor, Tensor, Tensor> rule_forward(FAST_WEIGHTS_RULE_PARAMETERS, const optional<Tensor>& initial_state,
-                                                int64_t interval) {
-    return forward(FAST_WEIGHTS_RULE, initial_state, interval);
-}
-
-Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_state, FAST_WEIGHTS_RULE_PARAMETERS,
-                        const optional<Tensor>& initial_state, const Tensor& states, int64_t interval) {
-    return backward(d_out, d_final_state, FAST_WEIGHTS_RULE, initial_state, states, interval);
-}
-
-Tensor rule_step_(FAST_WEIGHTS_RULE_PARAMETERS, const Tensor& state) { return step(FAST_WEIGHTS_RULE, state); }
 
 // Contiguous, and of the type of states.
 Tensor as_state(const Tensor& x, const Tensor& input) {
@@ -251,7 +246,7 @@ Tensor as_state(const Tensor& x, const Tensor& input) {
     return converted.is_contiguous() ? converted : contiguous(converted);
 }
 
-// A selective scan. What it makes contiguous, and of the dtype of states, must outlive it.
+// A selective scan, and the copies that it reads, contiguous and of the dtype of states.
 struct ScanCall {
     Tensor A;
     optional<Tensor> D, initial;
@@ -277,7 +272,7 @@ struct ScanCall {
     int64_t kept_states() const { return p.interval ? (p.time + p.interval - 1) / p.interval - 1 : 0; }
 
     void run(void (*kernel)(const Scan&, int64_t, int64_t), int64_t grain = 1) const {
-        parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+        parallel_for(0, p.work_items(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     }
 };
 
@@ -313,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_sca
     const optional<Tensor> d_final = contiguous_of(d_final_state), kept = contiguous_of(states);
     Tensor du = new_like(u), d_delta = new_like(delta);
     Tensor dA = new_empty(u, {p.batch, p.channels, p.states}, type), dD = new_empty(u, {p.batch, p.channels}, type);
-    Tensor dB = new_empty(u, {p.groups(), p.batch, p.time, p.states}, type), dC = new_like(dB);
+    Tensor dB = new_empty(u, {p.channel_blocks(), p.batch, p.time, p.states}, type), dC = new_like(dB);
     Tensor d_initial = initial_state ? new_empty(u, {p.batch, p.channels, p.states}, type) : new_empty(u, {0}, type);
     p.d_out = sequence("d_out", dy, 3), p.d_final_state = data_of(d_final), p.kept = data_of(kept);
     p.du = sequence("du", du, 3), p.d_delta = sequence("d_delta", d_delta, 3);
@@ -336,7 +331,7 @@ Tensor selective_scan_step(const Tensor& u, const Tensor& delta, const Tensor& A
     check_own_state(state, u, {p.batch, p.channels, p.states});
     p.out = sequence("out", out, 3);
     p.state = state.data_ptr(), p.state_batch = state.stride(0), p.state_channel = state.stride(1);
-    call.run(kernels_for(u).scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::GROUP * p.states)));
+    call.run(kernels_for(u).scan_step, std::max<int64_t>(1, SMALLEST_SHARE / (Scan::CHANNELS_PER_ITEM * p.states)));
     return out;
 }
 
@@ -364,7 +359,7 @@ struct Cpu {
         run(&Kernels::convolution_forward, &Kernels::convolution_backward, p, x, backward);
     }
 
-    static int64_t parts(const Gating& p) { return p.tasks(); }
+    static int64_t parts(const Gating& p) { return p.work_items(); }
     static int64_t parts(const Convolution& p) { return p.batch; }
     static int64_t rates(const Gating& p) { return p.rates; }
     static Tensor total(const Tensor& parts, const Tensor& x) { return fairseq_fastweights::total(parts, x); }
@@ -385,7 +380,7 @@ private:
     static void run(Member<Call> forward, Member<Call> backward, const Call& p, const Tensor& x, bool is_backward,
                     int64_t grain = 1) {
         const auto kernel = kernels_for(x).*(is_backward ? backward : forward);
-        parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+        parallel_for(0, p.work_items(), grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     }
 };
 

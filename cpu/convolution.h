@@ -2,36 +2,33 @@
 //
 //     u_t = b + sum_j w_{R - j} x_{t - j},  j = 0 ... R      y_t = silu(u_t)
 //
-// where x_{-R} ... x_{-1} are given, and a document that begins at or before t takes nothing from before its beginning: j is
-// at most `reach(t)`. What the next call is given are the last R inputs of a row, those before the document's beginning 0.
+// where x_{-R} ... x_{-1} are the convolution's state, and inputs before the beginning of t's document do not count: j
+// is at most `reach(t)`. The next call's state is the last R inputs of a row, zeros before the document's beginning.
 // Backwards, where g is the gradient of y:
 //
-//     d_t = g_t silu'(u_t)      dx_s = sum_j w_{R - j} d_{s + j}      dw_{R - j} = sum_t d_t x_{t - j}      db = sum_t d_t
+//     d_t = g_t silu'(u_t)   dx_s = sum_j w_{R - j} d_{s + j}   dw_{R - j} = sum_t d_t x_{t - j}   db = sum_t d_t
 //
-// A task has some channels of a row of the batch, over all of time; its sums over time are its part of dw and db.
+// A work item has some channels of a row of the batch, for all steps; its sums over time are its part of dw and db.
 #pragma once
 
 #include "elementary.h"
 #include "rows.h"
 #include "scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <class real> class ConvolutionTask {
+template <class real> class ConvolutionKernel {
 public:
-    using Memory = Scratch<real>;
-
-    ConvolutionTask(const Convolution& p, Scratch<real>& scratch, bool backward) : p_(p), R_(p.width - 1) {
-        const index_t most = padded(minimum(Convolution::GROUP, p.channels));
+    ConvolutionKernel(const Convolution& p, Scratch<real>& scratch, bool backward) : p_(p), R_(p.width - 1) {
+        const index_t most = padded(minimum(Convolution::CHANNELS_PER_ITEM, p.channels));
         x_ = scratch.take((R_ + CHUNK) * most), y_ = scratch.take(CHUNK * most);
         w_ = scratch.take(p.width * most), b_ = scratch.take(most), last_ = scratch.take(most);
         if (!backward) return;
         dx_ = scratch.take((R_ + CHUNK) * most), dw_ = scratch.take(p.width * most), db_ = scratch.take(most);
     }
 
-    void forward(index_t task) {
-        open(task);
+    void forward(index_t item) {
+        open(item);
         for (index_t t = 0; t < p_.time; t += CHUNK) {
             const index_t rows = next(t);
             for (index_t r = 0; r < rows; ++r) {
@@ -47,8 +44,8 @@ public:
         }
     }
 
-    void backward(index_t task) {
-        open(task);
+    void backward(index_t item) {
+        open(item);
         fill(dx_, real(0), (R_ + CHUNK) * ld_), fill(dw_, real(0), p_.width * ld_), fill(db_, real(0), ld_);
         for (index_t t = 0; t < p_.time; t += CHUNK) {
             const index_t rows = next(t);
@@ -65,7 +62,7 @@ public:
                     }
                 }
             }
-            // Later steps take nothing from what is more than R before them.
+            // Later steps read no input more than R steps before them: these gradients are complete.
             store_gradient(t - R_, rows);
             for (index_t r = 0; r < R_; ++r) copy(dx_ + r * ld_, dx_ + (r + rows) * ld_, ld_);
             fill(dx_ + R_ * ld_, real(0), CHUNK * ld_);
@@ -82,9 +79,9 @@ private:
     static constexpr int W = Vector<real>::lanes;
     using Silu = Activated<kSilu, real>;
 
-    void open(index_t task) {
-        b_row_ = task / p_.groups(), first_ = task % p_.groups() * Convolution::GROUP;
-        count_ = minimum(Convolution::GROUP, p_.channels - first_), ld_ = padded(count_);
+    void open(index_t item) {
+        b_row_ = item / p_.channel_blocks(), first_ = item % p_.channel_blocks() * Convolution::CHANNELS_PER_ITEM;
+        count_ = minimum(Convolution::CHANNELS_PER_ITEM, p_.channels - first_), ld_ = padded(count_);
         with_type(p_.weight, first_ * p_.width, [&](const auto* weight) {
             for (index_t c = 0; c < count_; ++c) {
                 for (index_t i = 0; i < p_.width; ++i) {
@@ -107,7 +104,7 @@ private:
         } else {
             fill(rows_of, real(0), given * ld_);
         }
-        if (rows == given) return;  // a text of no steps has no memory to point into
+        if (rows == given) return;  // a sequence of no steps has no address
         load_rows(rows_of + given * ld_, p_.x, offset(p_.x, t + given), p_.x.time, rows - given, count_, 0);
     }
 
@@ -167,5 +164,4 @@ private:
     real *x_, *y_, *w_, *b_, *last_, *dx_, *dw_, *db_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -1,6 +1,7 @@
 // Which of the compiled kernels this processor runs.
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -29,8 +30,8 @@ struct Compiled {
 };
 
 // From the least to the best.
-const Compiled* compiled(const Compiled** end) {
-    static const Compiled sets[] = {
+const std::vector<Compiled>& compiled() {
+    static const std::vector<Compiled> sets{
 #ifdef FAST_WEIGHTS_HAVE_BASELINE
         {&baseline::float32, &baseline::float64, true},
 #endif
@@ -44,15 +45,14 @@ const Compiled* compiled(const Compiled** end) {
              __builtin_cpu_supports("avx512vl")},
 #endif
     };
-    *end = sets + sizeof(sets) / sizeof(*sets);
     return sets;
 }
 
 const Compiled* choose(const char* wanted) {
-    const Compiled *chosen = nullptr, *end;
-    for (const Compiled* set = compiled(&end); set != end; ++set) {
+    const Compiled* chosen = nullptr;
+    for (const Compiled& set : compiled()) {
         const bool any = wanted == nullptr || *wanted == '\0';
-        if (set->runs && (any || std::string(wanted) == set->of_float32->instruction_set)) chosen = set;
+        if (set.runs && (any || std::string(wanted) == set.of_float32->instruction_set)) chosen = &set;
     }
     return chosen;
 }
@@ -70,9 +70,8 @@ const char* fast_weights_instruction_sets() {
     using namespace fairseq_fastweights;
     static const std::string names = [] {
         std::string listed;
-        const Compiled* end;
-        for (const Compiled* set = compiled(&end); set != end; ++set) {
-            if (set->runs) listed += (listed.empty() ? "" : ", ") + std::string(set->of_float32->instruction_set);
+        for (const Compiled& set : compiled()) {
+            if (set.runs) listed += (listed.empty() ? "" : ", ") + std::string(set.of_float32->instruction_set);
         }
         return listed;
     }();

@@ -3,8 +3,7 @@
 
 #include "vector.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // exp(x) for x of any sign, infinite where that is; NaN stays NaN.
 template <class V> FAST_WEIGHTS_INLINE V exponential_of_any(V x) {
@@ -31,10 +30,10 @@ FAST_WEIGHTS_INLINE vec<double> log_one_plus(vec<double> e) {
 
 // sigma(u) = 1 / (1 + exp(-u)), 1 - sigma(u), both with all their digits, and log(1 + exp(-|u|)).
 template <class real> struct Logistic {
-    vec<real> e, value, rest;
+    vec<real> e, value, complement;
     FAST_WEIGHTS_INLINE explicit Logistic(vec<real> u) : e(exponential(u < 0 ? u : -u)) {
         const vec<real> one = vec<real>{} + 1, inverse = one / (one + e);
-        value = (u < 0 ? e : one) * inverse, rest = (u < 0 ? one : e) * inverse;
+        value = (u < 0 ? e : one) * inverse, complement = (u < 0 ? one : e) * inverse;
     }
     FAST_WEIGHTS_INLINE vec<real> log() const { return log_one_plus(e); }
 };
@@ -46,13 +45,12 @@ template <Activation activation, class real> struct Activated {
         const Logistic<real> sigma(u);
         const vec<real> zero{};
         switch (activation) {
-            case kSigmoid: value = sigma.value, slope = sigma.value * sigma.rest; return;
-            case kSilu: value = u * sigma.value, slope = sigma.value * (u * sigma.rest + 1); return;
-            case kLogSigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.rest; return;
+            case kSigmoid: value = sigma.value, slope = sigma.value * sigma.complement; return;
+            case kSilu: value = u * sigma.value, slope = sigma.value * (u * sigma.complement + 1); return;
+            case kLogSigmoid: value = (u > 0 ? zero : u) - sigma.log(), slope = sigma.complement; return;
             case kSoftplus: value = (u < 0 ? zero : u) + sigma.log(), slope = sigma.value; return;
         }
     }
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -6,17 +6,16 @@
 //                               s = -(|c source|^2 + log(2 dim)) / 2,  m = 0 or the largest of all l and log_epsilon
 //     r = scale,  scale / (sum_i phi_i + eps)  or  scale / sqrt(sum_i phi_i^2 + eps)
 //
-// and backwards, where g is the gradient of y and n the divisor of r: d_phi = r g, less r (g . phi) / n after a sum, or less
-// r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}. Nothing goes
-// back through m, which a normalisation takes out again. A sum that has underflowed divides nothing.
+// and backwards, where g is the gradient of y and n the divisor of r: d_phi = r g, less r (g . phi) / n after a sum, or
+// less r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}.
+// Nothing goes back through m, which a normalisation takes out again. A sum that has underflowed divides nothing.
 #pragma once
 
 #include "elementary.h"
 #include "rows.h"
 #include "scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 template <class real> constexpr real SMALLEST_NORMAL = same<real, float> ? __FLT_MIN__ : __DBL_MIN__;
 
@@ -25,11 +24,9 @@ template <class real> FAST_WEIGHTS_INLINE real positive(real x) { return x < 0 ?
 template <class V> FAST_WEIGHTS_INLINE V positive_lanes(V x) { return x < 0 ? V{} : x; }
 template <class V> FAST_WEIGHTS_INLINE V negative_lanes(V x) { return x > 0 ? V{} : x; }
 
-template <class real> class FeatureTask {
+template <class real> class FeatureKernel {
 public:
-    using Memory = Scratch<real>;
-
-    FeatureTask(const Features& p, Scratch<real>& scratch, bool backward)
+    FeatureKernel(const Features& p, Scratch<real>& scratch, bool backward)
         : p_(p), ld_x_(padded(p.dim)), ld_(padded(p.features())) {
         x_ = scratch.take(p.heads * ld_x_), y_ = scratch.take(p.heads * ld_);
         z_ = scratch.take(2 * p.dim + p.nu), dz_ = scratch.take(2 * p.dim + p.nu);
@@ -38,8 +35,8 @@ public:
     }
 
     // The heads of one step.
-    void forward(index_t task) {
-        const index_t b = task / p_.time, t = task % p_.time;
+    void forward(index_t item) {
+        const index_t b = item / p_.time, t = item % p_.time;
         read(b, t);
         for (index_t h = 0; h < p_.heads; ++h) {
             real* y = y_ + h * ld_;
@@ -49,8 +46,8 @@ public:
         store_rows(p_.y, place(p_.y, b, t, 0), p_.y.head, y_, p_.heads, p_.features());
     }
 
-    void backward(index_t task) {
-        const index_t b = task / p_.time, t = task % p_.time;
+    void backward(index_t item) {
+        const index_t b = item / p_.time, t = item % p_.time;
         read(b, t);
         load_rows(dy_, p_.dy, place(p_.dy, b, t, 0), p_.dy.head, p_.heads, p_.features(), 0);
         for (index_t h = 0; h < p_.heads; ++h) {
@@ -144,10 +141,10 @@ private:
     // s - m, and log_epsilon - m, of head h of a step.
     struct Exponents {
         real base, epsilon;
-        Exponents(const FeatureTask& task, const real* x, index_t h) {
-            const Features& p = task.p_;
+        Exponents(const FeatureKernel& item, const real* x, index_t h) {
+            const Features& p = item.p_;
             const index_t ld = padded(p.source_dim);
-            const real* source = task.source_ + h * ld;
+            const real* source = item.source_ + h * ld;
             const double c = p.source_scale;
             base = static_cast<real>(-0.5 * (c * c * dot(source, source, ld) + __builtin_log(2 * p.dim)));
             epsilon = static_cast<real>(p.log_epsilon);
@@ -158,7 +155,7 @@ private:
                 largest = size <= largest ? largest : size;
             }
             const real m = base + largest < epsilon ? epsilon : base + largest;
-            // The largest of all l is its s and |x|: their difference, and not that of two sums, is what remains of it.
+            // The largest of all l is its s + |x|. The difference is taken of these terms, not of rounded sums.
             base = m == epsilon ? base - m : -largest;
             epsilon -= m;
         }
@@ -221,10 +218,9 @@ private:
 
     const Features& p_;
     const index_t ld_x_, ld_;
-    // For each head: x, then its gradient; phi, then y; the gradient of y; the source, then its gradient. For one head z and
-    // its gradient, or the exponentials of both signs.
+    // For each head: x, then its gradient; phi, then y; the gradient of y; the source, then its gradient. For one head
+    // z and its gradient, or the exponentials of both signs.
     real *x_, *y_, *dy_ = nullptr, *source_ = nullptr, *z_, *dz_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

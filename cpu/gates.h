@@ -3,11 +3,10 @@
 
 #include "rows.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// The gates of a chunk's steps: one decay for the whole state, and what keys are multiplied by. Steps beyond the last
-// keep all and write nothing.
+// The gates of a chunk's steps: one decay for the whole state (`keep`), and the factor of keys (`write`). Steps beyond
+// the last keep all and write nothing.
 template <class real> struct Gates {
     real keep[CHUNK] __attribute__((aligned(64))), write[CHUNK] __attribute__((aligned(64)));
 
@@ -19,12 +18,13 @@ template <class real> struct Gates {
         p.complement ? exponentiate_to_one(write, CHUNK) : fill(write, real(1), CHUNK);
     }
 
-    // k = what is written of it.
+    // k *= write
     void apply(real* k, index_t rows, index_t ld) const {
         for (index_t i = 0; i < rows; ++i) scale(k + i * ld, k + i * ld, write[i], ld);
     }
 
-    // `dk` comes as the gradient of the multiplied keys and becomes that of `k`; d_log lacks what passes through these.
+    // `dk` comes as the gradient of the multiplied keys and becomes that of `k`; d_log lacks the part that passes
+    // through these.
     void store_gradient(const RuleCall& p, index_t b, index_t t, index_t h, index_t rows, real* d_log, real* dk,
                         const real* k, index_t ld) const {
         for (index_t i = 0; i < rows; ++i) {
@@ -38,5 +38,4 @@ template <class real> struct Gates {
     }
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

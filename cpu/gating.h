@@ -1,12 +1,13 @@
-// Gates, and what they multiply, which may be normed. For channel c of a step, which is number i of a head's vector y:
+// Gates times y, which may be normed. For channel c of a step, which is number i of a head's vector y:
 //
-//     out_c = r_c a(x_c + b_c) n_c       a(u) = s(u),  u s(u),  log s(u)  or  log(1 + exp(u)),   s(u) = 1 / (1 + exp(-u))
+//     out_c = r_c a(x_c + b_c) n_c   a(u) = s(u),  u s(u),  log s(u)  or  log(1 + exp(u)),  s(u) = 1 / (1 + exp(-u))
 //     r_c = scale  or  -scale exp(A_c)
 //     n_c = 1,  y_c,  w_i y_c / sqrt(mean(y^2) + eps)  or  w_i (y_c - mean(y)) / sqrt(variance(y) + eps)
 //
-// and backwards, where g is the gradient of out: dx = g r n a'(x + b), of which the sum over steps is that of b, while that of
-// g out is that of A; and of n it is d = g r a. With n = w z, z = (y - m) / l, dw is the sum over steps and heads of d z, and
-// dy = (d w - z mean(d w z)) / l, less mean(d w) / l where m is the mean. Each task has its part of these sums.
+// and backwards, where g is the gradient of out: dx = g r n a'(x + b), of which the sum over steps is that of b, while
+// that of g out is that of A; and of n it is d = g r a. With n = w z, z = (y - m) / l, dw is the sum over steps and
+// heads of d z, and dy = (d w - z mean(d w z)) / l, less mean(d w) / l where m is the mean. Each work item has its part
+// of these sums.
 //
 // Without a norm some steps lie side by side, so that a few channels fill vectors; with one each head has a row.
 #pragma once
@@ -15,14 +16,11 @@
 #include "rows.h"
 #include "scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <class real> class GatingTask {
+template <class real> class GatingKernel {
 public:
-    using Memory = Scratch<real>;
-
-    GatingTask(const Gating& p, Scratch<real>& scratch, bool backward)
+    GatingKernel(const Gating& p, Scratch<real>& scratch, bool backward)
         : p_(p), normed_(p.norm != kNoNorm), rows_(normed_ ? p.heads : 1),
           ld_(padded(normed_ ? p.dim : p.together() * p.channels())), all_(rows_ * ld_) {
         scratch.take(all_, x_, y_, out_, bias_, rate_);
@@ -34,9 +32,9 @@ public:
         if (x_ != nullptr) load_parameters();
     }
 
-    void forward(index_t task) {
+    void forward(index_t item) {
         with_activation([&](auto activation) {
-            for_steps(task, [&](index_t step, index_t count) {
+            for_steps(item, [&](index_t step, index_t count) {
                 read_inputs(step, count);
                 for (index_t r = 0; normed_ && r < rows_; ++r) {
                     normalize(y_ + r * ld_);
@@ -51,10 +49,10 @@ public:
         });
     }
 
-    void backward(index_t task) {
+    void backward(index_t item) {
         fill(d_bias_, real(0), all_), fill(d_log_rate_, real(0), all_), fill(d_weight_, real(0), ld_);
         with_activation([&](auto activation) {
-            for_steps(task, [&](index_t step, index_t count) {
+            for_steps(item, [&](index_t step, index_t count) {
                 read_inputs(step, count);
                 read(g_, p_.d_out, p_.dim, step, count);
                 for (index_t r = 0; normed_ && r < rows_; ++r) differentiate_normed<activation.value>(r * ld_);
@@ -63,16 +61,16 @@ public:
                 if (p_.y.data) write(p_.dy, p_.dy.head, step, count, y_);
             });
         });
-        store_sums(task);
+        store_sums(item);
     }
 
 private:
     static constexpr int W = Vector<real>::lanes;
 
-    // Calls work(step, count) for the steps of a task, as many at a time as lie side by side.
-    template <class Work> void for_steps(index_t task, const Work& work) const {
-        const index_t together = p_.together(), end = minimum((task + 1) * p_.share(), p_.steps());
-        for (index_t step = task * p_.share(); step < end; step += together) work(step, minimum(together, end - step));
+    // Calls work(step, count) for the steps of a work item, as many at a time as lie side by side.
+    template <class Work> void for_steps(index_t item, const Work& work) const {
+        const index_t together = p_.together(), end = minimum((item + 1) * p_.share(), p_.steps());
+        for (index_t step = item * p_.share(); step < end; step += together) work(step, minimum(together, end - step));
     }
 
     void load_parameters() {
@@ -82,11 +80,11 @@ private:
             for (index_t i = 0; i < p_.dim; ++i) weight_[i] = p_.weight.data ? load_one<real>(p_.weight, i) : real(1);
             return;
         }
-        const index_t channels = p_.channels(), group = channels / p_.rates;
+        const index_t channels = p_.channels(), channels_per_rate = channels / p_.rates;
         for (index_t c = 0; p_.bias.data && c < channels; ++c) bias_[c] = load_one<real>(p_.bias, c);
         for (index_t rate = 0; p_.log_rate.data && rate < p_.rates; ++rate) {
             const real factor = -whole * exponential(load_one<real>(p_.log_rate, rate));
-            for (index_t c = rate * group; c < (rate + 1) * group; ++c) rate_[c] = factor;
+            for (index_t c = rate * channels_per_rate; c < (rate + 1) * channels_per_rate; ++c) rate_[c] = factor;
         }
         for (index_t i = channels; i < p_.together() * channels; ++i) {
             bias_[i] = bias_[i - channels], rate_[i] = rate_[i - channels];
@@ -106,7 +104,7 @@ private:
         for (index_t i = 0; i < count; ++i) work(offset(x, step + i), i * channels, channels);
     }
 
-    // `head` is how far apart heads are in x.
+    // `head`: elements from head to head in x.
     void read(real* row, const Sequence& x, index_t head, index_t step, index_t count) const {
         if (normed_) return load_rows(row, x, offset(x, step), head, rows_, p_.dim, 0);
         for_pieces(x, step, count, [&](index_t from, index_t to, index_t n) {
@@ -131,15 +129,12 @@ private:
         if (p_.y.data) read(y_, p_.y, p_.y.head, step, count);
     }
 
-    template <Activation activation> struct Chosen {
-        static constexpr Activation value = activation;
-    };
     template <class Work> void with_activation(const Work& work) const {
         switch (p_.activation) {
-            case kSigmoid: return work(Chosen<kSigmoid>{});
-            case kSilu: return work(Chosen<kSilu>{});
-            case kLogSigmoid: return work(Chosen<kLogSigmoid>{});
-            case kSoftplus: return work(Chosen<kSoftplus>{});
+            case kSigmoid: return work(Constant<kSigmoid>{});
+            case kSilu: return work(Constant<kSilu>{});
+            case kLogSigmoid: return work(Constant<kLogSigmoid>{});
+            case kSoftplus: return work(Constant<kSoftplus>{});
         }
     }
 
@@ -195,20 +190,20 @@ private:
         for (index_t i = 0; i < ld_; i += W) store(z + i, (load(d + i) - load(z + i) * shared - mean) * inverse);
     }
 
-    void store_sums(index_t task) {
-        const index_t channels = p_.channels(), group = channels / p_.rates;
-        if (p_.d_weight != nullptr) copy_numbers(static_cast<real*>(p_.d_weight) + task * p_.dim, d_weight_, p_.dim);
+    void store_sums(index_t item) {
+        const index_t channels = p_.channels(), channels_per_rate = channels / p_.rates;
+        if (p_.d_weight != nullptr) copy_numbers(static_cast<real*>(p_.d_weight) + item * p_.dim, d_weight_, p_.dim);
         if (normed_) return;
         for (index_t first = channels; first < p_.together() * channels; first += channels) {
             for (index_t c = 0; c < channels; ++c) {
                 d_bias_[c] += d_bias_[first + c], d_log_rate_[c] += d_log_rate_[first + c];
             }
         }
-        if (p_.d_bias != nullptr) copy_numbers(static_cast<real*>(p_.d_bias) + task * channels, d_bias_, channels);
+        if (p_.d_bias != nullptr) copy_numbers(static_cast<real*>(p_.d_bias) + item * channels, d_bias_, channels);
         if (p_.d_log_rate == nullptr) return;
-        real* sums = static_cast<real*>(p_.d_log_rate) + task * p_.rates;
+        real* sums = static_cast<real*>(p_.d_log_rate) + item * p_.rates;
         for (index_t rate = 0; rate < p_.rates; ++rate) sums[rate] = 0;
-        for (index_t c = 0; c < channels; ++c) sums[c / group] += d_log_rate_[c];
+        for (index_t c = 0; c < channels; ++c) sums[c / channels_per_rate] += d_log_rate_[c];
     }
     static void copy_numbers(real* to, const real* from, index_t n) {
         for (index_t i = 0; i < n; ++i) to[i] = from[i];
@@ -221,5 +216,4 @@ private:
     real *g_, *d_bias_, *d_log_rate_, *d_weight_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -1,20 +1,19 @@
-// How a call's time is divided: among tasks, by kept states, in chunks, and where documents begin.
+// How a call is divided: among work items, by kept states, in chunks, and where documents begin.
 #pragma once
 
 #include "rows.h"
 #include "states.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// Which part of a call a task is: a row of the batch and some of its heads.
-struct Task {
+// A work item: some heads of a row of the batch.
+struct WorkItem {
     index_t batch, first, last;
-    Task(const RuleCall& p, index_t task) {
-        const index_t groups = p.groups();
-        batch = task / groups;
-        first = task % groups * p.group;
-        last = minimum(first + p.group, p.heads);
+    WorkItem(const RuleCall& p, index_t item) {
+        const index_t groups = p.head_groups();
+        batch = item / groups;
+        first = item % groups * p.heads_per_item;
+        last = minimum(first + p.heads_per_item, p.heads);
     }
 };
 
@@ -71,7 +70,7 @@ inline index_t most_chunks(const RuleCall& p, const Intervals& intervals) {
     return most;
 }
 
-// The steps that a task takes after those at hand, `rows` of them from t on; none if these are the last.
+// The steps that a work item takes next, `rows` of them from t on; none if these are the last.
 struct Next {
     index_t t, h, rows;
 };
@@ -86,5 +85,4 @@ inline void load_start(real* dst, const RuleCall& p, const Intervals& intervals,
     }
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -1,6 +1,5 @@
 // The table of kernels for one instruction set and one type of numbers. It is compiled once for each pair, with
-// FAST_WEIGHTS_ISA and FAST_WEIGHTS_NUMBERS (float32, which also computes what is stored in 16 bits, or float64) as their
-// names.
+// FAST_WEIGHTS_ISA and FAST_WEIGHTS_NUMBERS (float32, also for tensors of 16 bits, or float64) as their names.
 #include <type_traits>
 
 #include "choice.h"
@@ -20,8 +19,7 @@
 #include "steps/window.h"
 #include "sweep.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 namespace {
 
 #define FAST_WEIGHTS_STRING_(name) #name
@@ -64,31 +62,41 @@ void delta_backward(const RuleCall& p, index_t begin, index_t end) {
 }
 
 void rule_forward(const RuleCall& p, index_t begin, index_t end) {
-    p.corrects ? delta_forward(p, begin, end) : diagonal_forward(p, begin, end);
+    p.is_delta ? delta_forward(p, begin, end) : diagonal_forward(p, begin, end);
 }
 
 void rule_backward(const RuleCall& p, index_t begin, index_t end) {
-    p.corrects ? delta_backward(p, begin, end) : diagonal_backward(p, begin, end);
+    p.is_delta ? delta_backward(p, begin, end) : diagonal_backward(p, begin, end);
+}
+
+// Runs work items one after another, in the same scratch memory: it is counted first, by a kernel that is not used.
+template <class Kernel, void (Kernel::*run)(index_t), class Call, class... Options>
+void run_items(const Call& p, index_t begin, index_t end, Options... options) {
+    Scratch<real> scratch;
+    { Kernel counted(p, scratch, options...); }
+    scratch.allocate();
+    Kernel kernel(p, scratch, options...);
+    for (index_t item = begin; item < end; ++item) (kernel.*run)(item);
 }
 
 void scan_forward(const Scan& p, index_t begin, index_t end) {
-    scan_tasks<real, &ScanTask<real>::forward>(p, begin, end, false, CHUNK);
+    run_items<ScanKernel<real>, &ScanKernel<real>::forward>(p, begin, end, false, CHUNK);
 }
 
 void scan_backward(const Scan& p, index_t begin, index_t end) {
-    scan_tasks<real, &ScanTask<real>::backward>(p, begin, end, true, p.interval);
+    run_items<ScanKernel<real>, &ScanKernel<real>::backward>(p, begin, end, true, p.interval);
 }
 
 void scan_step(const Scan& p, index_t begin, index_t end) {
-    scan_tasks<real, &ScanTask<real>::step>(p, begin, end, false, 1);
+    run_items<ScanKernel<real>, &ScanKernel<real>::step>(p, begin, end, false, 1);
 }
 
-template <class Task, bool backward, class Call> void tasks(const Call& p, index_t begin, index_t end) {
-    typename Task::Memory scratch;
-    { Task counted(p, scratch, backward); }
-    scratch.allocate();
-    Task task(p, scratch, backward);
-    for (index_t number = begin; number < end; ++number) backward ? task.backward(number) : task.forward(number);
+template <class Kernel, class Call> void run_forward(const Call& p, index_t begin, index_t end) {
+    run_items<Kernel, &Kernel::forward>(p, begin, end, false);
+}
+
+template <class Kernel, class Call> void run_backward(const Call& p, index_t begin, index_t end) {
+    run_items<Kernel, &Kernel::backward>(p, begin, end, true);
 }
 
 }  // namespace
@@ -101,15 +109,14 @@ const Kernels FAST_WEIGHTS_NUMBERS = {FAST_WEIGHTS_STRING(FAST_WEIGHTS_ISA),
                                       scan_forward,
                                       scan_backward,
                                       scan_step,
-                                      tasks<FeatureTask<real>, false, Features>,
-                                      tasks<FeatureTask<real>, true, Features>,
-                                      tasks<GatingTask<real>, false, Gating>,
-                                      tasks<GatingTask<real>, true, Gating>,
-                                      tasks<ConvolutionTask<real>, false, Convolution>,
-                                      tasks<ConvolutionTask<real>, true, Convolution>,
-                                      tasks<DeltaTask<real>, false, DeltaStep>,
-                                      tasks<WindowTask<real>, false, WindowStep>,
-                                      tasks<GatedDeltaTask<real>, false, GatedDeltaStep>};
+                                      run_forward<FeatureKernel<real>, Features>,
+                                      run_backward<FeatureKernel<real>, Features>,
+                                      run_forward<GatingKernel<real>, Gating>,
+                                      run_backward<GatingKernel<real>, Gating>,
+                                      run_forward<ConvolutionKernel<real>, Convolution>,
+                                      run_backward<ConvolutionKernel<real>, Convolution>,
+                                      run_forward<DeltaStepKernel<real>, DeltaStep>,
+                                      run_forward<WindowStepKernel<real>, WindowStep>,
+                                      run_forward<GatedDeltaStepKernel<real>, GatedDeltaStep>};
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

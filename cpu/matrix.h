@@ -8,57 +8,50 @@
 #pragma GCC diagnostic ignored "-Waggressive-loop-optimizations"
 #endif
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-enum class Into { set, add, add_to_rest };
+enum class Into { set, add, add_to_decayed };
 
-// The factors of the product's place before `Into::add_to_rest` adds: all of it times `whole`, its rows times `rows`
-// and its columns times `columns`, where these are not null.
-template <class real> struct Rest {
+// The factors of c before `Into::add_to_decayed` adds to it: all of it times `whole`, its rows times `rows` and its
+// columns times `columns`, where these are not null.
+template <class real> struct DecayFactors {
     real whole = 1;
     const real *rows = nullptr, *columns = nullptr;
 };
 
-// The part of the left factor that counts: all of it, what is on and below its diagonal, on and above it, or the blocks of
-// 4 x 4 (two) and of 8 x 8 (one) on its diagonal. Nothing is multiplied by what does not count, which may not be finite.
+// The part of the left factor that counts: all of it, its lower or its upper triangle with the diagonal, or the blocks
+// of 4 x 4 (two) and of 8 x 8 (one) on its diagonal. The other elements, which may not be finite, are not read.
 enum class Shape { full, lower, upper, blocks };
 
 // To a tile's sums, the products with the part of the left factor's diagonal block, from `diagonal` on, that counts.
 template <int MR, int NV, bool transposed, Shape shape, class real>
 FAST_WEIGHTS_INLINE void add_triangle(vec<real> (&sum)[MR][NV], const real* a, index_t lda, const real* b, index_t ldb,
                                       index_t diagonal) {
-#pragma GCC unroll 16
-    for (int d = 0; d < MR; ++d) {
+    UNROLL_FOR (int d = 0; d < MR; ++d) {
         const index_t p = diagonal + d;
         vec<real> row[NV];
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * Vector<real>::lanes);
-#pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) {
+        UNROLL_FOR (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * Vector<real>::lanes);
+        UNROLL_FOR (int i = 0; i < MR; ++i) {
             if (shape == Shape::lower ? i < d : i > d) continue;
             const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
-#pragma GCC unroll 4
-            for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
+            UNROLL_FOR (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
         }
     }
 }
 
-// A tile of MR rows and NV vectors, in registers: the products with the inner indices from `first` to `last`, those from
-// `diagonal` on being a triangle of `shape`.
+// A tile of MR rows and NV vectors, in registers: the products with the inner indices from `first` to `last`, those
+// from `diagonal` on being a triangle of `shape`.
 template <int MR, int NV, bool transposed, Into into, Shape shape, class real>
 FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, const real* b, index_t ldb,
-                              index_t first, index_t last, index_t diagonal, const Rest<real>& rest) {
+                              index_t first, index_t last, index_t diagonal, const DecayFactors<real>& factors) {
     constexpr int W = Vector<real>::lanes;
     vec<real> sum[MR][NV];
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-        const real factor = rest.rows ? rest.rows[i] : rest.whole;
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) {
+    UNROLL_FOR (int i = 0; i < MR; ++i) {
+        const real factor = factors.rows ? factors.rows[i] : factors.whole;
+        UNROLL_FOR (int j = 0; j < NV; ++j) {
             sum[i][j] = into == Into::set ? vec<real>{} : load(c + i * ldc + j * W);
-            if (into == Into::add_to_rest) {
-                sum[i][j] *= rest.columns ? load(rest.columns + j * W) * factor : vec<real>{} + factor;
+            if (into == Into::add_to_decayed) {
+                sum[i][j] *= factors.columns ? load(factors.columns + j * W) * factor : vec<real>{} + factor;
             }
         }
     }
@@ -66,28 +59,23 @@ FAST_WEIGHTS_INLINE void tile(real* c, index_t ldc, const real* a, index_t lda, 
     if (shape == Shape::upper) add_triangle<MR, NV, transposed, shape>(sum, a, lda, b, ldb, diagonal);
     for (index_t p = first; p < last; ++p) {
         vec<real> row[NV];
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * W);
-#pragma GCC unroll 16
-        for (int i = 0; i < MR; ++i) {
+        UNROLL_FOR (int j = 0; j < NV; ++j) row[j] = load(b + p * ldb + j * W);
+        UNROLL_FOR (int i = 0; i < MR; ++i) {
             const real factor = transposed ? a[p * lda + i] : a[i * lda + p];
-#pragma GCC unroll 4
-            for (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
+            UNROLL_FOR (int j = 0; j < NV; ++j) sum[i][j] += row[j] * factor;
         }
     }
     if (shape == Shape::lower) add_triangle<MR, NV, transposed, shape>(sum, a, lda, b, ldb, diagonal);
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) store(c + i * ldc + j * W, sum[i][j]);
+    UNROLL_FOR (int i = 0; i < MR; ++i) {
+        UNROLL_FOR (int j = 0; j < NV; ++j) store(c + i * ldc + j * W, sum[i][j]);
     }
 }
 
 template <int MR, int NV, bool transposed, Into into, Shape shape, class real>
 FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c, index_t ldc, const real* a,
-                               index_t lda, const real* b, index_t ldb, const Rest<real>& rest) {
+                               index_t lda, const real* b, index_t ldb, const DecayFactors<real>& factors) {
     for (; i + MR <= rows; i += MR) {
-        const Rest<real> here{rest.whole, rest.rows ? rest.rows + i : nullptr, rest.columns};
+        const DecayFactors<real> here{factors.whole, factors.rows ? factors.rows + i : nullptr, factors.columns};
         const index_t block = i < 8 ? 4 : 8;
         const index_t first = shape == Shape::upper ? i + MR : shape == Shape::blocks ? i / block * block : 0;
         const index_t last = shape == Shape::lower ? i : shape == Shape::blocks ? first + block : inner;
@@ -101,7 +89,7 @@ FAST_WEIGHTS_INLINE void tiles(index_t& i, index_t rows, index_t inner, real* c,
 // CHUNK.
 template <bool transposed, Into into, Shape shape = Shape::full, class real>
 inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t ldc, const real* a, index_t lda,
-                    const real* b, index_t ldb, const Rest<real>& rest = {}) {
+                    const real* b, index_t ldb, const DecayFactors<real>& factors = {}) {
     constexpr int W = Vector<real>::lanes;
     // As many sums as it takes to keep two multiply-add units with a latency of four busy, and no more than there are
     // registers for.
@@ -110,7 +98,7 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     index_t j = 0;
     for (; j + 2 * W <= cols; j += 2 * W) {
         index_t i = 0;
-        const Rest<real> here{rest.whole, rest.rows, rest.columns ? rest.columns + j : nullptr};
+        const DecayFactors<real> here{factors.whole, factors.rows, factors.columns ? factors.columns + j : nullptr};
         if (shape == Shape::blocks) {
             tiles<4, 2, transposed, into, shape>(i, 8, inner, c + j, ldc, a, lda, b + j, ldb, here);
         }
@@ -120,7 +108,7 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     }
     for (; j < cols; j += W) {
         index_t i = 0;
-        const Rest<real> here{rest.whole, rest.rows, rest.columns ? rest.columns + j : nullptr};
+        const DecayFactors<real> here{factors.whole, factors.rows, factors.columns ? factors.columns + j : nullptr};
         if (shape == Shape::blocks) {
             tiles<4, 1, transposed, into, shape>(i, 8, inner, c + j, ldc, a, lda, b + j, ldb, here);
         }
@@ -131,5 +119,4 @@ inline void product(index_t rows, index_t cols, index_t inner, real* c, index_t 
     }
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -3,8 +3,7 @@
 
 #include "vector.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // Steps that are computed at once. A product of a chunk's rows then fills one vector of 16 floats.
 constexpr index_t CHUNK = 16;
@@ -15,15 +14,16 @@ FAST_WEIGHTS_INLINE index_t place(const Sequence& x, index_t b, index_t t, index
     return b * x.batch + t * x.time + h / x.sharing * x.head;
 }
 
-// Fetches the rows t .. t + rows of a head, of n numbers. In line, as GCC leaves out calls that do nothing but fetch.
-FAST_WEIGHTS_INLINE void fetch_steps(const Sequence& x, index_t b, index_t t, index_t h, index_t rows, index_t n) {
+// Fetches the rows t .. t + rows of a head, of n numbers. In line, as GCC leaves out calls that do nothing but
+// prefetch.
+FAST_WEIGHTS_INLINE void prefetch_steps(const Sequence& x, index_t b, index_t t, index_t h, index_t rows, index_t n) {
     with_type(x, place(x, b, t, h), [&](const auto* p) __attribute__((always_inline)) {
-        for (index_t i = 0; i < rows; ++i) fetch(p + i * x.time, n * sizeof(*p));
+        for (index_t i = 0; i < rows; ++i) prefetch(p + i * x.time, n * sizeof(*p));
     });
 }
 
-// The rows t .. t + rows of a head, and zeros up to CHUNK rows. `direction` is that in which time goes on, 1 or -1, or 0 if
-// the next steps are not to be fetched.
+// The rows t .. t + rows of a head, and zeros up to CHUNK rows. `direction` is that in which time goes on, 1 or -1, or
+// 0 if the next steps are not to be fetched.
 template <class real>
 inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index_t h, index_t rows, index_t n,
                        index_t direction) {
@@ -35,9 +35,8 @@ inline void load_steps(real* dst, const Sequence& x, index_t b, index_t t, index
 template <class real>
 inline void store_steps(const Sequence& x, index_t b, index_t t, index_t h, real* src, index_t rows, index_t n,
                         index_t direction) {
-    if (direction != 0) fetch_steps(x, b, t + direction * CHUNK, h, rows, n);
+    if (direction != 0) prefetch_steps(x, b, t + direction * CHUNK, h, rows, n);
     store_rows(x, place(x, b, t, h), x.time, src, rows, n);
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -9,34 +9,30 @@
 //     d_delta = u sum_n g[n] B[n] + sum_n a g[n] h_before[n] A[n]                 dA[n] += a g[n] h_before[n] delta
 //     g[n] = a g[n]
 //
-// Channels lie side by side in vectors; what they share, B and C, is the same in all lanes. The a and h of an interval are
-// computed again and kept, for as many vectors of channels as are worked on together, so that they stay in the cache.
+// Channels are the lanes of vectors; B and C, which they share, are the same in all lanes. The a and h of an interval
+// are computed again and kept, for as many vectors of channels as are worked on together, so that they stay in the
+// cache.
 #pragma once
 
 #include "intervals.h"
 #include "scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <int n> struct Count {
-    static constexpr int value = n;
-};
-
-// Calls work(i, Count) for the vectors of n numbers that begin at i: several together, whose exponentials overlap.
+// Calls work(i, Constant) for the vectors of n numbers that begin at i: several together, whose exponentials overlap.
 constexpr int TOGETHER = 2;
 template <class real, class Work> FAST_WEIGHTS_INLINE void for_vectors(index_t n, const Work& work) {
     constexpr int W = Vector<real>::lanes;
     index_t i = 0;
-    for (; i + TOGETHER * W <= n; i += TOGETHER * W) work(i, Count<TOGETHER>{});
-    for (; i < n; i += W) work(i, Count<1>{});
+    for (; i + TOGETHER * W <= n; i += TOGETHER * W) work(i, Constant<TOGETHER>{});
+    for (; i < n; i += W) work(i, Constant<1>{});
 }
 
-template <class real> class ScanTask {
+template <class real> class ScanKernel {
 public:
     // For up to `steps` steps at a time.
-    ScanTask(const Scan& p, Scratch<real>& scratch, bool backward, index_t steps) : p_(p), N_(p.states) {
-        const index_t most = padded(minimum(Scan::GROUP, p.channels)), Np = padded(N_);
+    ScanKernel(const Scan& p, Scratch<real>& scratch, bool backward, index_t steps) : p_(p), N_(p.states) {
+        const index_t most = padded(minimum(Scan::CHANNELS_PER_ITEM, p.channels)), Np = padded(N_);
         scratch.take(steps * most, u_, delta_, w_, y_);
         scratch.take(steps * Np, B_, C_);
         scratch.take(Np * most, A_, h_);  // of a step, a row for each channel
@@ -51,8 +47,8 @@ public:
         kept_h_ = scratch.take((steps + 1) * N_ * TOGETHER * W);
     }
 
-    void forward(index_t task) {
-        open(task);
+    void forward(index_t item) {
+        open(item);
         load_columns(h_, p_.initial_state, state());
         for (index_t t = 0; t < p_.time; t += CHUNK) {
             if (p_.interval > 0 && t > 0 && t % p_.interval == 0) store_rows(kept(t), 0, p_.channels, h_, N_, count_);
@@ -67,8 +63,8 @@ public:
         store_columns(p_.final_state, h_, state());
     }
 
-    void backward(index_t task) {
-        open(task);
+    void backward(index_t item) {
+        open(item);
         load_columns(g_, p_.d_final_state, state());
         fill(dA_, real(0), N_ * ld_);
         fill(dD_, real(0), ld_);
@@ -84,8 +80,8 @@ public:
                                        __attribute__((always_inline)) { recompute_and_go_back<count.value>(i, rows); });
             store_rows(p_.du, of_channels(p_.du, t), p_.du.time, du_, rows, count_);
             store_rows(p_.d_delta, of_channels(p_.d_delta, t), p_.d_delta.time, d_delta_, rows, count_);
-            store_rows(p_.dB, place(p_.dB, b_, t, group_), p_.dB.time, dB_, rows, N_);
-            store_rows(p_.dC, place(p_.dC, b_, t, group_), p_.dC.time, dC_, rows, N_);
+            store_rows(p_.dB, place(p_.dB, b_, t, channel_block_), p_.dB.time, dB_, rows, N_);
+            store_rows(p_.dC, place(p_.dC, b_, t, channel_block_), p_.dC.time, dC_, rows, N_);
         }
         store_columns(p_.dA, dA_, state());
         for (index_t c = 0; c < count_; ++c) static_cast<real*>(p_.dD)[b_ * p_.channels + first_ + c] = dD_[c];
@@ -93,8 +89,8 @@ public:
     }
 
     // One step, on a state that is changed where it lies.
-    void step(index_t task) {
-        begin(task);
+    void step(index_t item) {
+        begin(item);
         read_steps(0, 1);
         load_skip();
         multiply(y_, D_, u_, ld_);
@@ -119,9 +115,10 @@ public:
 private:
     static constexpr int W = Vector<real>::lanes;
 
-    void begin(index_t task) {
-        b_ = task / p_.groups(), group_ = task % p_.groups(), first_ = group_ * Scan::GROUP;
-        count_ = minimum(Scan::GROUP, p_.channels - first_), ld_ = padded(count_);
+    void begin(index_t item) {
+        b_ = item / p_.channel_blocks(), channel_block_ = item % p_.channel_blocks(),
+        first_ = channel_block_ * Scan::CHANNELS_PER_ITEM;
+        count_ = minimum(Scan::CHANNELS_PER_ITEM, p_.channels - first_), ld_ = padded(count_);
     }
 
     void load_skip() {
@@ -130,8 +127,8 @@ private:
         }
     }
 
-    void open(index_t task) {
-        begin(task);
+    void open(index_t item) {
+        begin(item);
         load_skip();
         load_columns(A_, p_.A, first_ * N_);
     }
@@ -148,7 +145,8 @@ private:
         return numbers_at<real>(static_cast<real*>(p_.kept) + number * N_ * p_.channels + first_);
     }
 
-    // Rows for each n from (channels, states), `offset` numbers from `src` on, or zeros from null; zeros beyond the channels.
+    // Rows for each n from (channels, states), `offset` numbers from `src` on, or zeros from null; zeros beyond the
+    // channels.
     void load_columns(real* dst, const void* src, index_t offset) const {
         const real* from = static_cast<const real*>(src) + (src == nullptr ? 0 : offset);
         for (index_t n = 0; n < N_; ++n) {
@@ -173,8 +171,8 @@ private:
         multiply(w_, delta_, u_, rows * ld_);
     }
 
-    // From the states before step r of R vectors of channels to those after it, rows of `step` numbers; either reads them or
-    // keeps a.
+    // From the states before step r of R vectors of channels to those after it, rows of `step` numbers; either reads
+    // them or keeps a.
     template <int R, bool reads>
     FAST_WEIGHTS_INLINE void advance(index_t i, index_t r, const real* before, real* after, index_t step,
                                      real* kept_a) {
@@ -245,22 +243,12 @@ private:
 
     const Scan& p_;
     const index_t N_;
-    index_t b_, group_, first_, count_, ld_;
+    index_t b_, channel_block_, first_, count_, ld_;
     // A row of channels, or of states, for each step; and one of channels for each state.
     real *u_, *delta_, *w_, *y_, *B_, *C_, *A_, *D_, *h_;
     real *du_, *d_delta_, *dB_, *dC_, *dA_, *dD_, *g_;
-    // A vector for each state, whose lanes are to be added up; and what is kept of an interval.
+    // A vector for each state, whose lanes are to be added up; and the a and h of an interval.
     real *sums_B_, *sums_C_, *kept_a_, *kept_h_;
 };
 
-template <class real, void (ScanTask<real>::*run)(index_t)>
-void scan_tasks(const Scan& p, index_t begin, index_t end, bool backward, index_t steps) {
-    Scratch<real> scratch;
-    { ScanTask<real> counted(p, scratch, backward, steps); }
-    scratch.allocate();
-    ScanTask<real> task(p, scratch, backward, steps);
-    for (index_t number = begin; number < end; ++number) (task.*run)(number);
-}
-
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

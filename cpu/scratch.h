@@ -6,8 +6,7 @@
 
 #include "vector.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // Scratch memory of one thread: counted first, then taken piece by piece.
 template <class real> class Scratch {
@@ -36,5 +35,4 @@ private:
     index_t taken_ = 0;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

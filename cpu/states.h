@@ -3,17 +3,16 @@
 
 #include "vector.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 512 bytes apart would fall into so
-// few sets of the first cache that two vectors of each of 128 rows do not stay there.
+// Numbers from row to row of a state in scratch memory. Rows that lie whole multiples of 512 bytes apart would fall
+// into so few sets of the first cache that two vectors of each of 128 rows do not stay there.
 template <class real> constexpr index_t state_row(index_t values) {
     return padded(values) * sizeof(real) % 512 == 0 ? padded(values) + ROW : padded(values);
 }
 
 // States: (keys, columns) contiguous outside, rows of `state_row` in scratch memory, and zeros up to padded(keys) rows.
-// These are written for every head: 0 times what was infinite in the one before may have left NaN there.
+// These are written for every head: 0 times an infinite number of the head before may have left NaN there.
 template <class real> inline void load_state(real* dst, const RuleCall& p, const void* src, index_t index) {
     const index_t ld = state_row<real>(p.columns), keys = src == nullptr ? 0 : p.key_dim;
     for (index_t e = 0; e < keys; ++e) {
@@ -32,5 +31,4 @@ template <class real> inline void store_state(void* dst, const RuleCall& p, inde
     }
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -11,7 +11,7 @@ template <class Call>
 void run(void (*Kernels::*kernel)(const Call&, int64_t, int64_t), const Call& p, const Tensor& x, int64_t numbers) {
     const auto of_type = kernels_for(x).*kernel;
     const int64_t grain = std::max<int64_t>(1, SMALLEST_SHARE / std::max<int64_t>(1, numbers));
-    parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) { of_type(p, begin, end); });
+    parallel_for(0, p.work_items(), grain, [&](int64_t begin, int64_t end) { of_type(p, begin, end); });
 }
 
 // Parameters, contiguous as kernels read them.
@@ -116,15 +116,16 @@ Tensor window_step(const Tensor& q, const Tensor& k, const Tensor& v, const opti
 
 Tensor gated_delta_step(const Tensor& x, const Tensor& beta, const Tensor& decay, const Tensor& gate,
                         const Tensor& conv, const Tensor& rate, const Tensor& bias, const Tensor& norm, int64_t q_heads,
-                        int64_t k_heads, int64_t v_heads, double most, double eps, const Tensor& before,
-                        const Tensor& memory) {
-    if (x.dim() != 3 || conv.dim() != 3 || memory.dim() != 4) {
-        fail("x has shape ", x.sizes(), ", conv ", conv.sizes(), " and memory ", memory.sizes(),
+                        int64_t k_heads, int64_t v_heads, double max_beta, double eps, const Tensor& before,
+                        const Tensor& state) {
+    if (x.dim() != 3 || conv.dim() != 3 || state.dim() != 4) {
+        fail("x has shape ", x.sizes(), ", conv ", conv.sizes(), " and state ", state.sizes(),
              "; they must be (1, batch, channels), (channels, 1, width) and (batch, heads, key_dim, value_dim)");
     }
     GatedDeltaStep p;
-    p.batch = memory.size(0), p.heads = memory.size(1), p.key_dim = memory.size(2), p.value_dim = memory.size(3);
-    p.q_heads = q_heads, p.k_heads = k_heads, p.v_heads = v_heads, p.width = conv.size(2), p.most = most, p.eps = eps;
+    p.batch = state.size(0), p.heads = state.size(1), p.key_dim = state.size(2), p.value_dim = state.size(3);
+    p.q_heads = q_heads, p.k_heads = k_heads, p.v_heads = v_heads, p.width = conv.size(2), p.max_beta = max_beta,
+    p.eps = eps;
     for (const int64_t own_heads : {q_heads, k_heads, v_heads}) {
         if (own_heads < 1 || p.heads % own_heads) fail(own_heads, " heads; they must be a divisor of ", p.heads);
     }
@@ -137,9 +138,9 @@ Tensor gated_delta_step(const Tensor& x, const Tensor& beta, const Tensor& decay
     p.conv = parameter("conv", conv, {p.channels(), 1, p.width}), p.norm = parameter("norm", norm, {p.value_dim});
     p.rate = parameter("rate", rate, {p.heads}), p.bias = parameter("bias", bias, {p.heads});
     p.before = own("before", before, {p.batch, p.width - 1, p.channels()}, state_type(x)).data;
-    check_own_state(memory, x, {p.batch, p.heads, p.key_dim, p.value_dim});
-    p.memory = memory.data_ptr();
-    p.memory_batch = memory.stride(0), p.memory_head = memory.stride(1), p.memory_key = memory.stride(2);
+    check_own_state(state, x, {p.batch, p.heads, p.key_dim, p.value_dim});
+    p.state = state.data_ptr();
+    p.state_batch = state.stride(0), p.state_head = state.stride(1), p.state_key = state.stride(2);
     Tensor out = new_empty(x, {1, p.batch, p.heads * p.value_dim}, x.scalar_type());
     p.out = sequence("out", out, 3);
     run(&Kernels::gated_delta_step, p, x, p.heads * p.key_dim * p.value_dim);

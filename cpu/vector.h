@@ -17,9 +17,10 @@
 #endif
 
 #define FAST_WEIGHTS_INLINE inline __attribute__((always_inline))
+// A loop with a known number of passes, which the compiler writes one after another.
+#define UNROLL_FOR _Pragma("GCC unroll 32") for
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 using index_t = int64_t;
 
@@ -95,20 +96,15 @@ template <class real> inline void transpose_tile(real* dst, index_t ldd, const r
     for (index_t r = 0; r < 16; r += W) {
         for (index_t c = 0; c < 16; c += W) {
             vec<real> a[W], b[W];
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) a[i] = load(src + (r + i) * lds + c);
-#pragma GCC unroll 4
-            for (int stage = 1; stage < W; stage *= 2) {
-#pragma GCC unroll 8
-                for (int i = 0; i < W / 2; ++i) {
+            UNROLL_FOR (int i = 0; i < W; ++i) a[i] = load(src + (r + i) * lds + c);
+            UNROLL_FOR (int stage = 1; stage < W; stage *= 2) {
+                UNROLL_FOR (int i = 0; i < W / 2; ++i) {
                     b[2 * i] = interleave<real, false>(a[i], a[i + W / 2]);
                     b[2 * i + 1] = interleave<real, true>(a[i], a[i + W / 2]);
                 }
-#pragma GCC unroll 16
-                for (int i = 0; i < W; ++i) a[i] = b[i];
+                UNROLL_FOR (int i = 0; i < W; ++i) a[i] = b[i];
             }
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) store(dst + (c + i) * ldd + r, a[i]);
+            UNROLL_FOR (int i = 0; i < W; ++i) store(dst + (c + i) * ldd + r, a[i]);
         }
     }
 }
@@ -177,38 +173,39 @@ template <class real> FAST_WEIGHTS_INLINE real sum(vec<real> x) {
     for (int i = 0; i < W; ++i) total += x[i];
     return total;
 #else
-#pragma GCC unroll 4
-    for (int half = W / 2; half > 0; half /= 2) x += __builtin_shuffle(x, lane_numbers<real>() ^ half);
+    UNROLL_FOR (int half = W / 2; half > 0; half /= 2) x += __builtin_shuffle(x, lane_numbers<real>() ^ half);
     return x[0];
 #endif
 }
 
-// Two vectors folded into one, lanes `apart` (a power of two) onto one another: lane i is the sum of lanes i and i ^ apart,
-// of a where i & apart is 0 and of b where it is not.
-template <class real, int apart> FAST_WEIGHTS_INLINE vec<real> folded(vec<real> a, vec<real> b) {
+// Two vectors folded into one, lanes `apart` (a power of two) onto one another: lane i is the sum of lanes i and i ^
+// apart, of a where i & apart is 0 and of b where it is not.
+template <class real, int has_erase_key> FAST_WEIGHTS_INLINE vec<real> folded(vec<real> a, vec<real> b) {
     constexpr int W = Vector<real>::lanes;
 #if defined(__clang__)
     vec<real> sums;
-    for (int i = 0; i < W; ++i) sums[i] = i & apart ? b[i] + b[i ^ apart] : a[i] + a[i ^ apart];
+    for (int i = 0; i < W; ++i) sums[i] = i & has_erase_key ? b[i] + b[i ^ has_erase_key] : a[i] + a[i ^ has_erase_key];
     return sums;
 #else
-    // A number that stays in its lane is a blend, which more units of a processor can do than the permutation of the rest.
+    // A number that stays in its lane is a blend, which more units of a processor can do than the permutation of the
+    // rest.
     typename Index<real>::type stays{}, moves{};
     for (int i = 0; i < W; ++i) {
-        stays[i] = i & apart ? W + i : i;
-        moves[i] = stays[i] ^ apart;
+        stays[i] = i & has_erase_key ? W + i : i;
+        moves[i] = stays[i] ^ has_erase_key;
     }
     return __builtin_shuffle(a, b, stays) + __builtin_shuffle(a, b, moves);
 #endif
 }
 
 // sums[i] = the sum of the lanes of vector i of x, for as many vectors as a vector has lanes.
-template <int vectors, int apart, class real> FAST_WEIGHTS_INLINE vec<real> sum_from(const real* x) {
+template <int vectors, int has_erase_key, class real> FAST_WEIGHTS_INLINE vec<real> sum_from(const real* x) {
     constexpr int W = Vector<real>::lanes;
-    if constexpr (apart >= vectors) {
+    if constexpr (has_erase_key >= vectors) {
         return load(x);
     } else {
-        return folded<real, apart>(sum_from<vectors, 2 * apart>(x), sum_from<vectors, 2 * apart>(x + apart * W));
+        return folded<real, has_erase_key>(sum_from<vectors, 2 * has_erase_key>(x),
+                                           sum_from<vectors, 2 * has_erase_key>(x + has_erase_key * W));
     }
 }
 template <class real> inline void sum_vectors(real* sums, const real* x) {
@@ -264,7 +261,8 @@ inline void exponentiate_small(float* x, float* y, index_t n) {
         const vec<float> whole = (given * 1.44269504088896341f + round_off) - round_off;
         vec<float> r = given - whole * 0.693359375f;
         r = r - whole * -2.12194440054690583e-4f;
-        // exp(r) and exp(-r) are the sum and the difference of cosh(r) and sinh(r), whose series end here for |r| < 0.35.
+        // exp(r) and exp(-r) are the sum and the difference of cosh(r) and sinh(r), whose series end here for |r| <
+        // 0.35.
         const vec<float> u = r * r;
         vec<float> cosh = u * 1.3888889e-3f + 4.1666668e-2f, sinh = u * 1.9841270e-4f + 8.3333333e-3f;
         cosh = (cosh * u + 0.5f) * u + 1.f;
@@ -358,6 +356,11 @@ template <class real> FAST_WEIGHTS_INLINE void to_stored(Float16& y, real x) {
     y.bits = to_float16(static_cast<float>(x));
 }
 
+// A value as a type, for templates of a functor.
+template <auto constant> struct Constant {
+    static constexpr auto value = constant;
+};
+
 template <class a, class b> constexpr bool same = false;
 template <class a> constexpr bool same<a, a> = true;
 
@@ -371,8 +374,8 @@ template <class Work> FAST_WEIGHTS_INLINE void with_type(const Sequence& x, inde
     }
 }
 
-// Fetches n bytes that are wanted soon into the second cache: the first holds no more than what is at hand.
-FAST_WEIGHTS_INLINE void fetch(const void* from, index_t bytes) {
+// Fetches n bytes that are wanted soon into the second cache: the first holds only the rows at hand.
+FAST_WEIGHTS_INLINE void prefetch(const void* from, index_t bytes) {
     for (index_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
@@ -390,14 +393,14 @@ FAST_WEIGHTS_INLINE void move_rows(real* y, index_t step_y, const real* x, index
 }
 
 // `rows` rows of n numbers that are `step` elements apart, to rows of padded(n) numbers whose rest becomes 0, times
-// `factors` (rows as these) if `scaled`. Those `ahead` elements further are fetched: rows of short heads lie too far apart
-// for the processor to guess.
+// `factors` (rows as these) if `scaled`. Those `ahead` elements further are fetched: rows of short heads lie too far
+// apart for the processor to guess.
 template <bool scaled = false, class real>
 inline void load_rows(real* dst, const Sequence& x, index_t offset, index_t step, index_t rows, index_t n,
                       index_t ahead, const real* factors = nullptr) {
     const index_t ld = padded(n);
     with_type(x, offset, [=](const auto* p) {
-        for (index_t r = 0; ahead != 0 && r < rows; ++r) fetch(p + r * step + ahead, n * sizeof(*p));
+        for (index_t r = 0; ahead != 0 && r < rows; ++r) prefetch(p + r * step + ahead, n * sizeof(*p));
         if constexpr (same<decltype(p), const real*>) {
             if (n == ld) return move_rows<scaled>(dst, ld, p, step, rows, n, factors);
         }
@@ -437,7 +440,7 @@ inline void store_rows(const Sequence& x, index_t offset, index_t step, real* sr
     });
 }
 
-// One number: what a gate or a write strength is at a step.
+// One number, such as a step's gate or beta.
 template <class real> FAST_WEIGHTS_INLINE real load_one(const Sequence& x, index_t offset) {
     real value = 0;
     with_type(x, offset, [&](const auto* p) { value = static_cast<real>(from_stored(*p)); });
@@ -455,5 +458,4 @@ FAST_WEIGHTS_INLINE double exponential(double x) { return __builtin_exp(x); }
 FAST_WEIGHTS_INLINE float exponential_minus_one(float x) { return __builtin_expm1f(x); }
 FAST_WEIGHTS_INLINE double exponential_minus_one(double x) { return __builtin_expm1(x); }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -1,5 +1,5 @@
-// The CUDA kernels as torch operators: checks, allocation, the current stream. Their schemas, shape functions and derivatives
-// are in fairseq_fastweights/ops/native_operators.py.
+// The CUDA kernels as torch operators: checks, allocation, the current stream. Their schemas, shape functions and
+// derivatives are in fairseq_fastweights/ops/native_operators.py.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -179,7 +179,7 @@ Gradients rule_backward(const Tensor& d_out, const optional<Tensor>& d_final_sta
     return gradients;
 }
 
-// Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses what it became.
+// Tells autograd, as torch's own in-place operations do: a graph that saved the state then refuses the new one.
 void mark_changed(const Tensor& state) {
     if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
 }

@@ -1,7 +1,8 @@
-// Long sequences of few heads are divided in time, so that the device is full: what a segment makes of a state is affine, S_end =
-// M S_start + C. A first launch finds C (from zeros) and M, for all segments at once; a second, here, carries the state from segment
-// to segment; the third leaves results, each segment from its own start. The way back is the same with dS_start = M' dS_end + C'. M
-// multiplies element by element or, of rules that correct, is a matrix, found as what becomes of the identity.
+// Long sequences of few heads are divided into segments of time, so that the device is full. A segment's effect on a
+// state is affine, S_end = M S_start + C. A first launch computes C (from zeros) and the transition M, for all segments
+// at once; a second, here, carries the state from segment to segment; the third computes results, each segment from its
+// own start. The way back is the same with dS_start = M' dS_end + C'. M multiplies element by element or, for delta
+// rules, is a matrix, computed as the image of the identity.
 #pragma once
 
 #include "common.cuh"
@@ -26,7 +27,7 @@ struct PassedGates {
     }
 };
 
-// M of rules that correct. `passed`: (segment, head, key_dim, key_dim).
+// M of delta rules. `passed`: (segment, head, key_dim, key_dim).
 struct PassedMatrices {
     const float* passed;
 };
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(256) carry_states(const int segments, A* state
     for (int step = 0; step < segments; ++step) {
         const int64_t index = (reverse ? segments - 1 - step : step) * heads + head;
         A& place = states[index * elements + element];
-        // Nobody asks what the last makes of it.
+        // The end of the last segment is not needed.
         const A next = step + 1 < segments ? passed(index, sizes, row, column) * state + place : A(0);
         place = state;
         state = next;
@@ -62,8 +63,8 @@ cudaError_t launch_carry(int segments, A* states, const Passed& passed, const Si
                   segments, states, passed, sizes, static_cast<const A*>(first), static_cast<int>(reverse));
 }
 
-// The same with matrices. A block has 4 columns of a head's state; as many neighbouring threads have a row of M, of which each takes
-// every fourth number.
+// The same with matrices. A block has 4 columns of a head's state; 4 neighbouring threads have a row of M, of which
+// each multiplies every fourth number.
 template <int Columns>
 __global__ void __launch_bounds__(256) carry_states(const int segments, float* states, const PassedMatrices passed,
                                                     const Sizes sizes, const float* from, const int reverse) {
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(256) carry_states(const int segments, float* s
     }
     for (int step = 0; step < segments; ++step) {
         const int64_t index = int64_t{reverse ? segments - 1 - step : step} * heads + head;
-        const bool last = step == segments - 1;  // what that segment makes of it, nobody asked
+        const bool last = step == segments - 1;  // the end of the last segment is not needed
         float *const state = both + step % 2 * count, *const next = both + (step + 1) % 2 * count;
         __syncthreads();
         for (int begin = 0; begin < rows; begin += rows_on) {  // whole warps, which add up together

@@ -1,4 +1,5 @@
-// Which algorithm runs, recurrent or chunked: what the chunked kernels take, and where they should be faster.
+// The choice of algorithm, recurrent or chunked: the calls that the chunked kernels take, and where they should be
+// faster.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -23,8 +24,8 @@ int shared_memory_of(int32_t capability) {
     }
 }
 
-// Cycles of an H200's multiprocessor for a step, one after the other: those in which sums wait for one another, with states
-// of 64 x 64, and those of a head of that size. Read off the calls of benchmarks/results/nvidia-h200-plans.csv.
+// Cycles of an H200's multiprocessor for a step: its latency with states of 64 x 64, and the throughput for a head of
+// that size. Read off the calls of benchmarks/results/nvidia-h200-plans.csv.
 struct StepCosts {
     double waiting, of_head;
 };
@@ -55,7 +56,7 @@ double recurrent_cycles(int32_t operation, const Sizes& sizes, bool gated, bool 
     return kLaunch + sizes.time * std::max(waiting, working);
 }
 
-// The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides what the costs say, so that a
+// The environment variable FASTWEIGHTS_CUDA_ALGORITHM, "chunked" or "recurrent", overrides the costs, so that a
 // benchmark can time both (and FASTWEIGHTS_CUDA_PLAN all plans of the former: chunked/plan.h).
 bool chunked_is_faster(const ChunkedPlan& plan, int time, double recurrent) {
     if (const char* forced = std::getenv("FASTWEIGHTS_CUDA_ALGORITHM")) {

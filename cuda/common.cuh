@@ -1,5 +1,6 @@
-// Code that all kernels share: conversions between storage and arithmetic types, the launch, shared memory, asynchronous
-// copies. Compiled by nvcc for a GPU, and by a host compiler with FASTWEIGHTS_EMULATION for the tests' emulator.
+// Code that all kernels share: conversions between storage and arithmetic types, the launch, shared memory,
+// asynchronous copies. Compiled by nvcc for a GPU, and by a host compiler with FASTWEIGHTS_EMULATION for the tests'
+// emulator.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +9,7 @@
 
 #include "kernels.h"
 
-// A function that kernels call, and a loop of which the compiler makes its passes one after another.
+// A device function, always inlined, and an unrolled loop.
 #define DEVICE __device__ __forceinline__
 #define UNROLL_FOR _Pragma("unroll") for
 
@@ -97,7 +98,7 @@ DEVICE __nv_bfloat16 narrow<__nv_bfloat16, double>(double x) {
     return __float2bfloat16_rn(static_cast<float>(x));
 }
 
-// One element by a dtype known at run time, for what is read or written once (gates, generic paths).
+// One element by a dtype known at run time, for elements that are used once (gates, generic paths).
 template <typename A>
 DEVICE A load_element(const void* data, int32_t dtype, int64_t index) {
     switch (dtype) {
@@ -155,11 +156,12 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    Arguments... arguments) {
     if (shared > 48 * 1024) {
-        // As much as there is, not what this launch takes: another thread may be launching the same kernel with more.
+        // All that the device has, not the size of this launch: another thread may be launching the same kernel with
+        // more.
         const cudaError_t error = cudaFuncSetAttribute(
             reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory_limit());
         if (error != cudaSuccess) {
-            cudaGetLastError();  // or it would be found again after a launch that is right
+            cudaGetLastError();  // clears the error, which the next launch would return otherwise
             return error;
         }
     }
@@ -180,8 +182,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #define FASTWEIGHTS_SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-// x, of which the compiler does not know that it is the same each time: what is computed from it in a loop it would
-// otherwise compute once and keep, all of it in registers.
+// x, hidden from the compiler's common subexpressions: values computed from it in a loop are computed again at each
+// pass, and take no registers in between.
 template <typename I>
 DEVICE I opaque(I x) {
 #ifdef __CUDA_ARCH__
@@ -232,7 +234,7 @@ DEVICE void copy_or_clear(void* shared, const void* global, bool there) {
 #endif
 }
 
-// Closes the group of copies that this thread issued since the last call.
+// Commits the copies that this thread issued since the last call, as a group.
 DEVICE void copies_commit() {
 #if defined(FASTWEIGHTS_EMULATION)
     emulation::copies_commit();

@@ -2,16 +2,17 @@
 //
 //   u_t = b + sum_j w_{R - j} x_{t - j},  j = 0 ... R      y_t = silu(u_t)
 //
-// where x_{-R} ... x_{-1} are given, and a document that begins at or before t takes nothing from before its beginning: j is
-// at most the reach of t. What the next call is given are the last R inputs of a row, those before the document's beginning 0.
-// Backwards, where g is the gradient of y:
+// where x_{-R} ... x_{-1} are the convolution's state, and inputs before the beginning of t's document do not count: j
+// is at most the reach of t. The next call's state is the last R inputs of a row, zeros before the document's
+// beginning. Backwards, where g is the gradient of y:
 //
-//   d_t = g_t silu'(u_t)      dx_s = sum_j w_{R - j} d_{s + j}      dw_{R - j} = sum_t d_t x_{t - j}      db = sum_t d_t
+//   d_t = g_t silu'(u_t)   dx_s = sum_j w_{R - j} d_{s + j}   dw_{R - j} = sum_t d_t x_{t - j}   db = sum_t d_t
 //
-// A thread has neighbouring channels, 16 bytes of them, of a row of the batch, for a run of steps. Weights, the inputs that
-// a step sees, and backwards the gradients of weights and of those inputs, stay in its registers; for widths that no kernel is
-// compiled for they are in shared memory, of one channel. A run begins with the R inputs before it, and backwards ends with
-// the R steps after it, which have a part in the gradients of its inputs. Each run leaves its part of dw and db.
+// A thread has neighbouring channels, 16 bytes of them, of a row of the batch, for a run of steps. Weights, the inputs
+// that a step sees, and backwards the gradients of weights and of those inputs, stay in its registers; for widths that
+// no kernel is compiled for they are in shared memory, of one channel. A run begins with the R inputs before it, and
+// backwards ends with the R steps after it, which have a part in the gradients of its inputs. Each run leaves its part
+// of dw and db.
 #include "elementary.cuh"
 
 using namespace fairseq_fastweights;
@@ -21,7 +22,7 @@ namespace {
 constexpr int kThreads = 128, kGenericThreads = 32;
 constexpr int kMostRun = 32, kLeastRun = 8;  // steps
 constexpr int kEnoughThreads = 32768;        // for runs of more steps than the least
-constexpr int kAtOnce = 4;                   // steps that are loaded before any is used; backwards half of them
+constexpr int kAtOnce = 4;                   // steps loaded before the first is used; backwards half as many
 
 // `width` numbers for each of a thread's V channels.
 template <typename A, int Width, int V>
@@ -65,7 +66,7 @@ struct Channels {
     }
     DEVICE int R() const { return (Width == 0 ? call.width : Width) - 1; }
 
-    // Loads what there is before the first step.
+    // Loads the parameters, and the window before the first step.
     DEVICE void start() {
         if constexpr (Width == 0) {
             for (int i = 0; i <= R(); ++i)
@@ -125,7 +126,7 @@ struct Channels {
         return Activated<A>(kSilu, u);
     }
     DEVICE int length() const { return call.lengths ? int(call.lengths[b]) : call.time; }
-    // True if the next call is given input t, one of the last R: no document has begun after it.
+    // True if input t, one of the last R, belongs to the next call's state: no document has begun after it.
     DEVICE bool is_kept(int t) const {
         for (int s = t < 0 ? 0 : t + 1; s < length(); ++s)
             if (begins(s)) return false;
@@ -176,14 +177,14 @@ __global__ void __launch_bounds__(kThreads) differentiate(const Convolution call
     constexpr int V = Work::V;
     A* shared = shared_taps<A>();
     Work of(call, run, whole, shared);
-    Taps<A, Width, V> dw(shared, call.width), dx(shared, call.width);  // dx(j) is what there is of dx_{t - j}
+    Taps<A, Width, V> dw(shared, call.width), dx(shared, call.width);  // dx(j) is the part of dx_{t - j} so far
     if (!of.inside) return;
     of.start();
     const int R = of.R(), stop = of.end + R, first = of.begin == 0 ? -R : of.begin;
     A db[V] = {};
     UNROLL_FOR (int j = 0; j <= of.R(); ++j)
         UNROLL_FOR (int v = 0; v < V; ++v) dw(j, v) = dx(j, v) = A(0);
-    const int kept = call.d_last.data ? of.length() - R : stop;  // the first input that the next call is given
+    const int kept = call.d_last.data ? of.length() - R : stop;  // the first input of the next call's state
     const T *x_row = of.row(call.x, of.begin), *g_row = of.row(call.d_y, of.begin);
     T* dx_row = of.row(call.dx, int64_t(of.begin) - R);
     for (int t = of.begin; t < stop; t += kAtOnce / 2) {

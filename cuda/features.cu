@@ -6,12 +6,12 @@
 //                          s = -(|c source|^2 + log(2 dim)) / 2,  m = 0 or the largest of all l and log_epsilon
 //   r = scale,  scale / (sum_i phi_i + eps)  or  scale / sqrt(sum_i phi_i^2 + eps)
 //
-// and backwards, where g is the gradient of y and n the divisor of r: d_phi = r g, less r (g . phi) / n after a sum, or less
-// r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}. Nothing goes
-// back through m, which a normalisation takes out again. A sum that has underflowed divides nothing.
+// and backwards, where g is the gradient of y and n the divisor of r: d_phi = r g, less r (g . phi) / n after a sum, or
+// less r (g . phi) phi / n^2 after a length; of z_i in block j they are d_phi_i z_{i - j} + d_phi_{i + j} z_{i + j}.
+// Nothing goes back through m, which a normalisation takes out again. A sum that has underflowed divides nothing.
 //
-// Neighbouring lanes, as many as there are features but at most a warp, take a vector together. phi is computed once for the
-// sums and once for the result: from memory it would take longer to come.
+// Neighbouring lanes, as many as there are features but at most a warp, take a vector together. phi is computed once
+// for the sums and once for the result: from memory it would take longer to come.
 #include "recurrent/tile.cuh"
 
 using namespace fairseq_fastweights;
@@ -33,14 +33,14 @@ DEVICE A negative(A x) {
 DEVICE bool underflowed(float x) { return fabsf(x) < 1.17549435e-38f; }
 DEVICE bool underflowed(double x) { return fabs(x) < 2.2250738585072014e-308; }
 
-// The vector of one row: what a lane needs to know of it.
+// A row's vector, and its constants for all lanes.
 template <typename A, bool Random>
 struct Row {
     const Features& call;
     int64_t x, y, dy, dx, source, d_source;  // where it begins
     A base = A(0), epsilon = A(0);           // of random features: s - m and exp(log_epsilon - m)
 
-    // Prepares what all lanes of a vector need to know of random features.
+    // Computes the constants of random features.
     DEVICE void prepare(int lane, int lanes) {
         if (!Random) return;
         A squares = A(0), largest = A(0);
@@ -59,7 +59,7 @@ struct Row {
             epsilon = exponential(log_epsilon);
             return;
         }
-        // The largest of all l is its s and |x|: their difference, and not that of two sums, is what remains of it.
+        // The largest of all l is its s + |x|. The difference is taken of these terms, not of rounded sums.
         const bool is_epsilon = base + largest < log_epsilon;
         epsilon = is_epsilon ? A(1) : exponential(log_epsilon - (base + largest));
         base = is_epsilon ? base - log_epsilon : -largest;
@@ -84,7 +84,7 @@ struct Row {
     }
 };
 
-// r; and what is taken off each gradient, and off each for its feature, after both were multiplied by r.
+// r; and the terms that are subtracted from each gradient, and times its feature, after both were multiplied by r.
 template <typename A>
 struct Factor {
     A r, less, less_by_feature;

@@ -1,16 +1,16 @@
-// Gates, and what they multiply, which may be normed. For channel c of a step, which is number i of a head's vector y:
+// Gates times y, which may be normed. For channel c of a step, which is number i of a head's vector y:
 //
 //   out_c = r_c a(x_c + b_c) n_c     a(u) = s(u),  u s(u),  log s(u)  or  log(1 + exp(u)),   s(u) = 1 / (1 + exp(-u))
 //   r_c = scale  or  -scale exp(A_c)
 //   n_c = 1,  y_c,  w_i y_c / sqrt(mean(y^2) + eps)  or  w_i (y_c - mean(y)) / sqrt(variance(y) + eps)
 //
-// and backwards, where g is the gradient of out: dx = g r n a'(x + b), of which the sum over steps is that of b, while that of
-// g out is that of A; and of n it is d = g r a. With n = w z, z = (y - m) / l, dw is the sum over steps and heads of d z, and
-// dy = (d w - z mean(d w z)) / l, less mean(d w) / l where m is the mean.
+// and backwards, where g is the gradient of out: dx = g r n a'(x + b), of which the sum over steps is that of b, while
+// that of g out is that of A; and of n it is d = g r a. With n = w z, z = (y - m) / l, dw is the sum over steps and
+// heads of d z, and dy = (d w - z mean(d w z)) / l, less mean(d w) / l where m is the mean.
 //
-// A thread has neighbouring channels, 16 bytes of them, of some steps; with a norm neighbouring threads, a power of two, have
-// the channels of a head, and what a vector needs is summed over them. Parameters, and the parts of the sums for their gradients,
-// stay in its registers. These sums are taken part by part, in an order that depends on the sizes alone.
+// A thread has neighbouring channels, 16 bytes of them, of some steps; with a norm neighbouring threads, a power of
+// two, have the channels of a head, and a vector's sums are taken over them. Parameters, and partial sums for their
+// gradients, stay in its registers. These are added part by part, in an order that depends on the sizes alone.
 #include "elementary.cuh"
 
 using namespace fairseq_fastweights;
@@ -21,8 +21,8 @@ constexpr int kThreads = 256;
 constexpr int kNumbers = 64;      // of a thread, in calls that are not very long
 constexpr int kMostParts = 1024;  // of a call's steps
 
-// How a call is divided: `across` threads of a block have neighbouring channels, in `blocks` blocks, the others steps, `share`
-// to a block. `lanes` threads have a vector; 0 for sizes that are not taken.
+// How a call is divided: `across` threads of a block have neighbouring channels, in `blocks` blocks, the others steps,
+// `share` to a block. `lanes` threads have a vector; 0 for sizes that are not taken.
 struct Division {
     int V, lanes = 1, across = 1;
     unsigned rows, blocks, share, parts;
@@ -42,8 +42,8 @@ struct Division {
     }
 };
 
-// The places of a thread's numbers of a tensor, from step to step. `outer` and `inner` are a step's indices, and then those of the
-// distance to the next one.
+// The offsets of a thread's elements in a tensor, from step to step. `step` has the indices (outer, inner) of a step,
+// `distance` those from a step to the thread's next.
 struct StepCursor {
     int64_t at, ahead, back;
 
@@ -51,7 +51,7 @@ struct StepCursor {
         : at(first + step.x * x.batch + step.y * x.time), ahead(opaque(distance.x * x.batch + distance.y * x.time)),
           back(x.batch - call.inner * x.time) {}
     DEVICE void go_on() { at += ahead; }
-    DEVICE void wrap() { at += opaque(back); }  // in a branch that is taken or not, since nothing says what it adds
+    DEVICE void wrap() { at += opaque(back); }  // opaque: a branch, not an addition at each step
 };
 
 // x summed over a vector's threads, which are a power of two.
@@ -69,7 +69,7 @@ DEVICE A sum_over(A x, int lanes, A* shared) {
     return x;
 }
 
-// to[at ... at + count) = the sums over the rows of `across` threads of what each has, in order.
+// to[at ... at + count) = each channel's x summed over the rows of `across` threads, in order.
 template <int V, typename A>
 DEVICE void store_sums(A* shared, const A (&x)[V], int across, void* to, int64_t at, int64_t count) {
     UNROLL_FOR (int v = 0; v < V; ++v) shared[v * kThreads + threadIdx.x] = x[v];
@@ -98,8 +98,8 @@ DEVICE void activate(int activation, const A (&u)[V], A (&value)[V], A (&slope)[
     }
 }
 
-// x and dx are of type T, out and d_out of type O, y and dy of T, or where O is not known of any. `whole` tells that all V
-// channels of a thread exist, if one of them does, and are aligned.
+// x and dx are of type T, out and d_out of type O, y and dy of T, or where O is not known of any. `whole` tells that
+// all V channels of a thread exist, if one of them does, and are aligned.
 template <typename T, typename O, bool Backward, bool Normed, typename A = typename Stored<T>::Compute>
 __global__ void __launch_bounds__(kThreads)
     gate(const Gating call, const Division by, const bool whole, const A scale, const A eps) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool multiplies = Normed || call.y.data, centred = call.norm == kLayerNorm;
     const A share = A(1) / A(call.dim);
     A d_bias[V] = {}, d_factor[V] = {};  // of log_rate, or of weight
-    // Threads without a step, or a channel, go along, as whole blocks sum, and write nothing.
+    // Threads without a step or a channel take part in the block's sums, and write nothing.
     for (unsigned first = begin; first < end; first += distance, step += distance) {
         const int n = step < end ? count : 0;
         const bool full = whole && n > 0;

@@ -33,7 +33,7 @@ struct Sizes {
 
 struct RuleForward {
     Sizes sizes;
-    int32_t complement, is_delta;  // is_delta: of the delta family
+    int32_t complement, is_delta;  // is_delta: the delta family
     Sequence q, k, v;
     Sequence erase, beta;                               // each may be absent, for k and 1; of the delta family
     Sequence log_gate, log_key_decay, log_value_decay;  // each may be absent; log_gate comes without the other two
@@ -46,7 +46,7 @@ struct RuleForward {
 
 struct RuleBackward {
     Sizes sizes;
-    int32_t complement, is_delta;  // is_delta: of the delta family
+    int32_t complement, is_delta;  // is_delta: the delta family
     Sequence d_out;
     const void* d_final_state;  // null: zeros
     Sequence q, k, v;
@@ -72,7 +72,7 @@ struct StepState {
 // One token: `time` of the sizes is 1 and the sequences' time strides are not used.
 struct RuleStep {
     Sizes sizes;
-    int32_t complement, is_delta;  // is_delta: of the delta family
+    int32_t complement, is_delta;  // is_delta: the delta family
     Sequence q, k, v;
     Sequence erase, beta;
     Sequence log_gate, log_key_decay, log_value_decay;
@@ -84,9 +84,9 @@ using Features = FeaturesOf<int32_t>;
 using Gating = GatingOf<int32_t>;            // `fastweights_gating_parts` parts, d_log_rate (parts, channels)
 using Convolution = ConvolutionOf<int32_t>;  // `fastweights_convolution_parts` parts
 
-// How the walk of a chunked launch divides the work: a head's values into `blocks` of `columns`, and the time into `segments`
-// side by side, as many as suit the current device. `columns` is 0 where the chunked kernels do not take the sizes, and for a
-// batch of 0.
+// How state passing divides the work of a chunked launch: a head's values into `blocks` of `columns`, and the time into
+// `segments` that run in parallel, as many as suit the current device; `stages` chunks are in flight. `columns` is 0
+// where the chunked kernels do not take the sizes, and for a batch of 0.
 struct ChunkedPlan {
     int32_t columns, blocks, stages, threads, segments;
     int64_t shared;  // bytes of a block's memory
@@ -123,8 +123,8 @@ size_t fastweights_forward_chunked_workspace(const RuleForward* params);
 size_t fastweights_backward_recurrent_workspace(const RuleBackward* params);
 size_t fastweights_backward_chunked_workspace(const RuleBackward* params);
 
-// The plan of the chunked kernels: `dtype` of q, k and v, `gated` whether there is a log_gate, `separate_decays` 1 with decays of
-// keys or an erase key, 2 with decays of values, too, and 0 with neither, `capability` 10 * major + minor.
+// The plan of the chunked kernels: `dtype` of q, k and v, `gated` whether there is a log_gate, `separate_decays` 1 with
+// decays of keys or an erase key, 2 with decays of values, too, and 0 with neither, `capability` 10 * major + minor.
 ChunkedPlan fastweights_chunked_plan(int32_t operation, const Sizes* sizes, int32_t dtype, int32_t gated,
                                      int32_t separate_decays, int32_t capability);
 

@@ -3,7 +3,7 @@
 
 #include "recurrent/tile.cuh"
 
-// A loop of which the compiler makes no copies.
+// A loop that is not unrolled.
 #define ROLLED_FOR _Pragma("unroll 1") for
 
 namespace fairseq_fastweights {
@@ -14,7 +14,7 @@ constexpr int kPack = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 
 __host__ DEVICE bool is_aligned(const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
 
-// True if pieces of 16 bytes of any step's row are aligned. `size` is a number's, in bytes.
+// True if 16-byte vectors of any step's row are aligned. `size`: an element's, in bytes.
 __host__ DEVICE bool is_aligned(const Sequence& x, int size) {
     return is_aligned(x.data) && (x.batch | x.time | x.head) * size % 16 == 0;
 }
@@ -73,7 +73,7 @@ DEVICE void store_16_bytes(void* to, uint4 x) {
 #endif
 }
 
-// Numbers that are read and written in pieces of 16 bytes where they are aligned.
+// True if N numbers are loaded and stored as 16-byte vectors where they are aligned.
 template <int N, typename T, typename A>
 constexpr bool kInPieces = sizeof(A) == 4 && sizeof(T) <= 4 && N * sizeof(T) % 16 == 0;
 

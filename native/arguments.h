@@ -1,5 +1,5 @@
-// Checks of tensors, and their addresses and strides as kernels read them. The kernels trust the sizes of a call: a tensor
-// that has others would be read beyond its end.
+// Checks of tensors, and their addresses and strides as kernels read them. The kernels trust the sizes of a call: a
+// tensor that has others would be read beyond its end.
 #pragma once
 
 #include "tensors.h"
@@ -25,7 +25,7 @@ inline ScalarType state_type(const Tensor& v) {
 
 inline bool last_is_contiguous(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1; }
 
-// Autograd hands on what it has: an expanded scalar, a transposed view.
+// Autograd hands on any layout: an expanded scalar, a transposed view.
 inline Tensor last_contiguous(const Tensor& x) { return last_is_contiguous(x) ? x : contiguous(x); }
 
 // A tensor, contiguous; nothing of nothing. The result must outlive the pointer to its data.
@@ -36,7 +36,7 @@ inline optional<Tensor> contiguous_of(const optional<Tensor>& x) {
 
 inline void* data_of(const optional<Tensor>& x) { return x ? x->data_ptr() : nullptr; }
 
-// The gradient of what is absent: no two results of an operator may share memory.
+// The gradient of an absent input: no two results of an operator may share memory.
 inline Tensor nothing(const Tensor& x) { return new_empty(x, {0}, x.scalar_type()); }
 
 // In x's layout, unless its last dimension has gaps: so the gradient of a projection is no copy.
@@ -45,8 +45,8 @@ inline Tensor gradient_like(const Tensor& x) {
     return last_is_contiguous(made) ? made : new_empty(x, x.sizes(), x.scalar_type());
 }
 
-// A tensor of `dims` dimensions, (batch, time, heads[, dim]) or (batch, time, channels), as kernels read it: where it has as
-// many, its last dimension is contiguous.
+// A tensor of `dims` dimensions, (batch, time, heads[, dim]) or (batch, time, channels), as kernels read it: where it
+// has as many, its last dimension is contiguous.
 inline Sequence sequence(const char* name, const Tensor& x, int64_t dims = 4) {
     const Shape strides = x.strides();
     if (int64_t(strides.size()) == dims && strides[dims - 1] != 1 && x.size(-1) > 1 && x.numel()) {
@@ -69,7 +69,7 @@ inline void check_type(const char* name, const Tensor& x, const Tensor& v, bool 
     fail(name, " is of type ", x.scalar_type(), "; it must be that of v, ", v.scalar_type());
 }
 
-// A state: what the kernels read in the type of states, whatever it has.
+// A state: kernels read it as the type of states, whatever its dtype.
 inline void check_state(const char* name, const Tensor& x, const Tensor& input, Shape sizes) {
     check_sizes(name, x, sizes);
     check_device(name, x, input);
@@ -85,7 +85,7 @@ inline void check_own_state(const Tensor& state, const Tensor& input, Shape size
     fail("state has strides ", state.strides(), "; its last dimension must be contiguous");
 }
 
-// Vectors of parameters, as the kernels read them; what it makes contiguous must outlive the call.
+// Vectors of parameters, as the kernels read them; `x` becomes contiguous and must outlive the call.
 inline Sequence parameters(const char* name, optional<Tensor>& x, Shape sizes, const Tensor& like) {
     if (!x) return {};
     check_sizes(name, *x, sizes);
@@ -94,7 +94,7 @@ inline Sequence parameters(const char* name, optional<Tensor>& x, Shape sizes, c
     return {x->data_ptr(), 0, 0, 0, dtype_of(name, x->scalar_type())};
 }
 
-// The marks of the steps at which documents start, where there are any; what it makes contiguous must outlive the call.
+// The document starts, or null; `starts` becomes contiguous and must outlive the call.
 inline const bool* flags_of(optional<Tensor>& starts, Shape sizes, const Tensor& like) {
     if (!starts) return nullptr;
     check_sizes("starts", *starts, sizes);
@@ -108,15 +108,16 @@ inline const bool* flags_of(optional<Tensor>& starts, Shape sizes, const Tensor&
 struct Rule {
     const Tensor &q, &k, &v;
     const optional<Tensor>& erase;
-    bool corrects;
+    bool is_delta;
     const optional<Tensor>&beta, &log_gate;
     bool complement;
     const optional<Tensor>&log_key_decay, &log_value_decay, &starts;
 
-    // Fills in what the structs of all calls have in common. Fewer heads of q, k and erase than of v serve some of v's each.
+    // Fills in the fields that all calls have in common. Heads of q, k and erase may be fewer than those of v (grouped
+    // heads).
     template <class Call> void fill(Call& p) const {
-        if (corrects && log_value_decay) fail("a rule that corrects was given log_value_decay; there is no kernel");
-        if (!corrects && (erase || beta)) fail("a rule that does not correct was given erase or beta");
+        if (is_delta && log_value_decay) fail("a rule that corrects was given log_value_decay; there is no kernel");
+        if (!is_delta && (erase || beta)) fail("a rule that does not correct was given erase or beta");
         if (k.dim() != 4 || v.dim() != 4) {
             fail("k has shape ", k.sizes(), " and v ", v.sizes(), "; they must be (batch, time, heads, dim)");
         }
@@ -152,10 +153,10 @@ struct Rule {
 
 // As torch calls the rules' operators.
 #define FAST_WEIGHTS_RULE_PARAMETERS                                                                \
-    const Tensor &q, const Tensor &k, const Tensor &v, const optional<Tensor>&erase, bool corrects, \
+    const Tensor &q, const Tensor &k, const Tensor &v, const optional<Tensor>&erase, bool is_delta, \
         const optional<Tensor>&beta, const optional<Tensor>&log_gate, bool complement,              \
         const optional<Tensor>&log_key_decay, const optional<Tensor>&log_value_decay, const optional<Tensor>&starts
 #define FAST_WEIGHTS_RULE \
-    Rule { q, k, v, erase, corrects, beta, log_gate, complement, log_key_decay, log_value_decay, starts }
+    Rule { q, k, v, erase, is_delta, beta, log_gate, complement, log_key_decay, log_value_decay, starts }
 
 }  // namespace fairseq_fastweights

@@ -1,7 +1,7 @@
-// The operators whose argument code is the same for CPUs and GPUs: feature maps, gates and short convolutions. Their schemas,
-// shape functions and derivatives are in fairseq_fastweights/ops/native_operators.py.
+// The operators whose argument code is the same for CPUs and GPUs: feature maps, gates and short convolutions. Their
+// schemas, shape functions and derivatives are in fairseq_fastweights/ops/native_operators.py.
 //
-// `Device` says what differs:
+// `Device` has the rest:
 //     Features, Gating, Convolution     the structs of its kernels.h
 //     Guard(x)                          makes the device of x the current one
 //     check(x, nu)                      refuses features that its kernels do not take
@@ -106,7 +106,8 @@ std::tuple<Tensor, Tensor> random_features_backward(const Tensor& d_out, const T
     return {differentiate_map<Device>(p, x, d_out), d_source};
 }
 
-// A call of gates, and what it has made contiguous. `activation` and `norm` are numbers of the enumerations in types.h.
+// A call of gates, and the contiguous copies that it reads. `activation` and `norm` are numbers of the enumerations in
+// types.h.
 template <class Device>
 struct GatingCall {
     optional<Tensor> bias, log_rate, weight;
@@ -181,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gate_backward(const Tensor& d
     return {dx, total(d_bias, bias), total(d_rate, log_rate), dy, total(d_weight, weight)};
 }
 
-// A short convolution of x, (time, batch, channels), and what it has made contiguous.
+// A short convolution of x, (time, batch, channels), and the contiguous copies that it reads.
 template <class Device>
 struct ConvolutionCall {
     optional<Tensor> weight, bias, starts, lengths;

@@ -1,6 +1,6 @@
-// The bindings' use of torch. On CPUs it is of the stable ABI from torch 2.10 on: a library that was compiled with 2.10's runs
-// in 2.10 and in every later one. tools/native_build.py then defines TORCH_TARGET_VERSION. For an older torch, and for CUDA,
-// the same names are ATen's, and the library is for that torch alone.
+// The bindings' use of torch. On CPUs it is of the stable ABI from torch 2.10 on: a library that was compiled with
+// 2.10's runs in 2.10 and in every later one. tools/native_build.py then defines TORCH_TARGET_VERSION. For an older
+// torch, and for CUDA, the same names are ATen's, and the library is for that torch alone.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The structs that kernels of cpu/ and cuda/ have in common: pointers, sizes and strides of a call. No torch here, so that
-// kernels compile without it. `Int` is the type that kernels compute indices in: int64_t on CPUs, int32_t on GPUs.
+// The structs that kernels of cpu/ and cuda/ have in common: pointers, sizes and strides of a call. No torch here, so
+// that kernels compile without it. `Int` is the type that kernels compute indices in: int64_t on CPUs, int32_t on GPUs.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace fairseq_fastweights {
 
 enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat64 = 3 };
 
-// A (batch, time, heads[, dim]) tensor. Strides count elements, and the last dimension is contiguous. `data` is null where
-// an optional tensor is absent. Each of its heads serves as many heads of the call in turn as `sharing` says.
+// A (batch, time, heads[, dim]) tensor. Strides count elements, and the last dimension is contiguous. `data` is null
+// where an optional tensor is absent. Each of its heads serves as many heads of the call in turn as `sharing` says.
 struct Sequence {
     void* data = nullptr;
     int64_t batch = 0, time = 0, head = 0;
@@ -19,10 +19,10 @@ struct Sequence {
 enum FeatureMap : int32_t { kIdentity = 0, kElu = 1, kRelu = 2, kDpfp = 3, kRandom = 4 };
 enum Normalization : int32_t { kNone = 0, kSum = 1, kLength = 2 };
 
-// A feature map, whose vectors may be divided by a sum or a length: x is (batch, time, heads, dim), y has features() numbers
-// in the place of dim. Backwards y is not used, forwards dy and dx are not. For kRandom x is what the projections of `source`,
-// (batch, time, heads, source_dim), are: it is multiplied by source_scale, exp(log_epsilon) is added to each feature, and if
-// `stabilized` each vector is divided by its largest exponential.
+// A feature map, whose vectors may be divided by a sum or a length: x is (batch, time, heads, dim), y has features()
+// numbers in the place of dim. Backwards y is not used, forwards dy and dx are not. For kRandom x has the projections
+// of `source`, (batch, time, heads, source_dim), which is multiplied by source_scale, exp(log_epsilon) is added to each
+// feature, and if `stabilized` each vector is divided by its largest exponential.
 template <typename Int>
 struct FeaturesOf {
     Int batch = 0, time = 0, heads = 0, dim = 0, nu = 1;
@@ -40,10 +40,10 @@ struct FeaturesOf {
 enum Activation : int32_t { kSigmoid = 0, kSilu = 1, kLogSigmoid = 2, kSoftplus = 3 };
 enum Norm : int32_t { kNoNorm = 0, kRmsNorm = 1, kLayerNorm = 2 };
 
-// Gates x, (outer, inner, channels), channels = heads * dim, and what they multiply, if anything: y, as x or, with a norm,
-// (outer, inner, heads, dim). bias (channels) and log_rate (rates), each for as many channels in turn, come without a norm,
-// weight (dim) with one; each may be absent, and all are contiguous. Kernels put down parts of the sums over steps for these:
-// float, or double where x is; null where they are not wanted.
+// Gates x, (outer, inner, channels), channels = heads * dim, and their optional factor y, as x or, with a norm, (outer,
+// inner, heads, dim). bias (channels) and log_rate (rates), each for as many channels in turn, come without a norm,
+// weight (dim) with one; each may be absent, and all are contiguous. Kernels put down parts of the sums over steps for
+// these: float, or double where x is; null where they are not wanted.
 template <typename Int>
 struct GatingOf {
     Int outer = 0, inner = 0, heads = 1, dim = 0, rates = 1;
@@ -59,9 +59,9 @@ struct GatingOf {
     int64_t channels() const { return int64_t{heads} * dim; }
 };
 
-// A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1, channels),
-// weight (channels, width) and bias (channels), contiguous. before, bias, starts, lengths (of rows that padding follows),
-// d_last and d_before may be absent. dw and db are parts of sums as above.
+// A short convolution of x, (batch, time, channels); `before`, `last` and their gradients are (batch, width - 1,
+// channels), weight (channels, width) and bias (channels), contiguous. before, bias, starts, lengths (of rows that
+// padding follows), d_last and d_before may be absent. dw and db are parts of sums as above.
 template <typename Int>
 struct ConvolutionOf {
     Int batch = 0, time = 0, channels = 0, width = 1;

@@ -1,21 +1,20 @@
 // The diagonal family: S_t = decay_t * S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, a chunk of 16 steps at a time.
 //
-// Without decays a chunk is a causal matrix product. A decay that the whole state shares multiplies its scores:
-// D[t][s] = g_{s+1} ... g_t, made row by row as running products. Decays of rows and columns, one for each key and value
+// Without decays a chunk is a causal matrix product. A decay that the whole state shares multiplies its scores: D[t][s]
+// = g_{s+1} ... g_t, made row by row as running products. Decays of rows and columns, one for each key and value
 // dimension, divide the chunk into pairs, blocks and halves (secondary_chunking.h).
 #pragma once
 
 #include "../states.h"
-#include "secondary_chunking.h"
 #include "scores.h"
+#include "secondary_chunking.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // The arithmetic of one chunk of one head.
 template <class real, Decay decay> class DiagonalChunk {
 public:
-    // With `slots` for as many chunks: what `open` reads into one stays there until it is opened again.
+    // With `slots` for as many chunks: `open` fills one, which stays until it is opened again.
     DiagonalChunk(const RuleCall& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
         q = scratch.take(CHUNK * Kp);
@@ -27,7 +26,7 @@ public:
         scaled_q = scratch.take(CHUNK * Kp);
         scaled_k = scratch.take(CHUNK * Kp);
         scaled_v = scratch.take(CHUNK * Vp);
-        read_out = scratch.take(CHUNK * Vp);
+        retrieved = scratch.take(CHUNK * Vp);
         if (decay == Decay::separate) {
             f.take(scratch, p.log_key_decay, K, slots);
             z.take(scratch, p.log_value_decay, V, slots);
@@ -55,7 +54,7 @@ public:
         }
     }
 
-    // Reads keys, values and decays, what it takes to carry the state on, into a slot.
+    // Reads keys, values and decays, all that carrying the state takes, into a slot.
     void open(index_t b, index_t t, index_t h, index_t rows, index_t slot) {
         reopen(b, t, h, rows, slot);
         direction_ = 1;
@@ -98,8 +97,8 @@ public:
         if (!empty) {
             scale_queries();
             if (z.gate) {
-                product<false, Into::set>(rows_, Vp, K, read_out, Vp, scaled(q, scaled_q), Kp, state, Vs);
-                z.apply_add(y, read_out, z.prefix);
+                product<false, Into::set>(rows_, Vp, K, retrieved, Vp, scaled(q, scaled_q), Kp, state, Vs);
+                z.apply_add(y, retrieved, z.prefix);
             } else {
                 product<false, Into::add>(rows_, Vp, K, y, Vp, scaled(q, scaled_q), Kp, state, Vs);
             }
@@ -184,19 +183,15 @@ private:
         if (decay == Decay::shared) multiply(x, x, shared.between, rows_ * CHUNK);
     }
 
-    // Queries as they read the state before the chunk.
+    // Queries decayed from the chunk's start.
     void scale_queries() {
-        if (decay == Decay::shared) {
-            for (index_t i = 0; i < CHUNK; ++i) scale(scaled_q + i * Kp, q + i * Kp, shared.prefix[i], Kp);
-        }
+        if (decay == Decay::shared) shared.scale_rows(scaled_q, q, shared.prefix, Kp);
         if (decay == Decay::separate) f.apply(scaled_q, q, f.prefix);
     }
 
-    // Keys and values as they are in the state after the chunk.
+    // Keys and values decayed to the chunk's end.
     void scale_writes() {
-        if (decay == Decay::shared) {
-            for (index_t i = 0; i < CHUNK; ++i) scale(scaled_k + i * Kp, k + i * Kp, shared.suffix[i], Kp);
-        }
+        if (decay == Decay::shared) shared.scale_rows(scaled_k, k, shared.suffix, Kp);
         if (decay == Decay::separate) f.apply(scaled_k, k, f.suffix);
         if (z.gate) z.apply(scaled_v, v, z.suffix);
     }
@@ -206,11 +201,12 @@ private:
         add_to_state(state, scaled(k, scaled_k), z.gate ? scaled_v : v);
     }
 
-    // state = what the chunk's decays leave of it + a^T b
+    // state = decays of the chunk * state + a^T b
     void add_to_state(real* state, const real* a, const real* b) {
         if (decay == Decay::none) return product<true, Into::add>(K, Vp, rows_, state, Vs, a, Kp, b, Vp);
-        const Rest<real> rest{decay == Decay::shared ? shared.prefix[CHUNK - 1] : real(1), f.total(), z.total()};
-        product<true, Into::add_to_rest>(K, Vp, rows_, state, Vs, a, Kp, b, Vp, rest);
+        const DecayFactors<real> factors{decay == Decay::shared ? shared.prefix[CHUNK - 1] : real(1), f.total(),
+                                         z.total()};
+        product<true, Into::add_to_decayed>(K, Vp, rows_, state, Vs, a, Kp, b, Vp, factors);
     }
 
     void gather_levels(const real* dy) {
@@ -231,13 +227,13 @@ private:
         score_pairs(scores, q, k, f.gate, Kp);
         read_pairs(y, scores, v, z.gate, Vp);
         gather_levels(nullptr);
-        product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, read_out, Vp, scores, CHUNK, value_rows.read, Vp);
+        product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, retrieved, Vp, scores, CHUNK, value_rows.read, Vp);
         for (index_t i = 0; i < CHUNK; ++i) {
             const index_t t = levels::reads(i);
             if (z.gate) {
-                multiply_add(y + t * Vp, read_out + i * Vp, value_rows.of_readers + i * Vp, Vp);
+                multiply_add(y + t * Vp, retrieved + i * Vp, value_rows.of_readers + i * Vp, Vp);
             } else {
-                add(y + t * Vp, read_out + i * Vp, Vp);
+                add(y + t * Vp, retrieved + i * Vp, Vp);
             }
         }
     }
@@ -252,7 +248,7 @@ private:
         transpose(values_t, CHUNK, value_rows.read, Vp, CHUNK, Vp);
         product<false, Into::set>(CHUNK, CHUNK, V, d_scores, CHUNK, value_rows.readers, Vp, values_t, CHUNK);
         mask_levels(d_scores);
-        // The gradients of the readers' queries, then of what they read: keys, then values.
+        // The gradients of the queries of second halves, then of the keys and of the values of first halves.
         product<false, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.read, Kp);
         add_levels(f, true, more_k, key_rows, dq, df);
         product<true, Into::set, Shape::blocks>(CHUNK, Kp, CHUNK, more_k, Kp, d_scores, CHUNK, key_rows.readers, Kp);
@@ -260,22 +256,16 @@ private:
         product<true, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.readers, Vp);
         add_levels(z, false, more_v, value_rows, dv, dz);
         if (z.gate) {
-            // The read-outs, whose products with their gradients are what the decays of values scale.
+            // The outputs: the gradients of the logs of values' decays are their products with d_out.
             product<false, Into::set, Shape::blocks>(CHUNK, Vp, CHUNK, more_v, Vp, scores, CHUNK, value_rows.read, Vp);
             add_levels(z, true, more_v, value_rows, static_cast<real*>(nullptr), dz);
         }
     }
 
-    // more_k: the gradient of the scaled queries; more_v: the read-outs (only with decays of values).
+    // more_k: the gradient of the scaled queries; more_v: the outputs (only with decays of values).
     void add_readers_gradients() {
         if (decay == Decay::none) add(dq, more_k, rows_ * Kp);
-        if (decay == Decay::shared) {
-            real total = 0;
-            for (index_t i = rows_ - 1; i >= 0; --i) {
-                scale_add(dq + i * Kp, more_k + i * Kp, shared.prefix[i], Kp);
-                d_log[i] += total += dot(scaled_q + i * Kp, more_k + i * Kp, Kp);
-            }
-        }
+        if (decay == Decay::shared) shared.add_readers_gradient(dq, d_log, more_k, scaled_q, rows_, Kp);
         if (decay == Decay::separate) {
             f.apply_add(dq, more_k, f.prefix);
             if (f.gate) add_suffix_sums(df, scaled_q, more_k, rows_, Kp);
@@ -290,13 +280,8 @@ private:
             add(dv, more_v, rows_ * Vp);
         }
         if (decay == Decay::shared) {
-            real total = 0;
-            for (index_t i = 0; i < rows_; ++i) {
-                scale_add(dk + i * Kp, more_k + i * Kp, shared.suffix[i], Kp);
-                add(dv + i * Vp, more_v + i * Vp, Vp);
-                d_log[i] += total;
-                total += dot(scaled_k + i * Kp, more_k + i * Kp, Kp);
-            }
+            shared.add_writers_gradient(dk, d_log, more_k, scaled_k, rows_, Kp);
+            add(dv, more_v, rows_ * Vp);
         }
         if (decay == Decay::separate) {
             f.apply_add(dk, more_k, f.suffix);
@@ -308,10 +293,7 @@ private:
 
     // The part of the state before the chunk that is still there after it has passed every decay.
     void add_gradient_of_passing(const real* state, const real* d_state) {
-        if (decay == Decay::shared) {
-            const real total = shared.prefix[CHUNK - 1] * dot(state, d_state, K * Vs);
-            for (index_t i = 0; i < rows_; ++i) d_log[i] += total;
-        }
+        if (decay == Decay::shared) shared.add_gradient_of_passing(d_log, state, d_state, rows_, K * Vs);
         if (decay == Decay::separate && (f.gate || z.gate)) {
             constexpr int W = Vector<real>::lanes;
             fill(run, real(0), Vp);
@@ -347,11 +329,10 @@ private:
     Factors<real> f, z;
     LevelRows<real> key_rows, value_rows;
     real d_log[CHUNK] __attribute__((aligned(64)));
-    real *q, *k_slots, *v_slots, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *read_out;
+    real *q, *k_slots, *v_slots, *k, *v, *y, *keys_t, *scores, *scaled_q, *scaled_k, *scaled_v, *retrieved;
     real *plain_k_slots = nullptr, *plain_k = nullptr, *dq = nullptr, *dk = nullptr, *dv = nullptr, *dq_t = nullptr,
          *dk_t = nullptr, *values_t = nullptr, *dy_t = nullptr, *d_scores = nullptr, *more_k = nullptr,
          *more_v = nullptr, *scaled_y = nullptr, *df = nullptr, *dz = nullptr, *run = nullptr, *row_sums = nullptr;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

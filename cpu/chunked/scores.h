@@ -4,11 +4,10 @@
 #include "../gates.h"
 #include "../matrix.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// x (CHUNK, CHUNK) keeps what is on and below its diagonal (`kept` 0), or below it only (`kept` -1). The rest is
-// replaced, not multiplied by 0: it may be infinite.
+// The lower triangle of x (CHUNK, CHUNK), with the diagonal (`kept` 0) or without (`kept` -1). The rest becomes 0 by
+// selection, not by a product with 0: it may be infinite.
 template <class real> inline void lower_part(real* x, index_t kept) {
     using index = typename Index<real>::type;
     constexpr int W = Vector<real>::lanes;
@@ -48,6 +47,38 @@ template <class real> struct SharedDecay {
         }
     }
 
+    // Rows decayed from the chunk's start, or to its end.
+    static void scale_rows(real* scaled, const real* rows, const real* factors, index_t ld) {
+        for (index_t i = 0; i < CHUNK; ++i) scale(scaled + i * ld, rows + i * ld, factors[i], ld);
+    }
+
+    // Adds to d_rows from the gradient of `scaled`, rows decayed from the chunk's start; and to d_log of the steps before.
+    void add_readers_gradient(real* d_rows, real* d_log, const real* gradient, const real* scaled, index_t rows,
+                              index_t ld) const {
+        real total = 0;
+        for (index_t i = rows - 1; i >= 0; --i) {
+            scale_add(d_rows + i * ld, gradient + i * ld, prefix[i], ld);
+            d_log[i] += total += dot(scaled + i * ld, gradient + i * ld, ld);
+        }
+    }
+
+    // The same of keys decayed to the chunk's end: d_log of the steps after each.
+    void add_writers_gradient(real* dk, real* d_log, const real* gradient, const real* scaled, index_t rows,
+                              index_t ld) const {
+        real total = 0;
+        for (index_t i = 0; i < rows; ++i) {
+            scale_add(dk + i * ld, gradient + i * ld, suffix[i], ld);
+            d_log[i] += total;
+            total += dot(scaled + i * ld, gradient + i * ld, ld);
+        }
+    }
+
+    // The product D <S_0, dS> passes all of the chunk's gates.
+    void add_gradient_of_passing(real* d_log, const real* state, const real* d_state, index_t rows, index_t n) const {
+        const real total = prefix[CHUNK - 1] * dot(state, d_state, n);
+        for (index_t i = 0; i < rows; ++i) d_log[i] += total;
+    }
+
     // d_log[u] += sum over s < u <= t of scores * d_scores: `scores` is masked and decayed, `d_scores` is not yet.
     static void add_gradient_within_chunk(real* d_log, const real* scores, const real* d_scores, index_t rows) {
         real column[CHUNK] = {};  // over the rows from t on: sums of scores * d_scores over s < u, for every u
@@ -62,5 +93,4 @@ template <class real> struct SharedDecay {
     }
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

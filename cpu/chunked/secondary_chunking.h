@@ -1,17 +1,18 @@
-// Decays of rows f and columns z of the state within a chunk (diagonal.h, delta.h), where one factor for each key and value
-// dimension cannot be pulled out of the scores. Two steps t and s meet with the decays of (s, t] between them:
+// Secondary chunking (Yang et al. 2024): decays of rows f and columns z of the state within a chunk (diagonal.h,
+// delta.h), where one factor for each key and value dimension cannot be pulled out of the scores. Two steps t and s
+// meet with the decays of (s, t] between them:
 //
 //     y_t += sum over s of <q_t, k_s * F_st> v_s * Z_st     F_st, Z_st = products of the f and z of (s, t]
 //
-// Within blocks of 4 steps the pairs are taken one by one, in registers. Beyond them the chunk is halved: in each block
-// of 2 h steps, h = 4 and 8, every t of the second half reads every s of the first, with F_st = P_t R_s,
+// Within subchunks of 4 steps the pairs are taken one by one, in registers. Beyond them, on two levels h = 4 and 8: of
+// each 2 h steps every t of the second half reads every s of the first, with F_st = P_t R_s,
 //
 //     P_t = product of the decays of (m, t], R_s = product of those of (s, m], m the first half's last step
 //
 // No factor exceeds 1 and nothing is divided or subtracted, so gates of 1e-6, or 0, do no harm. Doubling h makes the
-// factors of the next level out of these: R_s *= P of the second half's last step (s in the first half), P_t *= P of the
-// first half's last step (t in the second). After the last level P reaches from the chunk's start to t and R from s to
-// its end, which is what reading the state before the chunk and writing the one after it take.
+// factors of the next level out of these: R_s *= P of the second half's last step (s in the first half), P_t *= P of
+// the first half's last step (t in the second). After the last level P reaches from the chunk's start to t and R from s
+// to its end: the decays of reading the state before the chunk and of writing the one after it.
 //
 // The gradient of a log decay collects, for step u, the products of all pairs with s < u <= t: again plain sums.
 #pragma once
@@ -20,11 +21,10 @@
 #include "../rows.h"
 #include "../scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// Steps of the blocks whose pairs are taken one by one.
-constexpr index_t BLOCK = 4;
+// Steps of the subchunks whose pairs are taken one by one.
+constexpr index_t SUBCHUNK = 4;
 
 // Decays of rows (or columns) in a chunk, and the factors of the current level; null without decays.
 template <class real> struct Factors {
@@ -54,15 +54,15 @@ template <class real> struct Factors {
         if (rows < CHUNK) fill(gate + rows * ld, real(1), (CHUNK - rows) * ld);
     }
 
-    // The factors of the first level: from a block's start to t, and from s to its end.
+    // The factors of the first level: from a subchunk's start to t, and from s to its end.
     void begin() {
-        for (index_t block = 0; gate != nullptr && block < CHUNK; block += BLOCK) {
-            for (index_t m = block * ld; m < (block + 1) * ld; m += Vector<real>::lanes) {
+        for (index_t subchunk = 0; gate != nullptr && subchunk < CHUNK; subchunk += SUBCHUNK) {
+            for (index_t m = subchunk * ld; m < (subchunk + 1) * ld; m += Vector<real>::lanes) {
                 vec<real> product = load(gate + m);
                 store(prefix + m, product);
-                for (index_t i = 1; i < BLOCK; ++i) store(prefix + i * ld + m, product *= load(gate + i * ld + m));
+                for (index_t i = 1; i < SUBCHUNK; ++i) store(prefix + i * ld + m, product *= load(gate + i * ld + m));
                 product = vec<real>{} + 1;
-                for (index_t i = BLOCK - 1; i > 0; --i) {
+                for (index_t i = SUBCHUNK - 1; i > 0; --i) {
                     store(suffix + i * ld + m, product);
                     product *= load(gate + i * ld + m);
                 }
@@ -71,25 +71,25 @@ template <class real> struct Factors {
         }
     }
 
-    // From blocks of 2 half steps to blocks of twice as many.
+    // From 2 half steps to twice as many.
     void widen(index_t half) {
-        for (index_t block = 0; gate != nullptr && block < CHUNK; block += 2 * half) {
-            const real* first = prefix + (block + half - 1) * ld;
-            const real* second = prefix + (block + 2 * half - 1) * ld;
+        for (index_t subchunk = 0; gate != nullptr && subchunk < CHUNK; subchunk += 2 * half) {
+            const real* first = prefix + (subchunk + half - 1) * ld;
+            const real* second = prefix + (subchunk + 2 * half - 1) * ld;
             for (index_t i = 0; i < half; ++i) {
-                multiply(suffix + (block + i) * ld, suffix + (block + i) * ld, second, ld);
+                multiply(suffix + (subchunk + i) * ld, suffix + (subchunk + i) * ld, second, ld);
             }
             for (index_t i = 0; i < half; ++i) {
-                real* row = prefix + (block + half + i) * ld;
+                real* row = prefix + (subchunk + half + i) * ld;
                 if (row != second) multiply(row, row, first, ld);
             }
-            multiply(prefix + (block + 2 * half - 1) * ld, second, first, ld);
+            multiply(prefix + (subchunk + 2 * half - 1) * ld, second, first, ld);
         }
     }
 
     // Past all levels: the factors of reading from before the chunk and of writing to after it.
     void widen_to_chunk() {
-        for (index_t half = BLOCK; half < CHUNK; half *= 2) widen(half);
+        for (index_t half = SUBCHUNK; half < CHUNK; half *= 2) widen(half);
     }
 
     const real* total() const { return gate ? prefix + (CHUNK - 1) * ld : nullptr; }
@@ -109,57 +109,51 @@ template <class real> struct Factors {
     }
 };
 
-// A pair of steps s <= t of a block, among its PAIRS.
-constexpr int PAIRS = BLOCK * (BLOCK + 1) / 2;
+// A pair of steps s <= t of a subchunk, among its PAIRS.
+constexpr int PAIRS = SUBCHUNK * (SUBCHUNK + 1) / 2;
 constexpr int pair(int t, int s) { return t * (t + 1) / 2 + s; }
 
-// The rows of a block's steps, one vector wide.
-template <class real> struct BlockRows {
-    vec<real> row[BLOCK];
-    BlockRows() = default;
-    FAST_WEIGHTS_INLINE BlockRows(const real* x, index_t ld) {
-#pragma GCC unroll 4
-        for (int i = 0; i < BLOCK; ++i) row[i] = load(x + i * ld);
+// The rows of a subchunk's steps, one vector wide.
+template <class real> struct SubchunkRows {
+    vec<real> row[SUBCHUNK];
+    SubchunkRows() = default;
+    FAST_WEIGHTS_INLINE SubchunkRows(const real* x, index_t ld) {
+        UNROLL_FOR (int i = 0; i < SUBCHUNK; ++i) row[i] = load(x + i * ld);
     }
 };
 
-// For every block: scores[pair(t, s)] = <readers_t, read_s decayed from s to t>.
+// For every subchunk: scores[pair(t, s)] = <readers_t, read_s decayed from s to t>.
 template <bool decays, class real>
 inline void score_pairs_as(real* scores, const real* readers, const real* read, const real* gates, index_t ld) {
-    for (index_t block = 0; block < CHUNK; block += BLOCK) {
+    for (index_t subchunk = 0; subchunk < CHUNK; subchunk += SUBCHUNK) {
         vec<real> sums[PAIRS] = {};
-        for (index_t m = block * ld; m < (block + 1) * ld; m += Vector<real>::lanes) {
-            const BlockRows<real> a(readers + m, ld), b(read + m, ld);
-            BlockRows<real> g;
-            if (decays) g = BlockRows<real>(gates + m, ld);
-#pragma GCC unroll 4
-            for (int s = 0; s < BLOCK; ++s) {
+        for (index_t m = subchunk * ld; m < (subchunk + 1) * ld; m += Vector<real>::lanes) {
+            const SubchunkRows<real> a(readers + m, ld), b(read + m, ld);
+            SubchunkRows<real> g;
+            if (decays) g = SubchunkRows<real>(gates + m, ld);
+            UNROLL_FOR (int s = 0; s < SUBCHUNK; ++s) {
                 vec<real> left = b.row[s];
-#pragma GCC unroll 4
-                for (int t = s; t < BLOCK; ++t) {
+                UNROLL_FOR (int t = s; t < SUBCHUNK; ++t) {
                     if (decays && t > s) left *= g.row[t];
                     sums[pair(t, s)] += a.row[t] * left;
                 }
             }
         }
-#pragma GCC unroll 10
-        for (int i = 0; i < PAIRS; ++i) *scores++ = sum<real>(sums[i]);
+        UNROLL_FOR (int i = 0; i < PAIRS; ++i) *scores++ = sum<real>(sums[i]);
     }
 }
 
-// For every block: out_t = sum over s <= t of scores[pair(t, s)] read_s, decayed from s to t.
+// For every subchunk: out_t = sum over s <= t of scores[pair(t, s)] read_s, decayed from s to t.
 template <bool decays, class real>
 inline void read_pairs_as(real* out, const real* scores, const real* read, const real* gates, index_t ld) {
-    for (index_t block = 0; block < CHUNK; block += BLOCK, scores += PAIRS) {
-        for (index_t m = block * ld; m < (block + 1) * ld; m += Vector<real>::lanes) {
-            const BlockRows<real> b(read + m, ld);
-            BlockRows<real> g;
-            if (decays) g = BlockRows<real>(gates + m, ld);
-#pragma GCC unroll 4
-            for (int t = 0; t < BLOCK; ++t) {
+    for (index_t subchunk = 0; subchunk < CHUNK; subchunk += SUBCHUNK, scores += PAIRS) {
+        for (index_t m = subchunk * ld; m < (subchunk + 1) * ld; m += Vector<real>::lanes) {
+            const SubchunkRows<real> b(read + m, ld);
+            SubchunkRows<real> g;
+            if (decays) g = SubchunkRows<real>(gates + m, ld);
+            UNROLL_FOR (int t = 0; t < SUBCHUNK; ++t) {
                 vec<real> total{};
-#pragma GCC unroll 4
-                for (int s = 0; s <= t; ++s) {
+                UNROLL_FOR (int s = 0; s <= t; ++s) {
                     if (decays && s > 0) total *= g.row[s];
                     total += b.row[s] * scores[pair(t, s)];
                 }
@@ -169,38 +163,34 @@ inline void read_pairs_as(real* out, const real* scores, const real* read, const
     }
 }
 
-// For every block: the gradients of sum over s <= t of scores[pair(t, s)] <readers_t, read_s decayed from s to t> to
-// `read` and to the logs of `gates`, where step u collects the pairs with s < u <= t. `read_pairs` gives that to `readers`.
+// For every subchunk: the gradients of sum over s <= t of scores[pair(t, s)] <readers_t, read_s decayed from s to t> to
+// `read` and to the logs of `gates`, where step u collects the pairs with s < u <= t. `read_pairs` gives that to
+// `readers`.
 template <bool decays, class real>
 inline void differentiate_pairs_as(const real* scores, const real* readers, const real* read, const real* gates,
                                    index_t ld, real* d_read, real* d_logs) {
-    for (index_t block = 0; block < CHUNK; block += BLOCK, scores += PAIRS) {
-        for (index_t m = block * ld; m < (block + 1) * ld; m += Vector<real>::lanes) {
-            const BlockRows<real> a(readers + m, ld), b(read + m, ld);
-            BlockRows<real> g;
-            if (decays) g = BlockRows<real>(gates + m, ld);
-            vec<real> d_log[BLOCK] = {};
-#pragma GCC unroll 4
-            for (int s = 0; s < BLOCK; ++s) {
+    for (index_t subchunk = 0; subchunk < CHUNK; subchunk += SUBCHUNK, scores += PAIRS) {
+        for (index_t m = subchunk * ld; m < (subchunk + 1) * ld; m += Vector<real>::lanes) {
+            const SubchunkRows<real> a(readers + m, ld), b(read + m, ld);
+            SubchunkRows<real> g;
+            if (decays) g = SubchunkRows<real>(gates + m, ld);
+            vec<real> d_log[SUBCHUNK] = {};
+            UNROLL_FOR (int s = 0; s < SUBCHUNK; ++s) {
                 vec<real> total{}, left = b.row[s], run{};
-#pragma GCC unroll 4
-                for (int t = BLOCK - 1; t >= s; --t) {
+                UNROLL_FOR (int t = SUBCHUNK - 1; t >= s; --t) {
                     total += a.row[t] * scores[pair(t, s)];
                     if (decays && t > s) total *= g.row[t];
                 }
                 store(d_read + s * ld + m, total);
                 // The sum that passes each step: the pairs of s with the steps from there on.
-                vec<real> met[BLOCK];
-#pragma GCC unroll 4
-                for (int t = s + 1; decays && t < BLOCK; ++t) {
+                vec<real> met[SUBCHUNK];
+                UNROLL_FOR (int t = s + 1; decays && t < SUBCHUNK; ++t) {
                     left *= g.row[t];
                     met[t] = left * a.row[t] * scores[pair(t, s)];
                 }
-#pragma GCC unroll 4
-                for (int t = BLOCK - 1; decays && t > s; --t) d_log[t] += run += met[t];
+                UNROLL_FOR (int t = SUBCHUNK - 1; decays && t > s; --t) d_log[t] += run += met[t];
             }
-#pragma GCC unroll 4
-            for (int t = 0; decays && t < BLOCK; ++t) store(d_logs + t * ld + m, d_log[t]);
+            UNROLL_FOR (int t = 0; decays && t < SUBCHUNK; ++t) store(d_logs + t * ld + m, d_log[t]);
         }
     }
 }
@@ -225,10 +215,10 @@ inline void differentiate_pairs(const real* scores, const real* readers, const r
           : differentiate_pairs_as<false>(scores, readers, read, gates, ld, d_read, d_logs);
 }
 
-// Both levels fill 16 rows: of each the 8 steps in second halves, which read, and the 8 in first halves, which are read.
-// Row i is step reads(i) or is_read(i).
+// Both levels fill 16 rows: of each the 8 steps in second halves, which read, and the 8 in first halves, which are
+// read. Row i is step reads(i) or is_read(i).
 namespace levels {
-constexpr index_t half(index_t i) { return i < 8 ? BLOCK : 2 * BLOCK; }
+constexpr index_t half(index_t i) { return i < 8 ? SUBCHUNK : 2 * SUBCHUNK; }
 constexpr index_t is_read(index_t i) { return i < 8 ? (i & 4) << 1 | (i & 3) : i & 7; }
 constexpr index_t reads(index_t i) { return is_read(i) + half(i); }
 // The rows that meet reader i: those from first(i) on, half(i) of them.
@@ -278,12 +268,13 @@ template <class real> inline void mask_levels(real* scores) {
     }
 }
 
-// A chunk's scores put together from those of its pairs and its levels: zero above the diagonal, and on it if `kept` is -1.
+// A chunk's scores put together from those of its pairs and its levels: zero above the diagonal, and on it if `kept` is
+// -1.
 template <class real> inline void join_levels(real* scores, const real* pairs, const real* on_levels, index_t kept) {
     fill(scores, real(0), CHUNK * CHUNK);
-    for (index_t block = 0; block < CHUNK; block += BLOCK, pairs += PAIRS) {
-        for (int t = 0; t < BLOCK; ++t) {
-            for (int s = 0; s <= t + kept; ++s) scores[(block + t) * CHUNK + block + s] = pairs[pair(t, s)];
+    for (index_t subchunk = 0; subchunk < CHUNK; subchunk += SUBCHUNK, pairs += PAIRS) {
+        for (int t = 0; t < SUBCHUNK; ++t) {
+            for (int s = 0; s <= t + kept; ++s) scores[(subchunk + t) * CHUNK + subchunk + s] = pairs[pair(t, s)];
         }
     }
     for (index_t i = 0; i < CHUNK; ++i) {
@@ -296,9 +287,9 @@ template <class real> inline void join_levels(real* scores, const real* pairs, c
 
 // And taken apart again.
 template <class real> inline void part_levels(const real* scores, real* pairs, real* on_levels) {
-    for (index_t block = 0; block < CHUNK; block += BLOCK, pairs += PAIRS) {
-        for (int t = 0; t < BLOCK; ++t) {
-            for (int s = 0; s <= t; ++s) pairs[pair(t, s)] = scores[(block + t) * CHUNK + block + s];
+    for (index_t subchunk = 0; subchunk < CHUNK; subchunk += SUBCHUNK, pairs += PAIRS) {
+        for (int t = 0; t < SUBCHUNK; ++t) {
+            for (int s = 0; s <= t; ++s) pairs[pair(t, s)] = scores[(subchunk + t) * CHUNK + subchunk + s];
         }
     }
     fill(on_levels, real(0), CHUNK * CHUNK);
@@ -362,5 +353,4 @@ template <class real> inline void add_prefix_sums(real* d, const real* a, const 
     }
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -1,5 +1,5 @@
-// Rescaled spans: a state is multiplied by its decays twice a span of steps, and not at every step. With F_t the product of
-// f over the steps (a, t] of a span that begins with a, and Z_t that of z,
+// Rescaled spans: a state is multiplied by its decays twice a span of steps, and not at every step. With F_t the
+// product of f over the steps (a, t] of a span that begins with a, and Z_t that of z,
 //
 //     S_t = (F_t Z_t^T) * S~_t,    S~_t = S~_{t-1} + (k_t / F_t) (v_t / Z_t)^T,    S~_{a-1} = (f_a z_a^T) * S_{a-1}
 //     y_t = Z_t * (S~_t^T (F_t * q_t)).
@@ -8,19 +8,18 @@
 // likewise; d log f_t is the row sums of S~_{t-1} * G~_t, and d log z_t its column sums.
 //
 // A span ends before any F or Z leaves [e^-20, e^20]. A strong decay is that of a span's first step, which F leaves
-// out: so none is too strong. F is the exponential of a sum, not a product of exponentials: of decays near 1 these would
-// lose what they differ from 1 by at every step.
+// out: so none is too strong. F is the exponential of a sum, not a product of exponentials: of decays near 1 these
+// would lose their difference from 1 at every step.
 #pragma once
 
 #include "../gates.h"
 #include "../scratch.h"
 #include "access.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-// The largest sum of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for a
-// whole chunk stays below it.
+// The largest sum of the logs in F and in Z. Numbers of 1e-20 to 1e20 have room beside both; and halving all decays for
+// a whole chunk stays below it.
 constexpr int LARGEST_SUM = 20;
 
 // Steps [begin, end), a span if anything decays.
@@ -28,7 +27,8 @@ struct Span {
     index_t begin, end;
 };
 
-// The decays of one side of a state, f or z, in a chunk: rows of `ld` numbers by step. If nothing decays, one row of ones.
+// The decays of one side of a state, f or z, in a chunk: rows of `ld` numbers by step. If nothing decays, one row of
+// ones.
 template <class real> struct Scales {
     index_t ld = 0;
     real* scale = nullptr;    // F; before that the sums of logs that it is the exponential of
@@ -81,7 +81,7 @@ template <class real> struct Scales {
 // All decays of chunks of one head; a gate is that of every key.
 template <class real> class Decays {
 public:
-    // With `slots` for as many chunks: what `open` makes of one stays there until it is opened again.
+    // With `slots` for as many chunks: `open` fills one, which stays until it is opened again.
     Decays(const RuleCall& p, Scratch<real>& scratch, index_t slots)
         : gated(p.log_gate.data != nullptr), of_keys(gated || p.log_key_decay.data != nullptr),
           of_values(p.log_value_decay.data != nullptr), p_(p), Kp(padded(p.key_dim)), Vp(padded(p.columns)),
@@ -100,8 +100,9 @@ public:
         for (index_t i = 0; gated && i < rows; ++i) {
             fill(f.inverse + i * Kp, load_one<real>(p_.log_gate, place(p_.log_gate, b, t + i, h)), Kp);
         }
-        if (of_keys && !gated) f_logs = key_logs_.read(f.inverse, b, t, h, rows, direction);
-        if (of_values) z_logs = value_logs_.read(z.inverse, b, t, h, rows, direction);
+        key_logs_.copies = f.inverse, value_logs_.copies = z.inverse;
+        if (of_keys && !gated) f_logs = key_logs_.read(b, t, h, rows, direction);
+        if (of_values) z_logs = value_logs_.read(b, t, h, rows, direction);
         for (index_t first = 0; first < rows;) {
             const index_t end = minimum(f.sum_from(f_logs, first, rows), z.sum_from(z_logs, first, rows));
             f.begin(f_logs, first);
@@ -139,9 +140,8 @@ private:
 
     const RuleCall& p_;
     const index_t Kp, Vp;
-    const Access<real> key_logs_, value_logs_;
+    Access<real> key_logs_, value_logs_;
     real *f_slots, *z_slots, *ends, *ones;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

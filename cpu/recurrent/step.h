@@ -4,21 +4,19 @@
 #include "../rows.h"
 #include "../scratch.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // Rows of a step in scratch memory.
 template <class real> struct StepRows {
-    const bool corrects;
+    const bool is_delta;
     real beta = 1;
     real *q, *k, *v, *erase, *f, *z, *out;
 
-    StepRows(const RuleStep& p, Scratch<real>& scratch)
-        : corrects(p.corrects), q(scratch.take(p.key_dim)), k(scratch.take(p.key_dim)), v(scratch.take(p.columns)),
-          erase(scratch.take(p.key_dim)), f(scratch.take(p.key_dim)), z(scratch.take(p.columns)),
-          out(scratch.take(p.columns)) {}
+    StepRows(Scratch<real>& scratch, bool is_delta, index_t key_dim, index_t columns) : is_delta(is_delta) {
+        scratch.take(key_dim, q, k, erase, f), scratch.take(columns, v, z, out);
+    }
 
-    // f and z are the decays themselves, k is what is written of it.
+    // f and z are the decays themselves, k comes with its write factor.
     void load(const RuleStep& p, index_t b, index_t h) {
         load_row(q, p.q, b, h, p.key_dim);
         load_row(k, p.k, b, h, p.key_dim);
@@ -31,7 +29,7 @@ template <class real> struct StepRows {
         }
         load_decays(f, p.log_key_decay, b, h, p.key_dim, gate);
         load_decays(z, p.log_value_decay, b, h, p.columns, 1);
-        if (!corrects) return;
+        if (!is_delta) return;
         const Sequence& key = p.erase.data ? p.erase : p.k;
         load_row(erase, key, b, h, p.key_dim);
         beta = p.beta.data ? load_one<real>(p.beta, place(p.beta, b, 0, h)) : real(1);
@@ -49,48 +47,43 @@ private:
     }
 };
 
-// Columns of a state from `m` on, N vectors of them, that take a step: S = S' + k u^T, u = beta (v - S'^T e) or v, S' = f S z.
-// What the columns retrieve and what they read stays in registers, sums of even rows beside those of odd ones.
+// Columns of a state from `m` on, N vectors of them, that take a step: S = S' + k u^T, u = beta (v - S'^T e) or v, S' =
+// f S z. Retrieved values and outputs stay in registers, sums of even rows beside those of odd ones.
 template <int N, class real>
 FAST_WEIGHTS_INLINE void step_columns(const StepRows<real>& rows, real* state, index_t ld, index_t keys, index_t m) {
     constexpr int W = Vector<real>::lanes;
     vec<real> u[N], z[N], sums[2][N];
-#pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) {
+    UNROLL_FOR (int j = 0; j < N; ++j) {
         u[j] = load(rows.v + m + j * W), z[j] = load(rows.z + m + j * W), sums[0][j] = sums[1][j] = vec<real>{};
     }
-    if (rows.corrects) {
+    if (rows.is_delta) {
         for (index_t e = 0; e < keys; e += 2) {
-#pragma GCC unroll 2
-            for (index_t i = 0; i < 2; ++i) {
+            UNROLL_FOR (index_t i = 0; i < 2; ++i) {
                 if (e + i == keys) break;
                 const real factor = rows.f[e + i] * rows.erase[e + i];
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) { sums[i][j] += load_unaligned(state + (e + i) * ld + m + j * W) * factor; }
+                UNROLL_FOR (int j = 0; j < N; ++j) {
+                    sums[i][j] += load_unaligned(state + (e + i) * ld + m + j * W) * factor;
+                }
             }
         }
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) {
+        UNROLL_FOR (int j = 0; j < N; ++j) {
             u[j] = (u[j] - (sums[0][j] + sums[1][j]) * z[j]) * rows.beta;
             sums[0][j] = sums[1][j] = vec<real>{};
         }
     }
     for (index_t e = 0; e < keys; e += 2) {
-#pragma GCC unroll 2
-        for (index_t i = 0; i < 2; ++i) {
+        UNROLL_FOR (index_t i = 0; i < 2; ++i) {
             if (e + i == keys) break;
             const real f = rows.f[e + i], k = rows.k[e + i], q = rows.q[e + i];
             real* row = state + (e + i) * ld + m;
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) {
+            UNROLL_FOR (int j = 0; j < N; ++j) {
                 const vec<real> x = load_unaligned(row + j * W) * (z[j] * f) + u[j] * k;
                 store_unaligned(row + j * W, x);
                 sums[i][j] += x * q;
             }
         }
     }
-#pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) store(rows.out + m + j * W, sums[0][j] + sums[1][j]);
+    UNROLL_FOR (int j = 0; j < N; ++j) store(rows.out + m + j * W, sums[0][j] + sums[1][j]);
 }
 
 // The columns that make no whole vector.
@@ -98,7 +91,7 @@ template <class real>
 inline void step_rest(const StepRows<real>& rows, real* state, index_t ld, index_t keys, index_t m, index_t end) {
     for (; m < end; ++m) {
         real u = rows.v[m], read = 0;
-        if (rows.corrects) {
+        if (rows.is_delta) {
             real retrieved = 0;
             for (index_t e = 0; e < keys; ++e) retrieved += rows.f[e] * rows.erase[e] * state[e * ld + m];
             u = rows.beta * (u - rows.z[m] * retrieved);
@@ -125,11 +118,11 @@ inline void step_state(const StepRows<real>& rows, real* state, index_t ld, inde
 template <class real> void rule_step(const RuleStep& p, index_t begin, index_t end) {
     const index_t K = p.key_dim, V = p.columns;
     Scratch<real> scratch;
-    { StepRows<real> counted(p, scratch); }
+    { StepRows<real> counted(scratch, p.is_delta, K, V); }
     scratch.allocate();
-    StepRows<real> rows(p, scratch);
-    for (index_t task = begin; task < end; ++task) {
-        const index_t b = task / p.heads, h = task % p.heads;
+    StepRows<real> rows(scratch, p.is_delta, K, V);
+    for (index_t item = begin; item < end; ++item) {
+        const index_t b = item / p.heads, h = item % p.heads;
         rows.load(p, b, h);
         real* state = static_cast<real*>(p.state) + b * p.state_batch + h * p.state_head;
         for (index_t e = 0; p.starts != nullptr && p.starts[b] && e < K; ++e) {
@@ -140,5 +133,4 @@ template <class real> void rule_step(const RuleStep& p, index_t begin, index_t e
     }
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

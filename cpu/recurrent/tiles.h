@@ -1,21 +1,20 @@
-// Tiles of a state that pass through steps in registers: S_t = S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, and their gradients.
-// With G the gradient of S:
+// Tiles of a state that pass through steps in registers: S_t = S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, and their
+// gradients. With G the gradient of S:
 //
 //     G_t = G_{t+1} + q_t dy_t^T      dv_t = G_t^T k_t     dq_t = S_t dy_t     dk_t = G_t v_t
 //
-// Decays are in what comes in and goes out (rescaled_spans.h), and at both ends of a span a state is multiplied by them. The
-// gradients of their logs are sums of S_{t-1} * G_t: over columns those of rows, and the other way around.
+// Inputs and results are rescaled by decays (rescaled_spans.h), and at both ends of a span a state is multiplied by
+// them. The gradients of their logs are sums of S_{t-1} * G_t: over columns those of rows, and the other way around.
 //
 // The elements of a state do not depend on one another. Products with everything in the other dimension are sums over a
 // tile's rows; so the backward pass goes over the state twice, once with columns in the lanes of a vector (for v) and
-// once, on transposed states, with rows (for q and k, and for all decays). Few keys would leave most of these lanes empty:
-// their products are added up in the lanes of the columns instead, which are summed at the end.
+// once, on transposed states, with rows (for q and k, and for all decays). Few keys would leave most of these lanes
+// empty: their products are added up in the lanes of the columns instead, which are summed at the end.
 #pragma once
 
 #include "rescaled_spans.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // Rows of a tile that fit into registers, and so few that the lanes of a vector are not for them.
 constexpr int TILE = FAST_WEIGHTS_VECTOR_BYTES == 64 ? 16 : 8;
@@ -48,8 +47,8 @@ FAST_WEIGHTS_INLINE void store_row(real* state, index_t ld, int i, const real* r
 // A tile's effect on its output: none, set it (the first tile of its lanes), or add to it.
 enum class Out { none, set, add };
 
-// Takes a tile of R rows and one vector of lanes of `from` through the steps and leaves it in `to`. `out` = or += what is
-// read; `history`: S_{t-1}.
+// Takes a tile of R rows and one vector of lanes of `from` through the steps and leaves it in `to`. `out` = or += the
+// outputs; `history`: S_{t-1}.
 template <int R, bool decays, Out into, bool keeps, class real>
 FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, index_t ld, Side<real> rows,
                                       Side<real> lanes, index_t row, index_t lane, Steps<real> out, real* history) {
@@ -58,14 +57,12 @@ FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, ind
     vec<real> s[R];
     const real* row_in = factors<decays>(rows.enter, span.begin, row);
     const real* lane_in = factors<decays>(lanes.enter, span.begin, lane);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) s[i] = load_row<decays>(from, ld, i, row_in, lane_in);
+    UNROLL_FOR (int i = 0; i < R; ++i) s[i] = load_row<decays>(from, ld, i, row_in, lane_in);
     for (index_t t = span.begin; t < span.end; ++t) {
         const real *k = rows.write.at(t) + row, *q = reads ? rows.read.at(t) + row : nullptr;
         const vec<real> v = load_unaligned(lanes.write.at(t) + lane);
         vec<real> y[2] = {into == Out::add ? load_unaligned(out.at(t) + lane) : vec<real>{}, vec<real>{}};
-#pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) {
+        UNROLL_FOR (int i = 0; i < R; ++i) {
             if (keeps) store(history + (t * R + i) * W, s[i]);
             s[i] += v * k[i];
             if (reads) y[i % 2] += s[i] * q[i];
@@ -74,12 +71,11 @@ FAST_WEIGHTS_INLINE void forward_tile(Span span, const real* from, real* to, ind
     }
     const real* row_out = factors<decays>(rows.leave, span.end - 1, row);
     const real* lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) store_row<decays>(to, ld, i, row_out, lane_out, s[i]);
+    UNROLL_FOR (int i = 0; i < R; ++i) store_row<decays>(to, ld, i, row_out, lane_out, s[i]);
 }
 
-// The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a vector
-// is asked for when it is needed, so that few are alive beside what it is made of.
+// The sums of the lanes of R vectors, take(i) being the i-th, set at or added to `sums`. As in sum_vectors, but a
+// vector is asked for when it is needed, so that few are alive at a time.
 template <int R, int first, int step, class real, class Take> FAST_WEIGHTS_INLINE vec<real> merged(const Take& take) {
     if constexpr (step >= R) {
         return take(first);
@@ -108,8 +104,8 @@ template <int R, bool adds, class real, class Take> FAST_WEIGHTS_INLINE void put
     }
 }
 
-// Takes the gradient of a tile back through the steps. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log` likewise
-// d log z (or f), and if `row_logs`, `d_row_log` that of the rows' decays, by `row_into`.
+// Takes the gradient of a tile back through the steps. `d_write` = or += dv (or dk); if `lane_logs`, `d_lane_log`
+// likewise d log z (or f), and if `row_logs`, `d_row_log` that of the rows' decays, by `row_into`.
 template <int R, bool decays, bool row_logs, bool lane_logs, Out into, Out row_into, class real>
 FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Side<real> rows, Side<real> lanes,
                                        index_t row, index_t lane, Steps<real> d_write, Steps<real> d_row_log,
@@ -119,8 +115,7 @@ FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Sid
     vec<real> g[R];
     const real* row_in = factors<decays>(rows.leave, span.end - 1, row);
     const real* lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) g[i] = load_row<decays>(d_state, ld, i, row_in, lane_in);
+    UNROLL_FOR (int i = 0; i < R; ++i) g[i] = load_row<decays>(d_state, ld, i, row_in, lane_in);
     for (index_t t = span.end - 1; t >= span.begin; --t) {
         const real *k = rows.write.at(t) + row, *q = rows.read.at(t) + row;
         const vec<real> dy = load_unaligned(lanes.read.at(t) + lane);
@@ -137,16 +132,14 @@ FAST_WEIGHTS_INLINE void backward_tile(Span span, real* d_state, index_t ld, Sid
         if constexpr (row_logs) {
             put_sums<R, row_into == Out::add>(d_row_log.at(t) + row, take_row);
         } else {
-#pragma GCC unroll 16
-            for (int i = 0; i < R; ++i) take_row(i);
+            UNROLL_FOR (int i = 0; i < R; ++i) take_row(i);
         }
         store_unaligned(d_write.at(t) + lane, dv[0] + dv[1]);
         if (lane_logs) store(d_lane_log.at(t) + lane, dz[0] + dz[1]);
     }
     const real* row_out = factors<decays>(rows.enter, span.begin, row);
     const real* lane_out = factors<decays>(lanes.enter, span.begin, lane);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) store_row<decays>(d_state, ld, i, row_out, lane_out, g[i]);
+    UNROLL_FOR (int i = 0; i < R; ++i) store_row<decays>(d_state, ld, i, row_out, lane_out, g[i]);
 }
 
 // Vectors of lanes that a tile of FEW rows holds.
@@ -158,7 +151,8 @@ template <Out into, class real> FAST_WEIGHTS_INLINE void put_in_lanes(real* sums
     store(place, into == Out::add ? load(place) + x : x);
 }
 
-// A tile of FEW rows and N vectors of lanes forwards: `dq` = or += what dy reads, in lanes. `history` as above.
+// A tile of FEW rows and N vectors of lanes forwards: `dq` = or += the outputs of reading with dy, in lanes. `history`
+// as above.
 template <int N, bool decays, Out into, class real>
 FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<real> rows, Side<real> lanes,
                                      index_t lane, real* dq, real* history) {
@@ -166,39 +160,34 @@ FAST_WEIGHTS_INLINE void forward_few(Span span, real* state, index_t ld, Side<re
     vec<real> s[FEW][N];
     const real* row_in = factors<decays>(rows.enter, span.begin, 0);
     const real* lane_in = factors<decays>(lanes.enter, span.begin, lane);
-#pragma GCC unroll 4
-    for (int i = 0; i < FEW; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) s[i][j] = load_row<decays>(state + lane + j * W, ld, i, row_in, lane_in + j * W);
+    UNROLL_FOR (int i = 0; i < FEW; ++i) {
+        UNROLL_FOR (int j = 0; j < N; ++j)
+            s[i][j] = load_row<decays>(state + lane + j * W, ld, i, row_in, lane_in + j * W);
     }
     for (index_t t = span.begin; t < span.end; ++t) {
         const real* k = rows.write.at(t);
         vec<real> sum[FEW];
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) {
+        UNROLL_FOR (int j = 0; j < N; ++j) {
             const index_t m = lane + j * W;
             const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
-#pragma GCC unroll 4
-            for (int i = 0; i < FEW; ++i) {
+            UNROLL_FOR (int i = 0; i < FEW; ++i) {
                 if (decays) store(history + ((t * N + j) * FEW + i) * W, s[i][j]);
                 s[i][j] += v * k[i];
                 sum[i] = j == 0 ? s[i][j] * dy : sum[i] + s[i][j] * dy;
             }
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < FEW; ++i) put_in_lanes<into>(dq, t, i, sum[i]);
+        UNROLL_FOR (int i = 0; i < FEW; ++i) put_in_lanes<into>(dq, t, i, sum[i]);
     }
     const real* row_out = factors<decays>(rows.leave, span.end - 1, 0);
     const real* lane_out = factors<decays>(lanes.leave, span.end - 1, lane);
-#pragma GCC unroll 4
-    for (int i = 0; i < FEW; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) store_row<decays>(state + lane + j * W, ld, i, row_out, lane_out + j * W, s[i][j]);
+    UNROLL_FOR (int i = 0; i < FEW; ++i) {
+        UNROLL_FOR (int j = 0; j < N; ++j)
+            store_row<decays>(state + lane + j * W, ld, i, row_out, lane_out + j * W, s[i][j]);
     }
 }
 
-// And its gradient backwards: dv and, if `lane_logs`, d log z of these lanes; `dk` and, if `row_logs`, `df` = or += those
-// of the rows, in lanes.
+// And its gradient backwards: dv and, if `lane_logs`, d log z of these lanes; `dk` and, if `row_logs`, `df` = or +=
+// those of the rows, in lanes.
 template <int N, bool row_logs, bool lane_logs, Out into, class real>
 FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side<real> rows, Side<real> lanes,
                                       index_t lane, Steps<real> dv, Steps<real> dz, real* dk, real* df,
@@ -208,21 +197,18 @@ FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side
     vec<real> g[FEW][N];
     const real* row_in = factors<decays>(rows.leave, span.end - 1, 0);
     const real* lane_in = factors<decays>(lanes.leave, span.end - 1, lane);
-#pragma GCC unroll 4
-    for (int i = 0; i < FEW; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) g[i][j] = load_row<decays>(d_state + lane + j * W, ld, i, row_in, lane_in + j * W);
+    UNROLL_FOR (int i = 0; i < FEW; ++i) {
+        UNROLL_FOR (int j = 0; j < N; ++j)
+            g[i][j] = load_row<decays>(d_state + lane + j * W, ld, i, row_in, lane_in + j * W);
     }
     for (index_t t = span.end - 1; t >= span.begin; --t) {
         const real *k = rows.write.at(t), *q = rows.read.at(t);
         vec<real> written[FEW], passed[FEW];
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) {
+        UNROLL_FOR (int j = 0; j < N; ++j) {
             const index_t m = lane + j * W;
             const vec<real> v = load_unaligned(lanes.write.at(t) + m), dy = load_unaligned(lanes.read.at(t) + m);
             vec<real> dv_t{}, dz_t{};
-#pragma GCC unroll 4
-            for (int i = 0; i < FEW; ++i) {
+            UNROLL_FOR (int i = 0; i < FEW; ++i) {
                 g[i][j] += dy * q[i];
                 dv_t += g[i][j] * k[i];
                 written[i] = j == 0 ? g[i][j] * v : written[i] + g[i][j] * v;
@@ -235,18 +221,15 @@ FAST_WEIGHTS_INLINE void backward_few(Span span, real* d_state, index_t ld, Side
             store_unaligned(dv.at(t) + m, dv_t);
             if (lane_logs) store(dz.at(t) + m, dz_t);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < FEW; ++i) {
+        UNROLL_FOR (int i = 0; i < FEW; ++i) {
             put_in_lanes<into>(dk, t, i, written[i]);
             if (row_logs) put_in_lanes<into>(df, t, i, passed[i]);
         }
     }
     const real* row_out = factors<decays>(rows.enter, span.begin, 0);
     const real* lane_out = factors<decays>(lanes.enter, span.begin, lane);
-#pragma GCC unroll 4
-    for (int i = 0; i < FEW; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j)
+    UNROLL_FOR (int i = 0; i < FEW; ++i) {
+        UNROLL_FOR (int j = 0; j < N; ++j)
             store_row<decays>(d_state + lane + j * W, ld, i, row_out, lane_out + j * W, g[i][j]);
     }
 }
@@ -271,33 +254,26 @@ template <class real> constexpr index_t vectors(index_t n) {
     return (n + Vector<real>::lanes - 1) / Vector<real>::lanes * Vector<real>::lanes;
 }
 
-template <int n> struct Constant {
-    static constexpr int value = n;
-};
-template <Out into> struct Mode {
-    static constexpr Out value = into;
-};
-
-// Calls work(number of rows, set or add, first row, first lane) for tiles that cover `rows` rows, up to the next multiple
-// of TILE / 4, of `lanes` lanes: the tiles of the same lanes one after the other.
+// Calls work(number of rows, set or add, first row, first lane) for tiles that cover `rows` rows, up to the next
+// multiple of TILE / 4, of `lanes` lanes: the tiles of the same lanes one after the other.
 template <class real, class Work> FAST_WEIGHTS_INLINE void for_tiles(index_t rows, index_t lanes, const Work& work) {
     for (index_t m = 0; m < lanes; m += Vector<real>::lanes) {
         index_t i = 0;
         if (rows > TILE * 3 / 4) {
-            work(Constant<TILE>(), Mode<Out::set>(), i, m);
-            for (i = TILE; rows - i > TILE * 3 / 4; i += TILE) work(Constant<TILE>(), Mode<Out::add>(), i, m);
+            work(Constant<TILE>(), Constant<Out::set>(), i, m);
+            for (i = TILE; rows - i > TILE * 3 / 4; i += TILE) work(Constant<TILE>(), Constant<Out::add>(), i, m);
             if (rows - i > TILE / 4) {
-                work(Constant<TILE / 2>(), Mode<Out::add>(), i, m);
+                work(Constant<TILE / 2>(), Constant<Out::add>(), i, m);
                 i += TILE / 2;
             }
         } else if (rows > TILE / 4) {
-            work(Constant<TILE / 2>(), Mode<Out::set>(), i, m);
+            work(Constant<TILE / 2>(), Constant<Out::set>(), i, m);
             i = TILE / 2;
         } else {
-            work(Constant<TILE / 4>(), Mode<Out::set>(), i, m);
+            work(Constant<TILE / 4>(), Constant<Out::set>(), i, m);
             i = TILE / 4;
         }
-        for (; i < rows; i += TILE / 4) work(Constant<TILE / 4>(), Mode<Out::add>(), i, m);
+        for (; i < rows; i += TILE / 4) work(Constant<TILE / 4>(), Constant<Out::add>(), i, m);
     }
 }
 
@@ -306,15 +282,14 @@ template <class real, class Work> FAST_WEIGHTS_INLINE void for_few(index_t lanes
     constexpr int W = Vector<real>::lanes;
     index_t m = 0;
     if (lanes >= WIDTH * W) {
-        work(Constant<WIDTH>(), Mode<Out::set>(), m);
+        work(Constant<WIDTH>(), Constant<Out::set>(), m);
         m = WIDTH * W;
     } else {
-        work(Constant<1>(), Mode<Out::set>(), m);
+        work(Constant<1>(), Constant<Out::set>(), m);
         m = W;
     }
-    for (; lanes - m >= WIDTH * W; m += WIDTH * W) work(Constant<WIDTH>(), Mode<Out::add>(), m);
-    for (; m < lanes; m += W) work(Constant<1>(), Mode<Out::add>(), m);
+    for (; lanes - m >= WIDTH * W; m += WIDTH * W) work(Constant<WIDTH>(), Constant<Out::add>(), m);
+    for (; m < lanes; m += W) work(Constant<1>(), Constant<Out::add>(), m);
 }
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

@@ -3,27 +3,24 @@
 //     k = phi(k'),  q = phi(q'),  beta = sigma(b)       (features.h)
 //     S += beta k (v - S^T k)^T,  y = S^T q             (../recurrent/step.h)
 //
-// A task has a head of a row.
+// A work item is a head of a row.
 #pragma once
 
 #include "../elementary.h"
 #include "../recurrent/step.h"
 #include "features.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <class real> class DeltaTask {
+template <class real> class DeltaStepKernel {
 public:
-    using Memory = Scratch<real>;
-
-    DeltaTask(const DeltaStep& p, Scratch<real>& scratch, bool)
-        : p_(p), sizes_(sizes(p)), rows_(sizes_, scratch), map_(scratch, p.dim, p.features, true, p.eps) {
+    DeltaStepKernel(const DeltaStep& p, Scratch<real>& scratch, bool)
+        : p_(p), rows_(scratch, true, p.features, p.value_dim), map_(scratch, p.dim, p.features, true, p.eps) {
         x_ = scratch.take(p.dim), beta_ = scratch.take(1);
     }
 
-    void forward(index_t task) {
-        const index_t b = task / p_.heads, h = task % p_.heads;
+    void forward(index_t item) {
+        const index_t b = item / p_.heads, h = item % p_.heads;
         map_.open(p_.weight, p_.bias, h);
         load_rows(x_, p_.q, place(p_.q, b, 0, h), 0, 1, p_.dim, 0);
         map_.map(rows_.q, x_);
@@ -38,21 +35,12 @@ public:
         step_state(rows_, static_cast<real*>(p_.state) + index, p_.value_dim, p_.features, p_.value_dim);
         store_rows(p_.out, place(p_.out, b, 0, h), 0, rows_.out, 1, p_.value_dim);
     }
-    void backward(index_t) {}
 
 private:
-    static RuleStep sizes(const DeltaStep& p) {
-        RuleStep of;
-        of.key_dim = p.features, of.columns = p.value_dim, of.corrects = true;
-        return of;
-    }
-
     const DeltaStep& p_;
-    const RuleStep sizes_;
     StepRows<real> rows_;
     LearnedMap<real> map_;
     real *x_, *beta_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

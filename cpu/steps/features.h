@@ -1,11 +1,10 @@
-// The learned map of a step's queries and keys:  phi(x) = relu(W x + b),  divided by the sum of its numbers plus eps if `sums`.
-// A sum that has underflowed divides nothing, as in ../features.h.
+// The learned map of a step's queries and keys:  phi(x) = relu(W x + b),  divided by the sum of its numbers plus eps if
+// `sums`. A sum that has underflowed divides nothing, as in ../features.h.
 #pragma once
 
 #include "../features.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
 // `rows` rows of n numbers from an element of x on: where they lie, if their type and length allow that, or in `room`.
 template <class real>
@@ -57,5 +56,4 @@ private:
     real *room_, *bias_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

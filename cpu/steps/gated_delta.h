@@ -2,25 +2,22 @@
 //
 //     u = silu(sum_i w_i x_{t - i})                                  of each channel of q, k and v
 //     q = q / |q| / sqrt(key_dim),  k = k / |k|                      1e-6 is added to the squares
-//     beta = most sigma(b),  f = exp(-exp(A_log) softplus(a + dt_bias))
+//     beta = max_beta sigma(b),  f = exp(-exp(A_log) softplus(a + dt_bias))
 //     S = f S + beta k (v - f S^T k)^T,  y = S^T q                   (../recurrent/step.h)
 //     out = w y / rms(y) silu(g)
 //
-// A task has a row.
+// A work item is a row.
 #pragma once
 
 #include "../elementary.h"
 #include "../recurrent/step.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <class real> class GatedDeltaTask {
+template <class real> class GatedDeltaStepKernel {
 public:
-    using Memory = Scratch<real>;
-
-    GatedDeltaTask(const GatedDeltaStep& p, Scratch<real>& scratch, bool)
-        : p_(p), sizes_(sizes(p)), rows_(sizes_, scratch) {
+    GatedDeltaStepKernel(const GatedDeltaStep& p, Scratch<real>& scratch, bool)
+        : p_(p), rows_(scratch, true, p.key_dim, p.value_dim) {
         scratch.take(p.channels(), x_, u_);
         conv_ = scratch.take(p.channels() * p.width);
         scratch.take(p.heads, beta_, decay_, rate_, bias_);
@@ -39,7 +36,7 @@ public:
         load_rows(decay_, p_.decay, b * p_.decay.time, 0, 1, p_.heads, 0);
         load_rows(gate_, p_.gate, b * p_.gate.time, p_.value_dim, p_.heads, p_.value_dim, 0);
         for (index_t i = 0; i < padded(p_.heads); i += W) {
-            store(beta_ + i, Activated<kSigmoid, real>(load(beta_ + i)).value * static_cast<real>(p_.most));
+            store(beta_ + i, Activated<kSigmoid, real>(load(beta_ + i)).value * static_cast<real>(p_.max_beta));
             const vec<real> step = Activated<kSoftplus, real>(load(decay_ + i) + load(bias_ + i)).value;
             store(decay_ + i, exponential(-exponential_of_any(load(rate_ + i)) * step));
         }
@@ -53,21 +50,14 @@ public:
             fill(rows_.f, decay_[h], padded(p_.key_dim));
             rows_.beta = beta_[h];
             fill(rows_.z, real(1), padded(p_.value_dim));
-            real* state = static_cast<real*>(p_.memory) + b * p_.memory_batch + h * p_.memory_head;
-            step_state(rows_, state, p_.memory_key, p_.key_dim, p_.value_dim);
+            real* state = static_cast<real*>(p_.state) + b * p_.state_batch + h * p_.state_head;
+            step_state(rows_, state, p_.state_key, p_.key_dim, p_.value_dim);
             write(b, h);
         }
     }
-    void backward(index_t) {}
 
 private:
     static constexpr int W = Vector<real>::lanes;
-
-    static RuleStep sizes(const GatedDeltaStep& p) {
-        RuleStep of;
-        of.key_dim = p.key_dim, of.columns = p.value_dim, of.corrects = true;
-        return of;
-    }
 
     // u_ = silu of the convolution; the oldest input makes room for this one.
     void convolve(index_t b) {
@@ -86,7 +76,7 @@ private:
         for (index_t c = 0; c < channels; ++c) before[(past - 1) * channels + c] = x_[c];
     }
 
-    // The rest of a row is 0 again: 0 times what was not finite in the head before may have left NaN there.
+    // The rest of a row is 0 again: 0 times an infinite number of the head before may have left NaN there.
     static void take(real* row, const real* from, index_t n) {
         for (index_t i = 0; i < n; ++i) row[i] = from[i];
         for (index_t i = n; i < padded(n); ++i) row[i] = 0;
@@ -111,10 +101,8 @@ private:
     }
 
     const GatedDeltaStep& p_;
-    const RuleStep sizes_;
     StepRows<real> rows_;
     real *x_, *u_, *conv_, *beta_, *decay_, *rate_, *bias_, *norm_, *gate_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

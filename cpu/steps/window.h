@@ -1,23 +1,20 @@
-// A step of softmax over a window and a memory of what is older, with one denominator. Of the n-th position of a document,
-// counted from 0, with j over the last min(n + 1, window):
+// A step of softmax attention over a window and linear attention over older positions, with one denominator. Of the
+// n-th position of a document, counted from 0, with j over the last min(n + 1, window):
 //
 //     a_j = exp(s_j - max_j s_j + log_factor),  s_j = q k_j / sqrt(dim)
 //     S += phi(k') [v', 1]^T  for the key and value that leave the window, where n >= window
 //     y = (sum_j a_j v_j + S^T phi(q)) / (sum_j a_j + z^T phi(q)),  z the last column of S
 //
-// A task has a head of keys and values of a row, and the heads of queries that share it.
+// A work item is a head of keys and values of a row, and the heads of queries that share it.
 #pragma once
 
 #include "features.h"
 
-namespace fairseq_fastweights {
-namespace FAST_WEIGHTS_ISA {
+namespace fairseq_fastweights::FAST_WEIGHTS_ISA {
 
-template <class real> class WindowTask {
+template <class real> class WindowStepKernel {
 public:
-    using Memory = Scratch<real>;
-
-    WindowTask(const WindowStep& p, Scratch<real>& scratch, bool)
+    WindowStepKernel(const WindowStep& p, Scratch<real>& scratch, bool)
         : p_(p), ld_(padded(p.dim)), map_(scratch, p.dim, p.features, p.sums, p.eps) {
         scratch.take(p.window * ld_, keys_, values_);
         scratch.take(p.dim, q_, k_, v_, old_k_, old_v_, read_);
@@ -25,8 +22,8 @@ public:
         weights_ = scratch.take(p.window), turn_ = scratch.take(2 * padded(p.half));
     }
 
-    void forward(index_t task) {
-        const index_t b = task / p_.kv_heads, g = task % p_.kv_heads, seen = p_.seen[b], past = p_.window - 1;
+    void forward(index_t item) {
+        const index_t b = item / p_.kv_heads, g = item % p_.kv_heads, seen = p_.seen[b], past = p_.window - 1;
         if (p_.half > 0) {
             load_rows(turn_, p_.cosines, b * p_.cosines.batch, 0, 1, p_.half, 0);
             load_rows(turn_ + padded(p_.half), p_.sines, b * p_.sines.batch, 0, 1, p_.half, 0);
@@ -54,7 +51,6 @@ public:
             store_rows(p_.out, place(p_.out, b, 0, h), 0, read_, 1, p_.dim);
         }
     }
-    void backward(index_t) {}
 
 private:
     static constexpr int W = Vector<real>::lanes;
@@ -94,7 +90,8 @@ private:
         return total;
     }
 
-    // Writes what leaves the window; adds what the query reads to read_, and returns what it reads of ones.
+    // Writes the key and value that leave the window; adds the query's output to read_, and returns its output for
+    // values of 1.
     real recall(index_t b, index_t h, bool leaves) {
         const index_t columns = p_.dim + 1;
         real* state = static_cast<real*>(p_.state) + (b * p_.heads() + h) * p_.features * columns;
@@ -130,5 +127,4 @@ private:
     real *keys_, *values_, *q_, *k_, *v_, *old_k_, *old_v_, *read_, *phi_q_, *phi_k_, *weights_, *turn_;
 };
 
-}  // namespace FAST_WEIGHTS_ISA
-}  // namespace fairseq_fastweights
+}  // namespace fairseq_fastweights::FAST_WEIGHTS_ISA

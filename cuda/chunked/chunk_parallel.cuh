@@ -1,5 +1,6 @@
-// Code of the stages that take all chunks at once: a block is a chunk of a head, each of its four warps has 16 of its steps,
-// and what a warp finds of their pairs stays in its registers (fragments.cuh). Distances in shared memory are known to the compiler.
+// Code of the chunk-parallel kernels (intra_chunk.cu, outputs.cu, gradients.cu): a block computes a chunk of a head,
+// each of its four warps 16 of the chunk's steps, and the pairs of these steps stay in the warp's registers
+// (fragments.cuh). Strides of shared memory are compile-time constants.
 #pragma once
 
 #include "gates.cuh"
@@ -8,10 +9,10 @@ namespace fairseq_fastweights {
 
 constexpr int kChunkThreads = kChunk / kMmaRows * kWarp;
 
-// The first of this warp's steps: lanes have the same number, as the compiler sees so.
+// The first of this warp's steps. The shuffle tells the compiler that it is the same in all lanes.
 DEVICE int first_own_step() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0) * kMmaRows; }
 
-// f(an integral_constant) with the widest part of the keys that a block takes at once, in units of 16: 1, 2 or 4.
+// f(an integral_constant) with the number of 16-key tiles that a block takes at once: 1, 2 or 4.
 template <typename Function>
 auto with_width(int keys, Function f) {
     if (keys <= 16) return f(std::integral_constant<int, 1>());
@@ -19,8 +20,8 @@ auto with_width(int keys, Function f) {
     return f(std::integral_constant<int, 4>());
 }
 
-// Up to kChunk rows in shared memory; of 32 bits they are `Longer` than columns. Columns of pieces have such gaps that what eight lanes
-// copy lies in different banks.
+// Up to kChunk rows in shared memory, of float32 with `Longer` numbers of padding. In core matrices the columns are
+// padded so that eight lanes copy to different banks.
 template <typename T, int Columns, int Longer = 4>
 struct Rows : MmaMatrix<T, sizeof(T) == 4 ? Columns + Longer : 8 * kChunk + 8 * 64 / Columns> {
     static constexpr int kColumns = Columns;
@@ -31,8 +32,8 @@ struct Rows : MmaMatrix<T, sizeof(T) == 4 ? Columns + Longer : 8 * kChunk + 8 * 
     }
 };
 
-// Starts to copy up to `rows` rows, kChunk at most, `stride` numbers apart, of which so many are there, and so many of their columns;
-// zeros for others.
+// Starts to copy up to `rows` rows, kChunk at most, that are `stride` numbers apart; zeros beyond `rows_there` and
+// `columns_there`.
 template <typename T, int Columns, typename Stride>
 DEVICE void copy_aligned(const Rows<T, Columns>& to, const T* from, Stride stride, int rows, int rows_there,
                          int columns_there) {
@@ -46,7 +47,7 @@ DEVICE void copy_aligned(const Rows<T, Columns>& to, const T* from, Stride strid
             copy_or_clear(place + (&to(row, 0) - to.data), piece, row < there);
 }
 
-// Waits for all copies of all threads, but for the last `Behind` groups.
+// Waits for all copies of all threads but the last `Behind` commit groups, and lets wgmma see them.
 template <int Behind = 0>
 DEVICE void arrive() {
     if (Behind == 0) copies_commit();
@@ -55,8 +56,8 @@ DEVICE void arrive() {
     __syncthreads();
 }
 
-// use(first) for each `part` of `all` keys or values once it is there. The first is on its way, with `Behind` groups of copies begun
-// after it, others copy(first) starts to copy.
+// use(first) for each `part` of `all` keys or values, once it has arrived. The copies of the first part were started
+// before, with `Behind` commit groups after them; copy(first) starts those of the others.
 template <int Behind, typename Copy, typename Use>
 DEVICE void each_part(int all, int part, Copy copy, Use use) {
     for (int first = 0; first < all; first += part) {
@@ -71,8 +72,8 @@ DEVICE void each_part(int all, int part, Copy copy, Use use) {
     }
 }
 
-// sums += left right, where 16 rows of the left factor, from `row` on, this warp's own, are in shared memory as well, over 16 `blocks`
-// inner places; of a `Turned` left factor places are (inner, row).
+// sums += left right, with this warp's 16 rows of the left factor, from `row` on, in shared memory too, over 16
+// `blocks` inner indices. A `Transposed` left factor is stored as (inner, row).
 template <int Passes, bool Transposed, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
 DEVICE void multiply_rows(Fragment<N>& sums, const Left& left, int row, const Right& right, int blocks) {
     using A = typename Left::Element;
@@ -100,9 +101,9 @@ DEVICE void multiply_rows(Fragment<N>& sums, const Left& left, int row, const Ri
     }
 }
 
-// This lane's part of numbers of two steps, its fragment's columns: of each half of the 16.
+// This lane's partial sums of two steps, rows r and r + 8 of its fragment.
 using PerStep = float[2];
-// The sums of the parts, handed to one lane for each step: done(column, sum).
+// The sums over lanes, handed to one lane for each step: done(column, sum).
 template <typename Function>
 DEVICE void sum_steps(const PerStep& parts, Function done) {
     UNROLL_FOR (int half = 0; half < 2; ++half) {
@@ -112,7 +113,8 @@ DEVICE void sum_steps(const PerStep& parts, Function done) {
     }
 }
 
-// f(fragment, first column) for all 16 `across` columns of a part of the values: at once if it is as wide as can be, else 16 at a time.
+// f(fragment, first column) for all 16 `across` columns of a part of the values: at once if the part has its full
+// width, else 16 at a time.
 template <int N, typename Function>
 DEVICE void each_columns(Fragment<N>& all, int across, Function f) {
     if (across == N / 2) return f(all, 0);
@@ -120,19 +122,18 @@ DEVICE void each_columns(Fragment<N>& all, int across, Function f) {
         if (n < across) f(all.template part<2>(2 * n), 16 * n);
 }
 
-// The writes of a chunk's steps, for a part of the values: U of the delta rule, transposed, which the walk found; else V.
+// The updates of a chunk's steps for a part of the values: U of delta rules, transposed, from state passing; else V.
 template <typename T, bool IsDelta>
 using UpdateRows = Rows<std::conditional_t<IsDelta, Computed<T>, T>, kChunk>;
 
-// The chunk of a head that a block has: `local` counts the slice's heads, `start` is the chunk's first step. Its functions
-// start to copy from a key and a value on.
+// The chunk of a head that a block computes: `local` counts the slice's heads, `start` is the chunk's first step. Its
+// methods start copies from a key and a value on.
 template <typename C>
 struct ChunkCoord {
     const Slice<C>& slice;
     const Sizes& sizes;
     int local, n, batch, head, start;
-    bool
-        recompute_addresses;  // addresses of sequences are found each time: they take instructions, and no registers meanwhile
+    bool recompute_addresses;  // addresses are computed at each use: more instructions, fewer registers
 
     DEVICE ChunkCoord(const Slice<C>& slice, const Sizes& sizes, bool recompute_addresses = false)
         : slice(slice), sizes(sizes), local(blockIdx.x), n(slice.begin + blockIdx.y),
@@ -150,7 +151,7 @@ struct ChunkCoord {
         if (!from.is_aligned(Columns)) return copy_elements<Columns>(to, from, kChunk, start, sizes.time);
         copy_aligned(to, from.data + start * from.stride, from.stride, kChunk, sizes.time - start, from.dim);
     }
-    // Rows that the walk left, one of the chunk's steps for each value.
+    // Rows that state passing stored, of the chunk's steps for each value.
     DEVICE void copy_transposed(const Rows<C, kChunk>& to, C* all, int value, int values) const {
         copy_aligned(to, slice.rows_of(all, local, n) + value * kChunk, kChunk, values, values, kChunk);
     }
@@ -161,7 +162,7 @@ struct ChunkCoord {
         else
             copy(to, v, value, sizes.value_dim);
     }
-    // Rows of a state, of keys for each value or, `Turned`, of values for each key.
+    // Rows of a state, of keys for each value or, `Transposed`, of values for each key.
     template <bool Transposed = false, int Columns>
     DEVICE void copy_state(const Rows<C, Columns>& to, C* all, int key, int value, int rows) const {
         const int down = Transposed ? key : value, across = Transposed ? value : key;

@@ -1,17 +1,18 @@
-// Products whose left factor stays in a warp's registers, for what goes from product to product in a chain.
+// Products whose left factor stays in a warp's registers, for chains of products.
 //
-// A fragment is 16 value columns of a matrix that is taken transposed: (16, 8 N), spread over a warp as the accumulators of N
-// products side by side are. As accumulators and left factors of the tensor cores' instructions lie in the same lanes, what
-// one product made is the left factor of the next without a barrier; only right factors come from shared memory, as the
-// tensors lie there.
+// A fragment is a (16, 8 N) part of a matrix, spread over a warp like the accumulators of N mma.sync instructions side
+// by side. In the PTX manual's layouts accumulators and left factors lie in the same lanes, so that the result of one
+// product is the left factor of the next without a barrier. Right factors come from shared memory. State passing works
+// on transposed matrices: a fragment has 16 value columns.
 #pragma once
 
 #include "shared_memory.cuh"
 
 namespace fairseq_fastweights {
 
-// Exchanges 16 numbers of 16 bits that four lanes have, a pair of the first 8 and one of the others each, in twos, so that a lane
-// has four neighbours to write, and four lanes the 32 bytes that memory takes at once; which the first of a lane's is.
+// Exchanges 16-bit numbers between pairs of lanes. Four lanes have 16 numbers of a row, each a pair of the first 8 and
+// a pair of the others; afterwards each has four neighbours, so that a store fills a whole 32-byte sector.
+// first_of_four: the index of a lane's first.
 DEVICE uint2 neighbours_of(unsigned one, unsigned two) {
     const bool odd = warp_lane() % 2;
     const unsigned other = __shfl_xor_sync(kAllLanes, odd ? one : two, 1);
@@ -19,7 +20,7 @@ DEVICE uint2 neighbours_of(unsigned one, unsigned two) {
 }
 DEVICE int first_of_four() { return warp_lane() % 2 * 8 + warp_lane() % 4 / 2 * 4; }
 
-// Its numbers are in float32 or, of a sequence's of 16 bits, as they are stored: no left factor needs these in another way.
+// Elements are float32 or, for a left factor loaded from a 16-bit sequence, of its type, two to a register.
 template <int N, typename T = float>
 struct Fragment {
     using Element = T;
@@ -30,13 +31,13 @@ struct Fragment {
         each([](int, int, float& x) { x = 0.0f; });
     }
 
-    // The 8 M places from 8 `first` on.
+    // The columns 8 `first` to 8 (first + M).
     template <int M>
     DEVICE Fragment<M, T>& part(int first) {
         return reinterpret_cast<Fragment<M, T>&>(value[first / kPerRegister]);
     }
 
-    // f(first inner place, column, float& x, float& y) for pairs of neighbouring places.
+    // f(inner index, row, float& x, float& y) for neighbours (row, inner) and (row, inner + 1).
     template <typename Function>
     DEVICE void each_pair(Function f) {
         const int lane_row = warp_lane() / 4, lane_pair = warp_lane() % 4;
@@ -45,7 +46,7 @@ struct Fragment {
                 f(8 * n + 2 * lane_pair, lane_row + 8 * half, value[n][2 * half], value[n][2 * half + 1]);
     }
 
-    // f(inner place, column of the fragment, float& value) for this lane's elements, groups of 8 places one after another.
+    // f(inner index, row, float& value) for this lane's elements, column tiles of 8 one after another.
     template <typename Function>
     DEVICE void each(Function f) {
         each_pair([&](int place, int j, float& x, float& y) { f(place, j, x), f(place + 1, j, y); });
@@ -58,7 +59,7 @@ struct Fragment {
             UNROLL_FOR (int i = 0; i < 4; ++i) f(value[n][i], other.value[n][i]);
     }
 
-    // Each place's elements times a number of its own, in shared memory.
+    // Scales each inner index by a number of its own, in shared memory.
     DEVICE void scale(const float* by_place) {
         each_pair([&](int place, int, float& x, float& y) {
             const float2 by = *reinterpret_cast<const float2*>(by_place + place);
@@ -71,7 +72,7 @@ struct Fragment {
         each([&](int, int, float& x) { x *= by; });
     }
 
-    // The rest that rounding to F leaves out.
+    // What rounding to To leaves: the low half of a split into two numbers of 16 bits.
     template <typename To>
     DEVICE Fragment low_half() const {
         Fragment left = *this;
@@ -83,7 +84,7 @@ struct Fragment {
         return left;
     }
 
-    // From rows of places, in shared memory: columns `column` and on.
+    // From shared memory, stored as (inner, column): columns `column` and on.
     DEVICE void load(const Matrix<T>& from, int column) {
         const int lane = warp_lane(), matrix_row = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
         if constexpr (kPerRegister == 1)
@@ -107,8 +108,8 @@ struct Fragment {
         }
     }
 
-    // To rows of `stride` places each in global memory, a row for each column that is below `rows`; only places below `places`, a
-    // multiple of 4.
+    // To global memory, a row of `stride` numbers for each fragment row below `rows`; only inner indices below
+    // `places`, a multiple of 4.
     template <typename To, typename Stride>
     DEVICE void store(To* to, Stride stride, int places, int rows = kMmaRows) {
         if constexpr (sizeof(To) == 2) {
@@ -131,7 +132,7 @@ struct Fragment {
         });
     }
 
-    // To rows of a sequence, `to` beginning at the fragment's first place: column j is step `start` + j.
+    // To rows of a sequence, `to` beginning at the fragment's first column: fragment row j is step `start` + j.
     template <typename To>
     DEVICE void store_rows(const Head<To>& to, int places, int start, int time) {
         To* const first = to.data + start * to.stride;
@@ -142,7 +143,7 @@ struct Fragment {
         });
     }
 
-    // Adds this lane's part of the sums over places of value * by(column, place), of its two columns.
+    // Adds this lane's part of the sums over inner indices of value * by(row, inner), for its two rows.
     template <typename By>
     DEVICE void dot(float (&sums)[2], const By& by) {
         each_pair([&](int place, int j, float x, float y) {
@@ -151,14 +152,14 @@ struct Fragment {
         });
     }
 
-    // To rows of places in shared memory, a row for each column.
+    // To shared memory, a row for each fragment row.
     template <typename To>
     DEVICE void write(const To& to) {
         each_pair([&](int place, int j, float x, float y) { put_pair(&to(j, place), x, y); });
     }
 };
 
-// 16 places of a fragment, from 16 e on, as a left factor, and what rounding leaves out of them.
+// Inner indices 16 e to 16 e + 16 as a left factor of 16 bits, and the low half that rounding leaves.
 template <typename T, int N, typename From>
 DEVICE void round_left(unsigned (&a)[4], unsigned (&low)[4], const Fragment<N, From>& from, int e) {
     UNROLL_FOR (int i = 0; i < 4; ++i)
@@ -172,16 +173,17 @@ DEVICE void round_left(unsigned (&a)[4], unsigned (&low)[4], const Fragment<N, F
         }
 }
 
-// True of products of 16 bits: all beside bfloat16, for which left factors are rounded, and those of what is stored so.
+// True if a product takes factors of 16 bits: next to bfloat16, to which left factors are rounded, or if both are
+// stored so.
 template <typename Left, typename T>
 constexpr bool kIn16Bits = kRounded<T> || (sizeof(T) == 2 && sizeof(typename Left::Element) == 2);
 
-// Which of a square right factor there is, in 16 x 16 blocks: all of it, or those (row, column) with row >= column.
+// The blocks of a square right factor that are multiplied, of 16 x 16: all, or those (row, column) with row >= column.
 enum class Part { kAll, kLower };
 
-// sums += left right. With `RowsInner` rows of `right` are the inner places, without they are the columns. With `Split` a left
-// factor that is rounded to 16 bits is taken as two numbers, big + rest. Others are in tf32, in one pass with a right factor that
-// is exact in it or, with `Rounds`, is rounded to it.
+// sums += left right. With `RowsInner` the rows of `right` are the inner dimension, else its columns (left right^T).
+// With `Split` a left factor that would be rounded to 16 bits is taken as two numbers, high + low. Other products are
+// in tf32, in one pass with a right factor that tf32 holds exactly or, with `Rounds`, that is rounded to it.
 template <int Passes, bool RowsInner, Part Which = Part::kAll, bool Rounds = false, bool Split = false, int N,
           typename Left, typename Right>
 DEVICE void multiply_fragment(Fragment<N>& sums, const Left& left, const Right& right) {
@@ -224,8 +226,9 @@ DEVICE void multiply_fragment(Fragment<N>& sums, const Left& left, const Right& 
     }
 }
 
-// sums += left right by the warpgroup, begun, of `inner` blocks of 16 inner places, `Most` at most, and so many `parts` of the left
-// factor: left_of(block, part) is in registers that are written before, or a descriptor of one that may be `Turned`.
+// Starts sums += left right as wgmma, over `inner` blocks of 16 inner indices, `Most` at most, and so many `parts` of
+// the left factor: left_of(block, part) is in registers, written before, or a descriptor, of a factor that may be
+// `Transposed`.
 template <bool RowsInner, bool Transposed, int Most, int N, typename Right, typename Left>
 DEVICE void start_wgmma(Fragment<N>& sums, const Right& right, int inner, int parts, Left left_of) {
     FASTWEIGHTS_SM90A(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
@@ -239,8 +242,8 @@ DEVICE void start_wgmma(Fragment<N>& sums, const Right& right, int inner, int pa
     FASTWEIGHTS_SM90A(emulation::wgmma_commit(), asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
 }
 
-// The same as `multiply_fragment`, of all of the right factor, begun: by the warpgroup, if the block's fragments are `grouped` by
-// fours, else by each warp. Until `finish` nobody may touch the sums, but for products that add to them too.
+// Starts sums += left right, of all of the right factor: as wgmma if `warpgroup`, else by each warp at once. Until
+// `finish` nobody may touch the sums, except for products that add to them.
 template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
 DEVICE void start(bool warpgroup, Fragment<N>& sums, const Left& left, const Right& right) {
     using T = typename Right::Element;

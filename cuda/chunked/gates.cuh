@@ -1,26 +1,28 @@
 // The scalar gates of a chunk: products of the gates between any two of its steps, by sums of their logs alone.
 //
-// D_ts is the product of the gates of the steps (s, t], D_t0 of those from the chunk's start to and with t, D_es of those from
-// after s to its end, D of all; w_s is the strength of a write, 1 or 1 - g_s. From S_0 a rule that does not correct makes
+// D_ts is the product of the gates of the steps (s, t], D_t0 of those from the chunk's start through t, D_es of those
+// after s to the chunk's end, D of all; w_s is the write factor, 1 or 1 - g_s. Without the delta rule, from S_0:
 //   Y = diag(D_t0) Q S_0 + P V,   P_ts = D_ts <q_t, k_s> w_s for s <= t        S_end = D S_0 + K^T diag(D_es w_s) V
 //
-// The chunk is halved, and its halves are, down to single steps. With m the middle that parts s from t, D_ts = D_tm D_ms: it is in the
-// middle of the level that is the highest bit in which t and s differ. Nothing is subtracted, and no factor exceeds 1. Products over a
-// whole chunk are exponentials of sums: products of rounded factors would drift over thousands of steps with gates near 1.
+// D_ts without division: the chunk is halved down to single steps. With m the middle that separates s from t, D_ts =
+// D_tm D_ms, at the level that is the highest bit in which t and s differ. Nothing is subtracted, and no factor exceeds
+// 1. Products over a whole chunk are exponentials of sums: products of rounded factors would drift over thousands of
+// steps with gates near 1.
 //
-// The delta rule within a chunk: with B = diag(beta), G the products D_ts <k_t, k_s> for s < t, E = V - diag(D_t0) K S_0
+// The delta rule within a chunk: with B = diag(beta), G the products D_ts <k_t, k_s> for s < t, R = V - diag(D_t0) K
+// S_0
 //
-//   (I + B G) U = B E        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
+//   (I + B G) U = B R        Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        S_end = D S_0 + K^T diag(D_es) U
 //
-// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and write write_factors of 1 the entries
-// of T = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its diagonal
-// are inverted by themselves, and T follows by substitution, in float32 by three products whatever the inputs are: its errors reach all later
-// steps.
+// (the WY form; Bischof & Van Loan 1987; with gates Yang et al. 2025). With repeated keys and beta = 1 the entries of T
+// = (I + B G)^-1 stay of order 1 while the powers in a series for them grow to 1e18. So the 16 x 16 blocks on its
+// diagonal are inverted directly, and T follows by substitution, in float32 (three tf32 passes) whatever the inputs
+// are: its errors reach all later steps.
 //
 // Backwards, with P = tril(D_ts Q K^T) and dS the gradient of the state at the chunk's end:
-//   dU = P^T dY + diag(D_es) K dS         dR = T^T dU           (R = B E, the right side of the system)
-//   dP = tril(dY U^T)                     dA = -dR U^T below the diagonal           (A = B G)
-//   dV = B dR                             d beta_t = <dR_t, E_t> + <dA_t, G_t>
+//   dU = P^T dY + diag(D_es) K dS         X = T^T dU            (the gradient of the right-hand side, B R)
+//   dP = tril(dY U^T)                     dA = -X U^T below the diagonal           (A = B G)
+//   dV = B X                              d beta_t = <X_t, R_t> + <dA_t, G_t>
 //   dS_0 = D dS + Q^T diag(D_t0) dY - K^T diag(D_t0) dV         dQ and dK: gradients.cu
 #pragma once
 
@@ -29,8 +31,8 @@
 
 namespace fairseq_fastweights {
 
-// A chunk's numbers by step (StepNumbers, GateNumbers in workspace.cuh), in shared memory: the local stage finds them, the last one
-// reads what that left. Without gates there is nothing but beta.
+// A chunk's gates and beta by step (StepNumbers, GateNumbers in workspace.cuh), in shared memory: the intra-chunk
+// kernel computes and stores them, the last kernel loads them. Without gates there is only beta.
 template <bool Gated>
 struct ChunkGates {
     float* numbers;
@@ -45,21 +47,21 @@ struct ChunkGates {
     DEVICE float write_factor(int s) const { return Gated ? numbers[kWriteFactor + s] : 1.0f; }
     DEVICE const float* write_factors() const { return numbers + kWriteFactor; }
 
-    // A step's beta and log gate. They are loaded before copies are begun, behind which they would have to wait.
+    // A step's beta and log gate. Loaded before any copy starts, since the load would wait behind the copies.
     struct Step {
         float beta, log_gate;
 
-        DEVICE Step(const Sequence& write_factors, const Sequence& gates, int batch, int head, int start, int time) {
+        DEVICE Step(const Sequence& betas, const Sequence& gates, int batch, int head, int start, int time) {
             const int step = start + static_cast<int>(threadIdx.x) % kChunk;
-            beta = load_step(write_factors, batch, head, step, time);
+            beta = load_step(betas, batch, head, step, time);
             log_gate = Gated ? load_step(gates, batch, head, step, time) : 0.0f;
         }
     };
 
-    // Finds them of the steps that each kChunk threads have, of which there may be several times as many. Ends with a barrier.
-    DEVICE void find(const Step& own, bool complement) const {
+    // Computes them for the chunk's steps, of which each group of kChunk threads has all. Ends with a barrier.
+    DEVICE void compute(const Step& own, bool complement) const {
         const int thread = threadIdx.x, step = thread % kChunk, part = thread / kChunk, parts = blockDim.x / kChunk;
-        // Logs of the gates to and with this step, and behind it: of ever more steps around it.
+        // Log gates through this step, and after it: within ever larger halves around it.
         float before = own.log_gate, after = 0.0f;
         if constexpr (Gated) {
             UNROLL_FOR (int level = 0; level < kGateLevels; ++level) {
@@ -96,19 +98,19 @@ struct ChunkGates {
         __syncthreads();
     }
 
-    // To the workspace, after `find`.
+    // To the workspace, after `compute`.
     DEVICE void store(float* to) const {
         for (int i = 4 * threadIdx.x; i < step_numbers(Gated); i += 4 * blockDim.x)
             *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(numbers + i);
     }
-    // Starts to copy what the last stage reads from there.
+    // Starts to copy the numbers that the last kernel reads.
     DEVICE void copy(const float* from) const {
         for (int i = 4 * threadIdx.x; i < (Gated ? kGateNumbers : kChunk); i += 4 * blockDim.x)
             copy_async<16>(numbers + i, from + i);
     }
 
-    // Takes a fragment whose columns are the steps t of block `row` / 16, and whose places are steps s: the pairs with s <= t, times
-    // D_ts; 0 for others.
+    // Fragment row j is step t = row + j, its columns are the steps s: pairs with s <= t are multiplied by D_ts, others
+    // become 0.
     DEVICE void mask_and_decay(Fragment<kChunk / 8>& pairs, int row) const {
         if constexpr (!Gated) return pairs.each([&](int s, int j, float& x) { x = s <= row + j ? x : 0.0f; });
         const int last = row / kSubchunk, near = min(warp_lane() / 8 ^ warp_lane() % 4, 2);
@@ -132,26 +134,27 @@ struct ChunkGates {
     }
 };
 
-// Sums by step of what the gates let through, in shared memory. The gradient of log g_u collects whatever passes through step u:
-// what was written before it and is read at or after it,
-//   sum over s < u <= t of P_ts <dy_t, v_s> (with the delta rule of P_ts dP_ts and G_ts (B dA)_ts, in the notation of gates.cuh),
-// and likewise writes before the chunk and reads after it, and D <S_0, dS>: sums of products over a range, without a subtraction,
-// which keeps it exact where gates are so strong that it almost vanishes. Where w = 1 - g, it loses g <k_u, (dK / w)_u>.
+// Sums by step for the gradients of log gates, in shared memory. The gradient of log g_u collects all that passes
+// through step u, written before it and read at or after it,
+//   sum over s < u <= t of P_ts <dy_t, v_s>  (delta rules: of P_ts dP_ts and G_ts (B dA)_ts),
+// and likewise writes before the chunk and reads after it, and D <S_0, dS>: sums of products over a range, without a
+// subtraction, which keeps it exact where gates are so strong that it almost vanishes. Where w = 1 - g, g <k_u, (dK /
+// w)_u> is subtracted.
 struct GateSums {
     float* sums;
 
     GateSums() = default;
     __host__ __device__ explicit GateSums(SharedAllocator& allocator)
         : sums(allocator.take<float>((kSubchunks + 3) * kChunk + kSubchunks)) {}
-    DEVICE float* inside(int warp) const { return sums + warp * kChunk; }
+    DEVICE float* within_chunk(int warp) const { return sums + warp * kChunk; }
     DEVICE float* read() const { return sums + kSubchunks * kChunk; }
     DEVICE float* written() const { return read() + kChunk; }
     DEVICE float* write_factor() const { return written() + kChunk; }
     DEVICE float* passing() const { return write_factor() + kChunk; }  // by warp: <S_0, dS>
 
-    // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on. Of a row the
-    // sums over s < u are found from place to place, and then those of all rows with t >= u added.
-    DEVICE void add_inside(const Fragment<kChunk / 8>& pairs, int row) const {
+    // For each step u of the chunk the sum over s < u <= t of pairs (t, s), of this warp's steps t, from `row` on: a
+    // running sum over s in each row, then the sum over the rows with t >= u.
+    DEVICE void add_within_chunk(const Fragment<kChunk / 8>& pairs, int row) const {
         const int lane_row = warp_lane() / 4, lane_pair = warp_lane() % 4;
         float before[2] = {0.0f, 0.0f};
         UNROLL_FOR (int n = 0; n < kChunk / 8; ++n) {
@@ -172,20 +175,21 @@ struct GateSums {
                 UNROLL_FOR (int distance = 4; distance < kWarp; distance *= 2)
                     for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, distance);
             }
-            if (lane_row == 0) *reinterpret_cast<float2*>(inside(row / kMmaRows) + u) = make_float2(sums[0], sums[1]);
+            if (lane_row == 0)
+                *reinterpret_cast<float2*>(within_chunk(row / kMmaRows) + u) = make_float2(sums[0], sums[1]);
         }
     }
 
-    // This warp's part of <S_0, dS>, from this thread's.
+    // This warp's part of <S_0, dS>, summed over threads.
     DEVICE void put_passing(float sum) const {
         for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
         if (warp_lane() == 0) passing()[threadIdx.x / kWarp] = sum;
     }
 
-    // After a barrier: the gradient of the log gate of step u, but for what its write loses.
+    // After a barrier: the gradient of the log gate of step u, without the part of the write factor.
     DEVICE float of(int u, float whole) const {
         float sum = 0.0f, passed = 0.0f;
-        UNROLL_FOR (int warp = 0; warp < kSubchunks; ++warp) sum += inside(warp)[u], passed += passing()[warp];
+        UNROLL_FOR (int warp = 0; warp < kSubchunks; ++warp) sum += within_chunk(warp)[u], passed += passing()[warp];
 #pragma unroll 8
         for (int step = 0; step < kChunk; ++step) sum += (step >= u ? read() : written())[step];
         return sum + passed * whole;

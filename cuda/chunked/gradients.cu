@@ -1,35 +1,36 @@
-// The backward pass of the delta rule and of the sum rule, chunks side by side, in the notation of gates.cuh:
+// The backward pass of all rules, in the notation of gates.cuh:
 //
-//   local      of all chunks at once: T = (I + B G)^-1 and P = tril(D_ts Q K^T), and gates   (intra_chunk.cu)
-//   states     from each state that was kept to the next: states and U                       (state_passing.cu)
-//   walk       chunk after chunk, from the last: dS, dR = T^T dU, dV = B dR                  (state_passing.cu)
-//   gradients  of all chunks at once, with dP = tril(dY U^T) and dA = -dR U^T:               (here)
+//   intra_chunk  all chunks at once: gates, T = (I + B G)^-1 and P = tril(D_ts Q K^T)        (intra_chunk.cu)
+//   pass_states  from each kept state to the next, all intervals at once: states and U       (state_passing.cu)
+//   pass_states  chunk after chunk, from the last: dS, X = T^T dU, dV = B X                  (state_passing.cu)
+//   gradients    all chunks at once, with dP = tril(dY U^T) and dA = -X U^T:                 (here)
 //     dQ = diag(D_t0) dY S_0^T + (D_ts dP) K
 //     dK = (D_ts dP)^T Q + diag(D_es) U dS^T + (D_ts B dA + (D_ts B dA)^T) K - diag(D_t0) dV S_0^T
-//     d beta_t = <dR_t, V_t> - D_t0 <dR_t, S_0^T k_t> + <dA_t, G_t>
+//     d beta_t = <X_t, V_t> - D_t0 <X_t, S_0^T k_t> + <dA_t, G_t>
 //
-// The last is <dR_t, E_t> + <dA_t, G_t> without E: what E is made of has been multiplied by the same dR anyway, for dK.
+// The last is <X_t, R_t> + <dA_t, G_t> without R: the terms of R have been multiplied by X anyway, for dK.
 //
 // without the delta rule, U is diag(w) V with the write factors, there is neither dR nor dA, and
 //     dV = diag(w) (P^T dY + diag(D_es) K dS)
 //
-// With decays by dimension or erase keys the last products with states are decayed, and pairs of steps are parted by levels, as
-// secondary_chunking_gradient.cuh says. There E is decayed in the place of K, with its write write_factors multiplied to it.
-// Where values decay, a second launch finds their gradients as those of keys, with dY in the place of Q, V in that of K and P in that
-// of dP; what decays of the other side scale, and dP, is from the local stage.
+// With decays by dimension or erase keys the last products with states are decayed, and pairs of steps are separated by
+// secondary chunking (secondary_chunking_gradient.cuh). There the decayed erase key times beta has the place of K.
+// Where values decay, a second launch computes their gradients as those of keys, with dY in the place of Q, V in that
+// of K and P in that of dP; the decayed operands and dP come from the intra-chunk kernel.
 #include "passes.cuh"
 #include "secondary_chunking_gradient.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// The dimensions whose gradients a launch finds: all or, where values decay, keys or values, which have the place of keys then.
+// The dimensions whose gradients a launch computes: all or, where values decay, keys or values, the latter in the place
+// of keys.
 enum class Side { kUndecayed, kDecayed, kKeys, kValues };
 constexpr Side first_side(bool decays, bool values) {
     return values ? Side::kKeys : decays ? Side::kDecayed : Side::kUndecayed;
 }
 
-// A part of the keys and values. With decays by dimension a lane has one of the keys.
+// Shared memory for a part of the keys and values. With decays by dimension a lane has one of the keys.
 template <typename T, bool IsDelta, bool Gated, Side Of, int Width>
 struct GradientLayout {
     using C = Computed<T>;
@@ -37,11 +38,11 @@ struct GradientLayout {
     static constexpr int kKeys = kDecays && Width > 2 ? kWarp : 16 * Width;
     using States = Rows<C, Of == Side::kValues ? kChunk : kKeys>;
     Rows<T, kKeys> q, k, erase;
-    Rows<T, kChunk> d_out, v;  // v in the place of d_scores, until these are found
+    Rows<T, kChunk> d_out, v;  // v shares memory with d_scores, which are written later
     UpdateRows<T, IsDelta> update;
     Rows<C, kChunk> d_rhs;  // transposed
     States state, d_state;  // transposed, but for gradients of values
-    // Pairs: d_scores, and the gradient of the system or, without the delta rule, the scores; with decays mirrored.
+    // Pairs: d_scores; the gradient of the system or, without the delta rule, the scores; with decays mirrored.
     Rows<std::conditional_t<kDecays, float, C>, kChunk> d_scores, pairs;
     ChunkGates<Gated> steps;
     GateSums sums;
@@ -62,7 +63,7 @@ struct GradientLayout {
     }
 };
 
-// `written`: keys with the decays to the chunk's end.
+// `written`: keys decayed to the chunk's end.
 template <typename T, bool IsDelta, bool Gated, Side Of, int Width>
 __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
     gradients(const RuleBackward p, const Sequence written, const Slice<Computed<T>> slice, const int value_part) {
@@ -98,10 +99,10 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
         at.template copy_state<kTransposed>(shared.state, slice.states, key, value, rows);
         at.template copy_state<kTransposed>(shared.d_state, slice.d_states, key, value, rows);
     };
-    // A gate of this thread's step, whose write loses by it.
+    // A gate of this thread's step, whose write factor depends on it.
     const float own_log = Gated && complement ? load_step(p.log_gate, at.batch, at.head, start + thread, time) : 0.0f;
 
-    // The first parts of all are on their way at once, those that are needed first before the others.
+    // The first parts of all operands are copied at once, in the order of their use.
     copy_keys(0);
     if constexpr (Gated || IsDelta) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
         });
     };
     if constexpr (IsDelta) d_system.each([&](int s, int j, float& x) { x = s < row + j ? -x : 0.0f; });
-    __syncthreads();  // nobody reads v any more
+    __syncthreads();  // d_scores take the memory of v
     if constexpr (kDecays) {
         if constexpr (kOfBoth) d_scores = load_pairs(at, row, slice.d_scores, slice.d_scores_low);
         mirror(d_scores, shared.d_scores);
@@ -151,22 +152,22 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
     } else {
         steps.mask_and_decay(d_scores, row);
         if constexpr (IsDelta) steps.mask_and_decay(d_system, row);
-        if constexpr (Gated) {  // what each pair's gates let through
-            Fragment<kChunk / 8> inside = scores;
-            inside.each_with(d_scores, [](float& x, float y) { x *= y; });
+        if constexpr (Gated) {  // the terms of the gates' gradients within the chunk
+            Fragment<kChunk / 8> within = scores;
+            within.each_with(d_scores, [](float& x, float y) { x *= y; });
             if constexpr (IsDelta) {
                 products.each_with(d_system, [](float& x, float y) { x *= y; });
                 products.each([&](int, int j, float& x) { d_beta[j >= 8] += x; });
                 by_beta(products);
-                inside.each_with(products, [](float& x, float y) { x += y; });
+                within.each_with(products, [](float& x, float y) { x += y; });
             } else {
-                inside.scale(steps.write_factors());
+                within.scale(steps.write_factors());
             }
-            shared.sums.add_inside(inside, row);
+            shared.sums.add_within_chunk(within, row);
         }
         d_scores.write(shared.d_scores.from(row, 0));
         if constexpr (IsDelta) {
-            scores = d_system;  // whose place they take
+            scores = d_system;  // which is needed below by that name
             by_beta(scores);
         } else {
             steps.mask_and_decay(scores, row);
@@ -358,7 +359,7 @@ struct Gradients {
 
         w.pass.backward = true;
         const Sequence written = w.keys;
-        RuleBackward of_keys = p, of_values = p;  // what decays of the other side scale is in the place of d_out and v
+        RuleBackward of_keys = p, of_values = p;  // with operands decayed on the other side in the place of d_out and v
         of_keys.v = w.values;
         (plan.pass.is_delta ? w.queries : w.keys) =
             plan.pass.decays ? slice.template sequence_of<T>(slice.decayed_q, slice.key_rows, p.sizes) : p.q;
@@ -370,7 +371,7 @@ struct Gradients {
             std::swap(of_values.sizes.key_dim, of_values.sizes.value_dim);
             of_values.q = p.d_out, of_values.k = p.v, of_values.log_key_decay = p.log_value_decay;
             of_values.d_out = w.keys, of_values.v = written;
-            of_values.dq = {};  // outputs, that are there
+            of_values.dq = {};  // the gradients of d_out are not wanted
             of_values.dk = p.dv, of_values.d_log_key_decay = p.d_log_value_decay;
         }
         const size_t state = sizeof(float) * p.sizes.key_dim * p.sizes.value_dim;
@@ -382,17 +383,17 @@ struct Gradients {
             pass_states_of_slice<T>(plan, w, last ? nth_state(p.d_final_state, p.sizes, head) : between, room, stream);
         if (error != cudaSuccess) return error;
         return with_rule(plan.pass, [&](auto is_delta, auto gated, auto decays, auto values) {
-            const auto find = [&](auto side, const RuleBackward& of, const Slice<C>& from) {
+            const auto launch_side = [&](auto side, const RuleBackward& of, const Slice<C>& from) {
                 return with_width(plan.key_part, [&](auto width) {
                     constexpr int kWidth = side == Side::kUndecayed ? width : std::min<int>(width, 2);
                     return launch(gradients<T, is_delta, gated, side, kWidth>, dim3(slice.heads, slice.chunks),
                                   dim3(kChunkThreads), plan.last_shared, stream, of, written, from, plan.value_part);
                 });
             };
-            error = find(std::integral_constant<Side, first_side(decays, values)>(), of_keys, slice);
+            error = launch_side(std::integral_constant<Side, first_side(decays, values)>(), of_keys, slice);
             if constexpr (values)
                 if (error == cudaSuccess)
-                    error = find(std::integral_constant<Side, Side::kValues>(), of_values, slice.swapped());
+                    error = launch_side(std::integral_constant<Side, Side::kValues>(), of_values, slice.swapped());
             return error;
         });
     }

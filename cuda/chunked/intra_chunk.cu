@@ -1,9 +1,9 @@
-// The local stage, of all chunks of a slice at once: what gates and write_factors make of a chunk's steps; of the delta rule, in the
-// notation of gates.cuh, also T = (I + B G)^-1, backwards P = tril(D_ts Q K^T) as well.
+// The intra-chunk kernel, for all chunks of a slice at once: gates and beta by step; for delta rules, in the notation
+// of gates.cuh, T = (I + B G)^-1 and, backwards, P = tril(D_ts Q K^T).
 //
-// With decays by dimension or erase keys, in the notation of secondary_chunking.cuh: P, what decays scale (Q * F_.0, K * F_e., E * F_.0) and,
-// for delta rules, T. A warp finds the pairs of a block of 16 steps with each other and with those of earlier blocks, of queries
-// and of erase keys; a lane has a key.
+// With decays by dimension or erase keys, in the notation of secondary_chunking.cuh: P, the decayed operands (Q * F_.0,
+// K * F_e., E * F_.0) and, for delta rules, T. A warp computes the pairs of a subchunk of 16 steps with each other and
+// with those of earlier subchunks, for queries and for erase keys; a lane has a key.
 #include "chunk_parallel.cuh"
 #include "secondary_chunking.cuh"
 
@@ -13,17 +13,18 @@ namespace {
 template <typename T>
 constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
 
-// A part of the keys, of `Width` times 16. Of a rule that is no delta rule and has decays gates are found alone.
+// Shared memory for a part of the keys, 16 `Width` of them. Gated rules without the delta rule and decays need only
+// gates.
 template <typename T, bool IsDelta, bool Gated, bool Decays, bool Backward, int Width>
 struct IntraChunkLayout {
     using Keys = Rows<T, 16 * Width>;
     static constexpr int kReaders = Decays ? 1 + IsDelta : Backward,
-                         kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders * (Decays ? 1 : 2);  // blocks of a multiprocessor
+                         kAtOnce = sizeof(T) == 4 ? 2 : 6 - kReaders * (Decays ? 1 : 2);  // blocks on a multiprocessor
     ChunkGates<Gated> steps;
-    Matrix<float> products;  // G, in the place of rows; in the end the inverses of blocks on its diagonal
-    Keys k, readers[2];      // queries, and with decays erase keys; decayed to their block's end, and from its start
-    Keys levels[2];          // of a block, one after another
-    Rows<float, 16 * Width> totals, logs;  // of decays, by block
+    Matrix<float> products;  // G, in the memory of k and others; later the inverses of its diagonal blocks
+    Keys k, readers[2];      // queries, and with decays erase keys; decayed to and from subchunks' ends
+    Keys levels[2];          // rows of one level at a time
+    Rows<float, 16 * Width> totals, logs;  // of decays, by subchunk
     size_t bytes;
 
     __host__ __device__ explicit IntraChunkLayout(SharedAllocator allocator) : steps(allocator) {
@@ -37,11 +38,11 @@ struct IntraChunkLayout {
     }
 };
 
-// Pairs of a warp's 16 steps with those of each block; with decays of those before theirs, which itself comes last.
+// Pairs of a warp's 16 steps with those of each subchunk; with decays only earlier ones, and the warp's own last.
 using Pairs = Fragment<kChunk / 8>;
 constexpr int kOwn = kChunk / 8 - 2;
 
-// += <late_t, early_s> of the pairs of a block that `Level` parts, or with -1 those of a step with itself.
+// += <late_t, early_s> of the pairs of a subchunk that `Level` separates, or with -1 of each step with itself.
 template <int Level, typename T, int Columns>
 DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, Columns>& early, int row) {
     const int t = warp_lane() / 4, s = warp_lane() % 4 * 2;  // the same in both halves
@@ -59,9 +60,10 @@ DEVICE void add_level(Pairs& pairs, const Rows<T, Columns>& late, const Rows<T, 
     }
 }
 
-// += <late_t, early_s decayed from s to t> of steps s of earlier blocks. `reading` is decayed from its blocks' starts, `written` to
-// their ends. As the walk, that takes these rows, it scales one of them in float32: of others, rounded behind more blocks, the system
-// would be another than the walk's, and what is then not decayed_erase adds up.
+// += <late_t, early_s decayed from s to t> of steps s of earlier subchunks. `reading` is decayed from its subchunks'
+// starts, `written` to their ends. One of them is scaled in float32, as in state passing, which takes the same rows:
+// rounding after the decays of more subchunks would make another system than the one that state passing applies, and
+// the part that is not erased would add up.
 template <typename T, int Columns, typename M>
 DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Rows<T, Columns>& written, const M& totals,
                         int row) {
@@ -80,7 +82,7 @@ DEVICE void add_earlier(Pairs& pairs, const Rows<T, Columns>& reading, const Row
     }
 }
 
-// Adds the pairs of a part of the keys, from `key` on, whose copies are under way, and leaves what decays scale.
+// Adds the pairs of a part of the keys, from `key` on, whose copies are under way, and stores the decayed operands.
 template <typename T, bool IsDelta, bool Backward, typename Shared>
 DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForward& given,
                         const ChunkCoord<Computed<T>>& at, int key) {
@@ -104,7 +106,7 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
             decays[slice.key_rows] = log;
         }
     }
-    // The warp's rows of x, scaled, and from there to the workspace, if it has a place for them.
+    // The warp's rows of x times `scale`, and from there to the workspace, unless `all` is null.
     const auto put = [&](const Keys& to, const Keys& x, int t) {
         to(row + t, lane) = narrow<T>(x.get(row + t, lane) * scale[t]);
     };
@@ -134,7 +136,8 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     each_level<0, kSubchunkLevels>([&](auto of) {
         constexpr int level = decltype(of)::value;
         scale_to_middle<level>(scale, gates, shared.totals, lane, block);
-        // Rows of erase keys are multiplied by those of keys among the queries'.
+        // Queries and erase keys of second halves meet the same keys of first halves, which stand among the queries'
+        // rows.
         UNROLL_FOR (int t = 0; t < kSubchunk; ++t)
             UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i)
                 if (is_late<level>(block, t) || i == 0) put(levels[i], is_late<level>(block, t) ? late[i] : k, t);
@@ -151,30 +154,31 @@ DEVICE void add_decayed(Pairs (&pairs)[2], const Shared& shared, const RuleForwa
     UNROLL_FOR (int i = 0; i < Shared::kReaders; ++i) add_earlier(pairs[i], late[i], k, shared.totals, row);
 }
 
-// A factor from the right as the walk multiplies by it: in one pass it is rounded here, once.
+// A right factor of state passing: in one tf32 pass it is rounded here, once.
 template <typename T>
 DEVICE float as_right_factor(float x) {
     return sizeof(T) == 4 ? x : __uint_as_float(to_tf32(x));
 }
 
-// T - I to the workspace, by four warps, 16 columns each. Of `products`, of G, this warp has written as many rows; of blocks on its
-// diagonal the inverses of those of I + B G take the place.
+// T - I to the workspace, by four warps, 16 columns each. This warp has written 16 rows of `products` = G; the inverses
+// of the diagonal blocks of I + B G replace these blocks.
 template <typename T>
 DEVICE void store_inverse(const LowerTriangle<float>& to, const Matrix<float>& products, const float* beta) {
     __syncwarp();
-    // A column to two lanes.
+    // Two lanes have the same column.
     const int first = first_own_step(), column = warp_lane() % kMmaRows, half = warp_lane() / kMmaRows * 8;
     const Matrix<float> block = products.from(first, first);
     float x[kMmaRows] = {};
     UNROLL_FOR (int j = 0; j < kMmaRows; ++j) {
-        // A known number goes at once into all sums that wait for it, which do not wait for one another.
+        // Forward substitution by columns: a known x[j] is added at once to all sums that need it, which are
+        // independent.
         x[j] = (j == column ? 1.0f : 0.0f) - beta[first + j] * x[j];
         UNROLL_FOR (int i = j + 1; i < kMmaRows; ++i) x[i] += block(i, j) * x[j];
     }
     __syncwarp();
     UNROLL_FOR (int i = 0; i < 8; ++i) block(i + half, column) = half == 0 ? x[i] : x[i + 8];
     __syncthreads();
-    // Substitution, in a fragment whose places are the rows.
+    // Block substitution; the fragment's columns are the rows of T.
     const int lane_row = warp_lane() / 4, below = 2 * (warp_lane() % 4);
     Fragment<kChunk / 8> inverse;
     inverse.clear();
@@ -188,7 +192,7 @@ DEVICE void store_inverse(const LowerTriangle<float>& to, const Matrix<float>& p
         sums.each([&](int t, int j, float& x) { x = (row + t == first + j ? 1.0f : 0.0f) - beta[row + t] * x; });
         multiply_fragment<3, false, Part::kLower>(inverse.template part<2>(row / 8), sums, products.from(row, row));
     }
-    // This lane's first element in the first row of blocks: how far the others are is known before the kernel runs.
+    // This lane's first element; the offsets of the others are compile-time constants.
     float* const own = &to(below, 0) + first * kSubchunk + place_in_inverse(lane_row);
     inverse.each([&](int t, int j, float& x) {
         const int row = (t - below) / kMmaRows * kMmaRows;
@@ -217,12 +221,12 @@ __global__ void __launch_bounds__(kChunkThreads,
         if constexpr (IsDelta && Decays) copy(shared.readers[1], given.erase.data ? given.erase : given.k);
         copies_commit();
     };
-    const auto find_steps = [&] {
-        steps.find(own_step, !IsDelta && given.complement);
+    const auto compute_gates = [&] {
+        steps.compute(own_step, !IsDelta && given.complement);
         steps.store(slice.steps_of(at.local, at.n));
     };
-    if constexpr (IsDelta && !Decays) copy_keys(0);  // on their way while the steps' numbers are found
-    if constexpr (!Decays) find_steps();
+    if constexpr (IsDelta && !Decays) copy_keys(0);  // in flight while the gates are computed
+    if constexpr (!Decays) compute_gates();
     if constexpr (IsDelta || Decays) {
         Pairs pairs[2];  // of queries, and of erase keys
         pairs[0].clear(), pairs[1].clear();
@@ -255,7 +259,7 @@ __global__ void __launch_bounds__(kChunkThreads,
                 store(square(slice.scores_low), pairs[0].template low_half<T>());
         }
         if constexpr (IsDelta) {
-            Decays ? find_steps() : __syncthreads();  // a barrier: nobody reads rows any more
+            Decays ? compute_gates() : __syncthreads();  // a barrier: products take the memory of k
             store(shared.products, pairs[1]);
             store_inverse<T>(square(slice.inverse), shared.products, steps.numbers + kBeta);
         }

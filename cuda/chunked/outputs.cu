@@ -1,12 +1,13 @@
-// The forward pass of the delta rule and of the sum rule, chunks side by side, in the notation of gates.cuh:
+// The forward pass of all rules, in the notation of gates.cuh:
 //
-//   local    of all chunks at once: T = (I + B G)^-1, and gates                       (intra_chunk.cu)
-//   walk     chunk after chunk: states and U                                          (state_passing.cu)
-//   outputs  of all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U         (here)
+//   intra_chunk  all chunks at once: gates, and T = (I + B G)^-1                      (intra_chunk.cu)
+//   pass_states  chunk after chunk: states and U                                      (state_passing.cu)
+//   outputs      all chunks at once: Y = diag(D_t0) Q S_0 + tril(D_ts Q K^T) U        (here)
 //
-// With decays by dimension Q * F_.0 and the pairs, in the notation of secondary_chunking.cuh, are from the local stage. Where nothing
-// it is no delta rule, U is diag(w) V with the write factors; they go with the pairs, and V is taken as it is. With decays of values
-// outputs are found by levels, as secondary_chunking_gradient.cuh has it for gradients of queries.
+// With decays by dimension Q * F_.0 and the pairs come from the intra-chunk kernel, in the notation of
+// secondary_chunking.cuh. Without the delta rule U is diag(w) V; the write factors are applied to the pairs, and V is
+// taken as it is. With decays of values outputs are computed by secondary chunking, like gradients of queries
+// (secondary_chunking_gradient.cuh).
 #include "chunk_parallel.cuh"
 #include "passes.cuh"
 #include "secondary_chunking_gradient.cuh"
@@ -14,13 +15,13 @@
 namespace fairseq_fastweights {
 namespace {
 
-// A part of the keys and values, in `Width` times 16 columns of keys. With decays by dimension, of keys alone or of `Values` as well,
-// pairs of steps are from the local stage.
+// Shared memory for a part of the keys and values, 16 `Width` keys. With decays by dimension, of keys alone or of
+// `Values` as well, pairs of steps come from the intra-chunk kernel.
 template <typename T, bool IsDelta, bool Gated, bool Decays, bool Values, int Width>
 struct OutputLayout {
     static constexpr int kAtOnce = sizeof(T) == 4 || Values ? 2
                                    : Gated || Decays        ? 3
-                                                            : 4;  // blocks of a multiprocessor
+                                                            : 4;  // blocks on a multiprocessor
     Rows<T, 16 * Width> q, k;
     Rows<Computed<T>, 16 * Width> state;  // transposed
     UpdateRows<T, IsDelta> update;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated
         if (key == 0) at.template copy_updates<IsDelta>(shared.update, p.v, value, values);
     };
 
-    // The first parts of all are on their way at once, those that are needed first before the others.
+    // The first parts of all operands are copied at once, in the order of their use.
     copy_keys(0);
     if constexpr (Gated) steps.copy(slice.steps_of(at.local, at.n));
     copies_commit();
@@ -91,11 +92,11 @@ __global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated
             });
         }
         if constexpr (Gated) out.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
-        if constexpr (Values) {  // outputs are to values and P what gradients of queries are to keys and dP
+        if constexpr (Values) {  // outputs from values and P, like gradients of queries from keys and dP
             UNROLL_FOR (int first = 0; first < kWidest; first += kWarp) {
                 if (first >= values) break;
                 Fragment<kWarp / 8>& part = out.template part<kWarp / 8>(first / 8);
-                __syncthreads();  // nobody reads decays of others any more
+                __syncthreads();  // the levels' rows are free
                 SubchunkGradients<T, kWarp> of(shared.levels, row, at, p.log_value_decay, value + first,
                                                p.sizes.value_dim);
                 load_column(of.early, shared.update.from(row, first), of.column);
@@ -127,7 +128,7 @@ struct Outputs {
                            cudaStream_t stream) {
         const Slice<C>& slice = w.slice;
         const int64_t head = slice.first_head, kept = kept_states(p.sizes);
-        float* const last = nth_state(p.final_state, p.sizes, head);  // also what the next slice starts from
+        float* const last = nth_state(p.final_state, p.sizes, head);  // also the start of the next slice
         w.ends = {last, 1, 0};
         w.kept = kept > 0 ? nth_state(p.states, p.sizes, head * kept) : nullptr;
         const cudaError_t error = pass_states_of_slice<T>(

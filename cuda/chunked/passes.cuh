@@ -1,4 +1,4 @@
-// How passes with chunks side by side divide their work, what it should take, and the launches that both have in common.
+// How a chunked pass divides its work: plan, predicted cost, and the launches that both passes have in common.
 #pragma once
 
 #include <algorithm>
@@ -9,54 +9,57 @@
 
 namespace fairseq_fastweights {
 
-// Cycles of an H200, fitted to the times of each kernel in 12 shapes of the benchmarks, in bfloat16. `parts` are keys times values
-// over 64 * 64; stages that take all chunks at once count a multiprocessor's cycles for a chunk.
+// Cycles of an H200, fitted to the times of each kernel in 12 shapes of the benchmarks, in bfloat16
+// (docs/gpu-history.md). `parts` are keys times values over 64 * 64; for chunk-parallel kernels a multiprocessor's
+// cycles for a chunk.
 struct Costs {
-    double local, local_of_keys;           // and for each 64 keys; with decays of values, of keys and of values
-    double chain, of_key;                  // of a chunk of a walk, and for each key of a warp
-    double last, last_of_part, of_values;  // of the last stage, for each part, and for each 64 values
+    double local, local_of_keys;           // for a chunk, and for each 64 keys (with decays of values, keys and values)
+    double chain, of_key;                  // of state passing, for a chunk, and for each key of a warp
+    double last, last_of_part, of_values;  // of the last kernel, for each part, and for each 64 values
 };
 constexpr Costs kCosts[7][2] = {
     // forwards, backwards
     {{0, 0, 600, 37, 1700, 2000, 0}, {0, 0, 600, 30, 4100, 5600, 0}},               // sum
     {{380, 0, 650, 37, 3400, 2100, 0}, {380, 0, 750, 27, 11000, 8700, 0}},          // gated
     {{2400, 900, 2700, 18, 1600, 2000, 0}, {3700, 2300, 400, 85, 7200, 6400, 0}},   // delta
-    {{4000, 860, 2800, 17, 3100, 2100, 0}, {5900, 2300, 480, 93, 17000, 9200, 0}},  // with both
-    // Decays of keys alone, of which nothing was measured: half of what both take, where both are found.
+    {{4000, 860, 2800, 17, 3100, 2100, 0}, {5900, 2300, 480, 93, 17000, 9200, 0}},  // gated delta
+    // Decays of keys alone were not measured: where both sides have a cost, half of that of keys and values.
     {{1600, 7000, 320, 40, 1800, 2100, 0}, {2300, 9900, 320, 30, 20000, 12000, 0}},
-    {{7200, 15000, 2000, 27, 1750, 2100, 0}, {6900, 20000, 4900, 70, 44000, 31000, 0}},      // with a correction
+    {{7200, 15000, 2000, 27, 1750, 2100, 0}, {6900, 20000, 4900, 70, 44000, 31000, 0}},      // delta rules
     {{3200, 7000, 320, 40, 1100, 2050, 5700}, {4600, 9900, 320, 30, 22000, 23000, 19000}}};  // and of values
 constexpr const Costs& costs_of(const RulePass& pass, bool backward) {
     return kCosts[pass.decays_values ? 6 : pass.decays ? 4 + pass.is_delta : 2 * pass.is_delta + pass.gated][backward];
 }
-constexpr double kStatePassingStart = 3900;  // of a walk, before its first chunk
-constexpr double kFreeWarps = 4.5;           // of a multiprocessor, that do not slow one another down
-constexpr double kCarryMatrix = 2300;        // for each segment, where what passes it is a matrix of 64 keys
-// Times as long as in bfloat16: in float32 and float16; without the delta rule, and where that is; forwards and backwards.
+constexpr double kStatePassingStart = 3900;  // of state passing, before the first chunk
+constexpr double kFreeWarps = 4.5;           // of a multiprocessor that do not slow one another down
+constexpr double kCarryMatrix = 2300;        // for each segment, where its transition is a matrix of 64 keys
+// Times as long as in bfloat16: by float32 or float16; without and with the delta rule; forwards and backwards.
 constexpr double kOtherTypes[2][2][2] = {{{2.3, 2.0}, {2.7, 2.8}}, {{1.1, 1.3}, {1.3, 1.7}}};
-// A pass's memory beyond inputs, outputs and gradients, in parts of the bytes of these: the workspace, the states that are kept and,
-// forwards, the final ones. Heads of less than 64 keys or values may have as much as those of 64, since squares of a chunk's steps
-// are as large as theirs, but no more than kMostPart. A workspace has kLeastPart even so.
+// A pass's memory beyond inputs, outputs and gradients, in parts of their bytes: the workspace, the kept states and,
+// forwards, the final ones. Heads of less than 64 keys or values may have as much as those of 64, since matrices of a
+// chunk's steps are as large as theirs, but no more than kMostPart. A workspace may always have kLeastPart.
 constexpr double kPart = 0.5, kMostPart = 2, kLeastPart = 0.25;
-constexpr int kMostChunks = 65535;  // of a slice, each of which is a row of blocks of a grid
+constexpr int kMostChunks = 65535;  // of a slice: the grid's second dimension
 
 struct PassPlan : StatePassingShape {
     RulePass pass;
-    int heads, slice, segment;   // of a slice: heads, and chunks; chunks of a segment of it. 0: there is no plan
-    int key_part, value_part;    // that the last stage takes at once
-    size_t shared, last_shared;  // bytes of the walk's block, and of the last stage's
+    int heads, slice, segment;   // a slice's heads and chunks (0: there is no plan); a segment's chunks
+    int key_part, value_part;    // that the last kernel takes at once
+    size_t shared, last_shared;  // bytes of a block of state passing, and of the last kernel
     size_t bytes;                // of the workspace
     double cycles;
     int segments_of(int chunks) const { return divide_up(chunks, segment); }
 };
 
-// A segment multiplies a state by this, and adds to it: a matrix, decays of keys and values, a number or, for 0, as it is.
+// The transition of a segment: the floats by which it multiplies a state (a matrix, decays of keys and values, a gate
+// or, for 0, nothing).
 inline int passed_floats(const RulePass& pass, const Sizes& sizes) {
     if (pass.is_delta) return sizes.key_dim * sizes.key_dim;
     return pass.decays ? sizes.key_dim + sizes.value_dim : pass.gated;
 }
 
-// Bytes of the workspace: a slice, what its segments carry, and backwards a state from one slice in time to the next.
+// Bytes of the workspace: a slice, the states and transitions of its segments, and backwards a state between slices of
+// time.
 template <typename C>
 size_t workspace_bytes(const Sizes& sizes, const PassPlan& plan) {
     const size_t state = sizeof(float) * plan.heads * sizes.key_dim * sizes.value_dim,
@@ -68,7 +71,7 @@ size_t workspace_bytes(const Sizes& sizes, const PassPlan& plan) {
     return bytes + (plan.pass.backward && plan.slice * kChunk < sizes.time ? up_to_256(state) : 0);
 }
 
-// Bytes that the slices of a call may take.
+// Bytes that a slice may take.
 template <typename T>
 double room_for_slices(const Sizes& sizes, const Device& device, const RulePass& pass) {
     const double heads = static_cast<double>(sizes.batch) * sizes.heads, state = sizes.key_dim * sizes.value_dim;
@@ -78,7 +81,8 @@ double room_for_slices(const Sizes& sizes, const Device& device, const RulePass&
         return 2 * heads * sizes.time * sizeof(T) *
                ((pass.decays ? 3 : 2) * keys + (pass.decays_values ? 3 : 2) * values + (pass.is_delta || pass.gated));
     };
-    // States that are kept, and the final ones or those between slices; of few heads, what segments carry, too.
+    // Kept states, and the final ones or those between slices; with few heads also the states and transitions of
+    // segments.
     double carried = heads * (kept_states(sizes) + 1) * state;
     if (4 * heads <= device.processors)
         carried += std::min<double>(device.processors, heads * sizes.time / (4 * kChunk)) *
@@ -88,8 +92,8 @@ double room_for_slices(const Sizes& sizes, const Device& device, const RulePass&
                     std::min(kPart * passed(64), kMostPart * passed(1)) + gradients - sizeof(float) * carried);
 }
 
-// Slices for which there is room: fewer chunks, in whole intervals between states that are kept; where one interval is too much,
-// fewer heads.
+// The largest slice for which there is room: fewer chunks, in whole intervals between kept states; where one interval
+// is too much, fewer heads.
 template <typename T>
 void find_slices(PassPlan& plan, const Sizes& sizes, const Device& device) {
     const int heads = sizes.batch * sizes.heads, chunks = divide_up(sizes.time, kChunk),
@@ -106,14 +110,14 @@ void find_slices(PassPlan& plan, const Sizes& sizes, const Device& device) {
     plan.heads = divide_up(heads, divide_up(heads, plan.heads));
 }
 
-// Cycles of a slice. `length`: chunks between states that are kept.
+// Cycles of a slice. `length`: chunks between kept states.
 inline double cycles_of_slice(const PassPlan& plan, const Sizes& sizes, const Device& device, int length) {
     const auto [is_delta, gated, decays, of_both, backward] = plan.pass;
     const Costs& costs = costs_of(plan.pass, backward);
     const int warps = plan.value_tiles * plan.key_parts, segments = plan.segments_of(plan.slice);
     const int at_once = std::min(static_cast<int>((static_cast<size_t>(device.limit) + 1024) / (plan.shared + 1024)),
                                  kMostWarps / warps);  // a thread may take 255 registers
-    // A launch of so many walks of so many chunks each; a head's blocks of so many columns.
+    // A launch of state passing with so many blocks of so many chunks each; blocks of a head's columns.
     const auto walks = [&](const Costs& of, int64_t blocks, int chunks) {
         const int64_t wave = static_cast<int64_t>(at_once) * device.processors, rest = blocks % wave;
         const auto together = [&](int64_t n) { return std::max(1.0, n * warps / kFreeWarps); };
@@ -132,15 +136,15 @@ inline double cycles_of_slice(const PassPlan& plan, const Sizes& sizes, const De
             walks(costs_of(plan.pass, false), of_values * divide_up(plan.slice, length), std::min(length, plan.slice));
     const double chunks = std::max(1.0, static_cast<double>(plan.heads) * plan.slice / device.processors);
     const double keys = sizes.key_dim / 64.0, values = sizes.value_dim / 64.0;
-    const int sides = of_both ? 2 : 1;  // launches of a local stage, and backwards of the last one
+    const int sides = of_both ? 2 : 1;  // launches of the intra-chunk kernel, and backwards of the last one
     if (is_delta || gated || decays)
         cycles += sides * kLaunch + chunks * (costs.local + costs.local_of_keys * (of_both ? keys + values : keys));
     return cycles + (backward ? sides : 1) * kLaunch +
            chunks * (costs.last + costs.last_of_part * keys * values + costs.of_values * std::ceil(values));
 }
 
-// The plan that should take the fewest cycles. `Last` is the last stage, which has bytes<T>(pass, keys, values) of shared memory to a
-// block that takes so many at once.
+// The plan with the fewest predicted cycles. `Last` is the last kernel, a block of which has bytes<T>(pass, keys,
+// values) of shared memory if it takes so many at once.
 template <typename T, typename Last>
 PassPlan find_plan(const Sizes& sizes, const Device& device, const RulePass& pass) {
     PassPlan best{}, plan{};
@@ -196,7 +200,7 @@ inline float* nth_state(const void* states, const Sizes& sizes, int64_t index) {
     return all == nullptr ? nullptr : all + index * sizes.key_dim * sizes.value_dim;
 }
 
-// The arguments of all walks of a slice.
+// The arguments of state passing that all launches for a slice share.
 template <typename T, typename C, typename Params>
 StatePassing<C> state_passing_of(const Params& p, const PassPlan& plan, const Slice<C>& slice) {
     StatePassing<C> w{{plan}, slice};
@@ -210,8 +214,8 @@ StatePassing<C> state_passing_of(const Params& p, const PassPlan& plan, const Sl
     return w;
 }
 
-// The walk of a slice that leaves results, from `first` on, a state for each of its heads; in segments where there are several,
-// which are carried in `room`.
+// State passing of a slice from `first` on, a state for each of its heads, with results; in segments if the plan has
+// several, whose states and transitions are in `room`.
 template <typename T>
 cudaError_t pass_states_of_slice(const PassPlan& plan, StatePassing<Computed<T>>& w, float* first, unsigned char* room,
                                  cudaStream_t stream) {
@@ -221,7 +225,7 @@ cudaError_t pass_states_of_slice(const PassPlan& plan, StatePassing<Computed<T>>
     if (w.count > 1) {
         Sizes sizes = w.sizes;
         sizes.batch = 1, sizes.heads = w.slice.heads;
-        float* const states = reinterpret_cast<float*>(room);  // what segments make of zeros, then what they start from
+        float* const states = reinterpret_cast<float*>(room);  // the segments' ends from zeros, then their starts
         float* const passed = nth_state(states, sizes, int64_t{w.count} * w.slice.heads);
         const BoundaryStates all{states, 1, w.slice.heads};
         StatePassing<Computed<T>> probe = w;
@@ -251,7 +255,7 @@ RulePass pass_of(const Params& p) {
             std::is_same<Params, RuleBackward>::value};
 }
 
-// Answers about a pass whose last stage is `Last`.
+// The public answers about a pass whose last kernel is `Last`.
 template <typename Last>
 ChunkedPlan plan_of_pass(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit) {
     return with_type(dtype, ChunkedPlan{}, [&](auto zero) {
@@ -270,8 +274,8 @@ size_t workspace_of_pass(const Params& p) {
                      [&](auto zero) { return find_plan<decltype(zero), Last>(p.sizes, Device(), pass_of(p)).bytes; });
 }
 
-// Runs it: the local stage, and Last::run(arguments, plan, walks, the workspace behind the slice, stream), for slices of the same
-// heads in time's order or, backwards, the reverse.
+// Runs a pass: the intra-chunk kernel, then Last::run(arguments, plan, state passing, the workspace behind the slice,
+// stream), for slices of the same heads in the order of time or, backwards, in reverse.
 template <typename Last, typename Params>
 cudaError_t run_pass(const Params& p, cudaStream_t stream) {
     if (p.sizes.batch == 0) return cudaSuccess;

@@ -1,5 +1,5 @@
-// Plans of the chunked kernels: what the choice of algorithm (../choice.cu) asks, what a benchmark may ask for, the limits of a
-// device, and what launches cost.
+// Plans of the chunked kernels: for the choice of algorithm (../choice.cu), plans that a benchmark requests, the limits
+// of a device, and the costs of launches.
 #pragma once
 
 #include <cstdlib>
@@ -12,12 +12,12 @@ namespace fairseq_fastweights {
 __host__ __device__ constexpr int divide_up(int x, int size) { return (x + size - 1) / size; }
 __host__ __device__ constexpr int round_up(int x, int multiple) { return divide_up(x, multiple) * multiple; }
 
-// A pass of a rule, as far as what stages hand one another depends on it.
+// A pass of a rule: what the kernels' exchange through the workspace depends on.
 struct RulePass {
-    bool is_delta;  // the delta rule; else what is written does not depend on the state
+    bool is_delta;  // delta rules: updates depend on the state
     bool gated;
     bool decays;         // by dimension, or an erase key; not gated then
-    bool decays_values;  // decays of values are among them; no delta rule then
+    bool decays_values;  // decays of values, too; no delta rule then
     bool backward;
 };
 
@@ -25,8 +25,9 @@ struct RulePass {
 ChunkedPlan chunked_plan_forward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit);
 ChunkedPlan chunked_plan_backward(const Sizes& sizes, int32_t dtype, const RulePass& pass, int limit);
 
-// The plan that the environment variable FASTWEIGHTS_CUDA_PLAN asks for, such as "columns=64 stages=2"; 0 where it asks for
-// nothing. benchmarks/cuda_plans.py times the plans that there are so. Where none is as it asks, there is none.
+// The plan that the environment variable FASTWEIGHTS_CUDA_PLAN requests, such as "columns=64 stages=2"; 0 for an open
+// choice. benchmarks/cuda_plans.py times all plans this way. If no plan fits the request, the chunked kernels do not
+// take the call.
 struct RequestedPlan {
     int columns = number("columns="), stages = number("stages="), threads = number("threads="),
         segments = number("segments="), slice = number("slice=");  // slice: its chunks (workspace.cuh)
@@ -39,7 +40,7 @@ private:
     }
 };
 
-// The limits of plans: those of the current device, unless another limit is given; and what was requested.
+// The limits of plans: those of the current device, unless another limit is given; and the requested plan.
 struct Device {
     int limit = shared_memory_limit();  // bytes of shared memory that a block may have
     int processors = multiprocessors();

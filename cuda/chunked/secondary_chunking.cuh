@@ -1,24 +1,25 @@
-// Decays by dimension in a chunk of 64 steps: pairs of its steps are parted by halving it.
+// Decays by dimension in a chunk of 64 steps, by secondary chunking (Yang et al. 2024), in a hierarchy of levels.
 //
-// With F_ts and Z_ts the products of the decays of keys and of values of the steps (s, t], t0 from before the chunk's start and es
-// to its end, steps that start from S_0 have
+// With F_ts and Z_ts the products of the decays of keys and of values of the steps (s, t], t0 from before the chunk's
+// start and es to its end, from S_0:
 //   Y_t = Z_t0 * (S_0^T (q_t * F_t0)) + sum over s <= t of P_ts (v_s * Z_ts),   P_ts = <q_t, k_s * F_ts>
 //   S_end = (F_e0 Z_e0^T) * S_0 + sum over s of (k_s * F_es) (v_s * Z_es)^T
-// and with a correction (Kimi delta attention, two-gate rules), E the erase keys, B = diag(beta), steps as rows,
+// and for delta rules (Kimi delta attention, two-gate rules), E the erase keys, B = diag(beta), steps as rows,
 //   (I + B G) U = B R,   R = V - (E * F_.0) S_0,   G_ts = <e_t, k_s * F_ts> for s < t
 //   Y = (Q * F_.0) S_0 + P U,                      P_ts = <q_t, k_s * F_ts> for s <= t
 //   S_end = diag(F_e0) S_0 + (K * F_e.)^T U
-// Absent decays are gates of 1, and where there is no erase key the key is read in its place.
+// Absent decays are 1, and an absent erase key is the key.
 //
-// The products with states are those of matrices. Decays between two steps cannot be pulled out of the sums over dimensions, but
-// with a middle m between them they can: F_ts = F_tm F_ms. So the chunk is halved, and its halves are, down to single steps: a pair
-// s < t is parted at one of these middles, that of level l if l is the highest bit in which s and t differ, and P_ts = <x_t, x_s>
-// with x_t = q_t * F_tm in second halves and x_s = k_s * F_ms in first ones: rows of one matrix for each level. No factor exceeds 1,
-// and nothing is divided or subtracted, as in the recurrent kernels. Levels 0 to 3 part steps of a block of 16, 4 and 5 blocks.
-// Forward, blocks are parted at the start of each instead: what is written passes them as a state does, which rounds it once.
+// Products with states are matrix products. Decays between two steps cannot be pulled out of the sums over dimensions,
+// but with a middle m between them they can: F_ts = F_tm F_ms. So the chunk is halved down to single steps. A pair s <
+// t is separated at the middle of level l, the highest bit in which s and t differ, and P_ts = <l_t, l_s> with l_t =
+// q_t * F_tm in second halves and l_s = k_s * F_ms in first ones: rows of one matrix for each level. No factor exceeds
+// 1, and nothing is divided or subtracted, as in the recurrent kernels. Levels 0 to 3 separate steps of a subchunk of
+// 16, levels 4 and 5 subchunks. Forwards, subchunks are separated at the start of each instead: keys pass them as a
+// state does, which rounds them once.
 //
-// What is scaled by decays is stored in the inputs' type again. They are at most 1: what this rounds off, or what float16 loses of
-// the smallest, is no more than what storing the inputs did.
+// Decayed operands are stored in the inputs' type again. Decays are at most 1: this rounding, or float16's underflow,
+// costs no more than that of the inputs.
 #pragma once
 
 #include "shared_memory.cuh"
@@ -38,20 +39,20 @@ DEVICE void each_level(Function f) {
     }
 }
 
-// The level that parts a pair of steps, or -1 of a step with itself, is asked for by its number: true if it is `level`.
+// True if `level` separates steps t and s; level -1 is a step with itself.
 DEVICE constexpr bool parts(int level, int t, int s) { return (t ^ s) >> level == 1; }
 
-// True if step t of a block is in a second half of a level.
+// True if step t of a subchunk is in a second half of a level.
 template <int Level>
 DEVICE constexpr bool is_late(int block, int t) {
     return Level < kSubchunkLevels ? t >> Level & 1 : block >> (Level - kSubchunkLevels) & 1;
 }
 
-// The rest is of one dimension of a block, in a thread's registers.
+// A thread's numbers of one dimension of a subchunk.
 using PerSubchunk = float[kSubchunk];
 
-// The gates of 16 steps from `start` on, of one dimension of (batch, time, heads, dim), from their logs, whose sum it returns. 1 past
-// any end.
+// The decays of 16 steps from `start` on, of one dimension of (batch, time, heads, dim), from their logs, whose sum is
+// returned. 1 beyond any end.
 template <typename T>
 DEVICE float load_gates(PerSubchunk& gates, const Sequence& logs, int batch, int head, int dimension, int dim,
                         int start, int time) {
@@ -69,7 +70,8 @@ DEVICE float load_gates(PerSubchunk& gates, const Sequence& logs, int batch, int
     return sum;
 }
 
-// The decays of the blocks between a block and `middle`, the number of the first block behind a middle; `totals` has those of blocks.
+// The product of the decays of the subchunks between `block` and `middle`, the first subchunk behind a middle; `totals`
+// has those of subchunks.
 template <typename M>
 DEVICE float between(const M& totals, int column, int block, int middle) {
     float product = 1.0f;
@@ -78,7 +80,8 @@ DEVICE float between(const M& totals, int column, int block, int middle) {
     return product;
 }
 
-// scale(t) = what is left of the start of `count` steps, decayed by `by`, at step t; of step s at their end, decayed by `by` then.
+// From the start: scale(t) = `by` times the decays of steps `first` to t. To the end: scale(s) = `by` times the decays
+// of the steps after s.
 DEVICE void scale_from_start(PerSubchunk& scale, const PerSubchunk& gates, float by, int first = 0,
                              int count = kSubchunk) {
     UNROLL_FOR (int t = first; t < first + count; ++t) scale[t] = by *= gates[t];

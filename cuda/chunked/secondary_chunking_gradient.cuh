@@ -1,23 +1,25 @@
 // Decays by dimension, backwards, in the notation of secondary_chunking.cuh.
 //
-// With dS the gradient of the state at the end and D_ts = <dy_t, v_s * Z_ts>, a rule that does not correct has
-//   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of D_ts (k_s * F_ts)
-//   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of D_ts (q_t * F_ts)
+// With dS the gradient of the state at the end and dP_ts = <dy_t, v_s * Z_ts>, without the delta rule
+//   dq_t = F_t0 * (S_0 (dy_t * Z_t0)) + sum over s <= t of dP_ts (k_s * F_ts)
+//   dk_s = F_es * (dS (v_s * Z_es)) + sum over t >= s of dP_ts (q_t * F_ts)
 //   dv_s = Z_es * (dS^T (k_s * F_es)) + sum over t >= s of P_ts (dy_t * Z_ts)
 //   dS_0 = (F_e0 Z_e0^T) * dS + sum over t of (q_t * F_t0) (dy_t * Z_t0)^T
-// and delta rules
+// and for delta rules
 //   dU = P^T dY + (K * F_e.) dS          (I + B G)^T X = dU              dV = B X
-//   dP = dY U^T for s <= t               dG = -X U^T for s < t           d beta_t = <x_t, what of r_t the steps before t leave>
+//   dP = dY U^T for s <= t               dG = -X U^T for s < t           d beta_t = <x_t, (R - G U)_t>
 //   d(Q * F_.0) = dY S_0^T               d(B E * F_.0) = -X S_0^T        d(K * F_e.) = U dS^T
 //   dS_0 = diag(F_e0) dS + (Q * F_.0)^T dY - (E * F_.0)^T dV
 // and from these the gradients of queries and keys, then those of B E and keys, which are added.
 //
-// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of D: `late`, `early` and
-// `weights` here. With w the weights of the pairs that a level parts, mirrored, dX = w X has the gradients of its rows:
-//   d late_t += F_tm * dX_t in second halves        d early_s += F_ms * dX_s in first ones
-// The gradient of log f_u collects whatever passes through step u, element by element: x_t * dX_t over the t >= u of its half if
-// that is a second one, over the s < u if it is a first one. To reads of S_0 the whole chunk is a second half, to writes that
-// are left at the end a first one, and the row sums of (F_e0 Z_e0^T) * S_0 * dS pass all of it. Nothing is subtracted.
+// Keys and values have the same equations, with dy in the place of q, v in that of k and P in that of dP: `late`,
+// `early` and `weights` here. With w the weights of the pairs that a level separates, mirrored, dL = w L has the
+// gradients of its rows:
+//   d late_t += F_tm * dL_t in second halves        d early_s += F_ms * dL_s in first ones
+// The gradient of log f_u collects all that passes through step u, element by element: l_t * dL_t over the t >= u of
+// its half if that is a second one, over the s < u if it is a first one. To reads of S_0 the whole chunk is a second
+// half, to writes that are left at the end a first one, and the row sums of (F_e0 Z_e0^T) * S_0 * dS pass all of it.
+// Nothing is subtracted.
 #pragma once
 
 #include "chunk_parallel.cuh"
@@ -25,7 +27,8 @@
 
 namespace fairseq_fastweights {
 
-// Pairs of this warp's 16 steps, from `row` on, with those before them, as the local stage left them: `rest` is what rounding left out.
+// Pairs of this warp's 16 steps, from `row` on, with those before them, as the intra-chunk kernel stored them: high +
+// low half.
 template <typename C>
 DEVICE Fragment<kChunk / 8> load_pairs(const ChunkCoord<C>& at, int row, C* high, C* low) {
     Fragment<kChunk / 8> pairs;
@@ -44,17 +47,17 @@ DEVICE Fragment<kChunk / 8> load_pairs(const ChunkCoord<C>& at, int row, C* high
     return pairs;
 }
 
-// Products take tf32, to which tensor cores cut off: numbers times this are rounded so, nearly to nearest, NaNs as well.
+// Tensor cores truncate operands to tf32. Numbers times this are truncated nearly to the nearest; NaNs stay NaN.
 constexpr float kToNearest = 1.0f + 1.0f / 2048;
 
-// Shared memory for a part of the keys. Rows have x of a level, in tf32 but beside float32, and what products make on its way from
-// fragments to columns and back: of level 5 the former is in `rows` and the latter in `others`, of level 4 the reverse, and else all
-// is in a warp's own of `rows`. So a barrier before these two levels' products is enough. Rows are longer than columns by 8, so
-// that pairs of four rows lie in different banks.
+// Shared memory for a part of the keys: the rows of a level, in tf32 unless inputs are float32, and products on their
+// way from fragments to columns and back. Level 5 has the rows in `rows` and the products in `others`, level 4 the
+// reverse, and the other levels have both in the warp's own part of `rows`. So one barrier before the products of
+// levels 5 and 4 is enough. Rows are padded by 8, so that pairs of four rows lie in different banks.
 template <int Keys>
 struct LevelRows {
     using Floats = Rows<float, Keys, 8>;
-    Floats rows, others, totals, passing;  // totals: decays by block; passing: sums, from block to block
+    Floats rows, others, totals, passing;  // totals: decays by subchunk; passing: sums from subchunk to subchunk
 
     LevelRows() = default;
     __host__ __device__ explicit LevelRows(SharedAllocator& allocator)
@@ -62,7 +65,7 @@ struct LevelRows {
           passing(allocator, kSubchunks * kSubchunks) {}
 };
 
-// Gradients of a block of 16 steps, a warp's: a lane has a dimension, `column`, if it is `there`.
+// Gradients of a warp's subchunk of 16 steps: a lane has a dimension, `column`, if it is `there`.
 template <typename T, int Keys>
 struct SubchunkGradients {
     static constexpr int kPasses = sizeof(T) == 4 ? 3 : 1;
@@ -74,7 +77,7 @@ struct SubchunkGradients {
                             d_log[kSubchunk] = {};
     float scale[kSubchunk], columns_found[kSubchunk];
     float to_earlier = 0.0f, to_later,
-          to_half = 0.0f;  // sums for the blocks before and behind this one, and the other of its half
+          to_half = 0.0f;  // sums for earlier and later subchunks, and for the other one of its half
 
     // With the decays of dimensions from `first` on. Ends with a barrier.
     template <typename C>
@@ -93,7 +96,7 @@ struct SubchunkGradients {
         __syncwarp();
         if (there) load_column(columns_found, by.from(row, 0), column);
     }
-    // A fragment of columns.
+    // A fragment from columns.
     DEVICE Fragment<Keys / 8> fragment_of(const PerSubchunk& columns) const {
         __syncwarp();
         UNROLL_FOR (int t = 0; t < kSubchunk; ++t)
@@ -107,8 +110,8 @@ struct SubchunkGradients {
         return fragment;
     }
 
-    // Adds `scale` times what was found to the gradients of `count` steps from `first` on, a second half (`Late`) or a first one:
-    // their sum is for the steps of the same half in other blocks.
+    // Adds `scale` times the loaded columns to the gradients of `count` steps from `first` on, a second half (`Late`)
+    // or a first one. Returns their sum, which passes the steps of the same half in other subchunks.
     template <bool Late>
     DEVICE float add_half(int first = 0, int count = kSubchunk) {
         float sum = 0.0f;
@@ -122,7 +125,7 @@ struct SubchunkGradients {
         return sum;
     }
 
-    // Rows of a block in the order 0, 4, 1, 5, 2, 6, 3, 7 of each 8: what four lanes read at once lies in different banks.
+    // Rows of a subchunk in the order 0, 4, 1, 5, 2, 6, 3, 7 of each 8, so that four lanes read from different banks.
     struct MixedRows {
         using Element = float;
         const Floats& rows;
@@ -169,13 +172,13 @@ struct SubchunkGradients {
         }
     }
 
-    // The gradients of `early` and of logs as far as writes make them, before all others.
+    // The gradients of `early` and of logs through writes to the end state, before all others.
     DEVICE void begin(Fragment<Keys / 8>& writes) {
         find_columns(writes, shared.rows);
         scale_to_end(scale, gates, between(shared.totals, column, block, kSubchunks));
         to_later = add_half<false>();
     }
-    // The gradients of `late`, as far as reads and pairs make them, and what is of `early` and logs.
+    // The gradients of `late` through reads and pairs, and those of `early` and logs through pairs.
     DEVICE void add(Fragment<Keys / 8>& reads, const Rows<float, kChunk>& weights) {
         UNROLL_FOR (int t = 0; t < kSubchunk; ++t) {  // pairs of a step with itself
             const float weight = weights(row + t, row + t);
@@ -187,7 +190,8 @@ struct SubchunkGradients {
         to_earlier += add_half<true>();
         each_level<0, kLevels>([&](auto i) { add_level<kLevels - 1 - decltype(i)::value>(weights); });
     }
-    // Adds what passes a block's steps from others: `whole` is this thread's part of the row's sum of S_0 * dS. Has a barrier.
+    // Adds to d_log the sums that pass this subchunk from others; `whole` is this thread's part of the row's sum of S_0
+    // * dS. Has a barrier.
     DEVICE void add_passing(float whole) {
         whole *= between(shared.totals, column, block, 0) * shared.totals(block, column) *
                  between(shared.totals, column, block, kSubchunks);

@@ -1,4 +1,4 @@
-// Code that the blocks of all chunked kernels share: their shared memory, and rows of sequences on their way to it and back.
+// Shared memory of the chunked kernels, and copies of sequences to it and back.
 //
 // Rows past the sequence's end and columns past a dimension's are zeros in shared memory: a key of 0 writes nothing.
 #pragma once
@@ -8,15 +8,15 @@
 
 namespace fairseq_fastweights {
 
-// A matrix whose rows lie one after another or, `InCoreMatrices`, whose 8 x 8 parts, of elements of 16 bits, are 128 bytes in a row, as
-// wgmma takes them without swizzling: a column of pieces of 16 bytes each follows the other, with a gap between, so that pieces of a
-// row lie in different banks. ldmatrix and elements by themselves are read off it as well as off rows.
+// A matrix in shared memory, row-major or `InCoreMatrices`: 8 x 8 parts of 16-bit elements, 128 bytes each, one after
+// another down the rows (wgmma's layout without swizzling). Each column of core matrices is padded, so that the 16-byte
+// vectors of a row lie in different banks. ldmatrix and single elements work in both layouts.
 template <typename T, bool InCoreMatrices = false, int Stride = 0>
 struct Matrix {
     using Element = T;
     static constexpr int kPack = 16 / sizeof(T);
     T* data;
-    int distance = Stride;  // from one row, or one column of pieces, to the next; `Stride`, if the compiler knows it
+    int distance = Stride;  // from row to row, or from one column of core matrices to the next; `Stride` if not 0
     __host__ DEVICE int stride() const { return Stride > 0 ? Stride : distance; }
 
     DEVICE T& operator()(int row, int column) const {
@@ -24,10 +24,11 @@ struct Matrix {
         return data[row * stride() + column];
     }
     DEVICE float get(int row, int column) const { return widen<float>((*this)(row, column)); }
-    // From a row on, and of pieces a column that begins one.
+    // From a row and a column on; in core matrices a multiple of 8.
     DEVICE Matrix from(int row, int column) const { return {&(*this)(row, column), distance}; }
 
-    // As wgmma reads 16 inner places and some columns from the first on; rows are the inner places, or they are the columns.
+    // wgmma's descriptor of 16 inner indices and the columns from `column` on. With `RowsInner` rows are the inner
+    // dimension, else columns.
     template <bool RowsInner>
     DEVICE uint64_t descriptor(int inner, int column) const {
         const uint64_t eight_rows = 8, eight_columns = stride() / kPack;  // in units of 16 bytes, as all here
@@ -40,16 +41,16 @@ struct Matrix {
 template <typename T, int Stride = 0>
 using MmaMatrix = Matrix<T, sizeof(T) == 2, Stride>;
 
-// Takes shared memory apart, in pieces aligned to 16 bytes; with a null base it counts what is needed.
+// Hands out parts of shared memory, aligned to 16 bytes; with a null base it only counts bytes.
 struct SharedAllocator {
     unsigned char* base;
-    int used;  // bytes; of a size_t kernels would keep both halves in registers
+    int used;  // bytes; a size_t would take two registers
     __host__ __device__ explicit SharedAllocator(unsigned char* base) : base(base), used(0) {}
 
     template <typename T>
     __host__ __device__ T* take(int count) {
 #ifdef __CUDA_ARCH__
-        T* piece = reinterpret_cast<T*>(base + used);  // without a doubt: the compiler sees that it is shared memory
+        T* piece = reinterpret_cast<T*>(base + used);  // never null: the compiler sees shared memory
 #else
         T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
 #endif
@@ -57,13 +58,14 @@ struct SharedAllocator {
         return piece;
     }
 
-    // A matrix whose rows are 16 bytes longer than its columns: rows start in different banks, aligned for ldmatrix.
-    // Rows that are `longer` by 8 floats are for floats of which a warp reads 4 rows of 8 columns, or pairs, at once.
+    // A matrix in shared memory, row-major or `InCoreMatrices`: 8 x 8 parts of 16-bit elements, 128 bytes each, one
+    // after another down the rows (wgmma's layout without swizzling). Each column of core matrices is padded, so that
+    // the 16-byte vectors of a row lie in different banks. ldmatrix and single elements work in both layouts.
     template <typename T>
     __host__ __device__ Matrix<T> matrix(int rows, int columns, int longer = 16 / static_cast<int>(sizeof(T))) {
         return {take<T>(rows * (columns + longer)), columns + longer};
     }
-    // The same in pieces, but for numbers of 32 bits: off pieces they were read in ways that spilled registers.
+    // In core matrices if elements have 16 bits: 32-bit elements read this way made registers spill.
     template <typename T>
     __host__ __device__ MmaMatrix<T> pieces(int rows, int columns) {
         if constexpr (sizeof(T) == 4) return matrix<T>(rows, columns);
@@ -82,7 +84,7 @@ struct Head {
         : data(static_cast<T*>(x.data) + batch * x.batch + head * x.head + column), stride(x.time), dim(dim - column) {}
     DEVICE Head(T* data, int64_t stride, int dim) : data(data), stride(stride), dim(dim) {}
 
-    // True if `columns` of its rows are whole pieces of 16 bytes, but for those beyond its end.
+    // True if `columns` of its columns can be copied 16 bytes at a time, except those beyond its end.
     DEVICE bool is_aligned(int columns) const {
         constexpr int kPack = 16 / sizeof(T);
         return (reinterpret_cast<uintptr_t>(data) | stride * sizeof(T)) % 16 == 0 &&
@@ -90,7 +92,7 @@ struct Head {
     }
 };
 
-// Copies `rows` steps from `start` on, that are not in pieces, to shared memory; zeros where the tensor ends.
+// Copies `rows` unaligned steps from `start` on to shared memory; zeros where the tensor ends.
 template <int Columns, typename To, typename T>
 DEVICE void copy_elements(const To& to, const Head<T>& from, unsigned rows, int start, int time,
                           unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {

@@ -1,49 +1,51 @@
-// The walk: the only stage that goes through a head's chunks one after another. It carries states, backwards their gradients,
-// and leaves for the other stages each chunk's state and what depends on it. In the notation of gates.cuh and gradients.cu,
-// everything transposed, so that what a product makes is the left factor of the next in the same warp's registers (fragments.cuh):
+// The inter-chunk pass (state passing): the only kernel that computes a head's chunks one after another. It carries
+// states, backwards their gradients, and stores each chunk's state and updates for the chunk-parallel kernels. In the
+// notation of gates.cuh and gradients.cu, everything transposed, so that the result of a product is the left factor of
+// the next in the same warp's registers (fragments.cuh):
 //
-//   E'  = V' - (S' K') diag(D_t0)      U' = (E' B) T'            S'  <- D S' + (U' diag(D_es)) K
-//   dU' = dY' P + (dS' K') diag(D_es)  dR' = dU' T    dV' = dR' B
-//                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (dR' B diag(D_t0)) K
+//   R'  = V' - (S' K') diag(D_t0)      U' = (R' B) T'            S'  <- D S' + (U' diag(D_es)) K
+//   dU' = dY' P + (dS' K') diag(D_es)  X' = dU' T     dV' = X' B
+//                                                    dS' <- D dS' + (dY' diag(D_t0)) Q - (X' B diag(D_t0)) K
 //
-// and of rules that do not correct, whose U is V and w the write factors, which are one and the same, from either end:
+// and without the delta rule, where U is V and w are the write factors, the same product from either end:
 //
 //   S'  <- D S' + (V' diag(D_es w_s)) K                dS' <- D dS' + (dY' diag(D_t0)) Q
 //
-// With decays of keys, in the notation of secondary_chunking.cuh, D is diag(F_e0) and no other gates are there: keys are K * F_e.,
-// queries Q * F_.0, and keys whose errors are read, here and in -(dR' B) K, are E * F_.0, all from the local stage. Of a rule that
-// delta rule these are decayed within blocks of 16 steps, and the state from block to block, in float32: keys that are rounded after
-// the decays of 64 steps near 1 would not be those of the system, and what is not decayed_erase so adds up over thousands of steps. With
-// decays of values, Z there, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are scaled too.
+// With decays of keys, in the notation of secondary_chunking.cuh, D is diag(F_e0) and there are no other gates: keys
+// are K * F_e., queries Q * F_.0 and erase keys E * F_.0, all from the intra-chunk kernel. For delta rules these are
+// decayed within subchunks of 16 steps only, and the state from subchunk to subchunk, in float32: keys rounded after
+// the decays of 64 steps near 1 would not be those of the chunk's system, and the part that is not erased would add up
+// over thousands of steps. With decays of values, V' is (V * Z_e.)', dY' is (dY * Z_.0)', and columns of states are
+// scaled too.
 //
-// A block is a walk of one head (the whole slice, a segment of it, or the steps between two states that were kept) and some
-// value columns, 16 to a warp, whose part of the state stays in its registers. Of more keys than these hold each warp takes a
-// part; of delta rules, they exchange what they make of a chunk's steps. But for that there is one barrier a chunk. Where a
-// block's strips are four, the products with a state's keys are the warpgroup's, if it has such; not those of rules
-// that correct and have decays of keys, which add to a state 16 steps at a time.
+// A block has one head, for the whole slice, a segment of it, or the steps between two kept states, and some value
+// columns, 16 to a warp, whose part of the state stays in the warp's registers. More keys than these hold are divided
+// among warps, which for delta rules add up their parts of the retrieved values. Otherwise there is one barrier a
+// chunk. A block of four value tiles uses wgmma for products with the state's keys, where there is one; not for delta
+// rules with decays of keys, which add to the state 16 steps at a time.
 //
-// dS collects what queries read in directions that no key erases, without bound, and K dS remains small: so dS is split in two
-// for that product, not rounded. So is what gates scale, but for U of the delta rule.
+// dS collects without bound the directions that queries read and no key erases, while K dS stays small: so dS is split
+// into two bfloat16 for that product, not rounded. So are operands scaled by gates, except U of the delta rule.
 #include "state_passing.cuh"
 
 namespace fairseq_fastweights {
 namespace {
 
-// Starts to copy `Columns` columns from `first` on, and `Rows` rows from `start` on, to a matrix whose rows have `columns`; zeros from row
-// `end` on. They are copied by `Warps` warps or, with 0, as many as are said. With `All` of pieces they are, and all there.
+// Starts to copy `Columns` columns from `first` on, and `Rows` rows from `start` on, to a matrix with `columns`
+// columns; zeros from row `end` on. Copied by `Warps` warps or, with 0, by `warps`. `All`: all are there, and aligned.
 template <int Columns, int Rows, int Warps, bool All = false, typename To, typename T>
 DEVICE void copy_columns(const To& to, const Head<T>& from, int first, int columns, int warp, int warps, int start,
                          int end) {
     constexpr int kPack = 16 / sizeof(T), kAcross = Columns / kPack, kDown = kWarp / kAcross;
     constexpr int kLeastOn = kDown * (Warps > 0 ? Warps : 1), kMost = (Rows + kLeastOn - 1) / kLeastOn;
-    constexpr bool kWhole = Warps > 0 && kMost * kLeastOn == Rows;  // all lanes have as many
-    // So many at a time: in float32 registers would not do for more.
+    constexpr bool kWhole = Warps > 0 && kMost * kLeastOn == Rows;  // the same number for all lanes
+    // So many at a time: in float32 there are no registers for more.
     constexpr int kAtOnce = Warps > 0 || (sizeof(T) == 2 && kMost < 4) ? kMost : sizeof(T) == 2 ? 4 : 1;
     const int lane = warp_lane(), own = first + lane % kAcross * kPack, nth = lane / kAcross;
-    const int row =
-        warp * kDown + (kDown == 8 ? nth % 2 * 4 + nth / 2 : nth);  // a row and the fourth from it: other banks
+    // Neighbouring lanes have rows r and r + 4, which lie in different banks.
+    const int row = warp * kDown + (kDown == 8 ? nth % 2 * 4 + nth / 2 : nth);
     if (Warps > 0) warps = Warps;
-    const int stride = static_cast<int>(from.stride);  // of 32 bits: registers are few
+    const int stride = static_cast<int>(from.stride);  // 32 bits, to save registers
     if (!All && !(from.is_aligned(columns) && from.stride == stride))
         return copy_elements<Columns>(to.from(0, first), Head<T>(from.data + first, from.stride, from.dim - first),
                                       Rows, start, end, warp * kWarp + lane, warps * kWarp);
@@ -58,14 +60,14 @@ DEVICE void copy_columns(const To& to, const Head<T>& from, int first, int colum
     }
 }
 
-// Starts to copy rows of the workspace that lie one after another.
+// Starts to copy contiguous rows of the workspace.
 template <int Rows, int Columns, int Warps, typename C>
 DEVICE void copy_rows(const Matrix<C>& to, C* from, int warp, int warps) {
     copy_columns<Columns, Rows, Warps, true>(to, Head<C>(from, Columns, Columns), 0, Columns, warp, warps, 0, Rows);
 }
 
-// f(float& x, the sequence's number) with a strip's columns and those of a sequence or a state, `rows` beginning at the first of
-// them: place p is row `start` + p, and there are no rows from `end` on.
+// f(float& x, the number in memory) for a fragment's elements in a sequence or a state that begins at `rows`: inner
+// index p is row `start` + p, and there are no rows from `end` on.
 template <int N, typename T, typename Function>
 DEVICE void each_element(Fragment<N>& x, const Head<T>& rows, int start, int end, Function f) {
     const int lane_row = warp_lane() / 4, first = start + warp_lane() % 4 * 2;
@@ -76,7 +78,7 @@ DEVICE void each_element(Fragment<N>& x, const Head<T>& rows, int start, int end
                 f(x.value[n][i], row[i % 2 * rows.stride + i / 2 * 8]);
 }
 
-// Writes a strip to a sequence's steps likewise.
+// Writes a fragment to a sequence's steps likewise.
 template <int N, typename T>
 DEVICE void store_steps(Fragment<N>& x, const Head<T>& to, int start, int end) {
     if constexpr (sizeof(T) == 2)
@@ -95,14 +97,14 @@ DEVICE void store_steps(Fragment<N>& x, const Head<T>& to, int start, int end) {
     each_element(x, to, start, end, [](float from, T& number) { number = narrow<T>(from); });
 }
 
-// found = left T' or, with `RowsInner`, left T, of which `inverse` has T - I: the ones of T are added in float32, and with them
-// a NaN of the left factor that was cut off.
+// solved = left T' or, with `RowsInner`, left T, of which `inverse` has T - I: the ones of T are added in float32,
+// which also keeps a NaN of the left factor that truncation to tf32 would lose.
 template <int Passes, bool RowsInner>
 DEVICE void multiply_by_inverse(Fragment<kChunk / 8>& solved, const Fragment<kChunk / 8>& left,
                                 const LowerTriangle<float>& inverse) {
     const int lane = warp_lane();
     solved = left;
-    UNROLL_FOR (int e = 0; e < kChunk / 8; e += 2) {  // the inner places of a block
+    UNROLL_FOR (int e = 0; e < kChunk / 8; e += 2) {  // the inner indices of a subchunk
         const LeftOperand<Passes, Rounding::kCut> first(left.value[e]), second(left.value[e + 1]);
         UNROLL_FOR (int n = RowsInner ? 0 : e; n < (RowsInner ? e + 2 : kChunk / 8); ++n) {
             unsigned b[4];
@@ -120,7 +122,8 @@ DEVICE void multiply_by_inverse(Fragment<kChunk / 8>& solved, const Fragment<kCh
     }
 }
 
-// read += state' keys' where keys are decayed within blocks: the state passes the blocks before each, 16 keys at a time.
+// retrieved += state' keys' with keys decayed within subchunks: the state is decayed by the subchunks before each, 16
+// keys at a time.
 template <int Passes, bool Reverse, int N, typename T>
 DEVICE void read_blocks(Fragment<kChunk / 8>& retrieved, Fragment<N>& state, const MmaMatrix<T>& keys,
                         const Matrix<float>& decays) {
@@ -135,7 +138,7 @@ DEVICE void read_blocks(Fragment<kChunk / 8>& retrieved, Fragment<N>& state, con
     }
 }
 
-// The sum of the parts that the warps of a strip have, in the same order in all of them.
+// The sum over the warps that share a value tile, in the same order in all of them.
 DEVICE void sum_parts_of(Fragment<kChunk / 8>& x, float4* exchange, int value_tile, int value_tiles, int part,
                          int parts) {
     const int lane = warp_lane();
@@ -153,12 +156,12 @@ DEVICE void sum_parts_of(Fragment<kChunk / 8>& x, float4* exchange, int value_ti
         }
 }
 
-// True of walks whose copies are a part of the chain that counts, by measurement: others took as long with warps that only copy, or longer.
+// True if copies by producer warps may pay off: measured for these only, others took as long or longer.
 template <typename T, int Keys, bool IsDelta>
 constexpr bool kMayHaveProducers = sizeof(T) == 2 && Keys <= 64 && IsDelta;
 
-// `Keys`: those of a warp. `Warpgroup`: the block's strips are four, a warpgroup's for each part of the keys. `Backward` is of rules
-// that correct; of others `pass.backward` says where a walk begins.
+// `Keys`: those of a warp. `Warpgroup`: a block has four value tiles, a warpgroup for each part of the keys. `Backward`
+// is for delta rules; for others `pass.backward` says at which end it begins.
 template <typename T, int Keys, bool Warpgroup, bool IsDelta, bool Backward, bool Decays>
 __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePassing<Computed<T>> w) {
     using C = Computed<T>;
@@ -169,9 +172,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
     const int key_parts = w.key_parts, value_tiles = Warpgroup ? kWarpgroupWarps : w.value_tiles,
               warps = value_tiles * key_parts;
     int warp = static_cast<int>(threadIdx.x) / kWarp;
-    // Lanes have the same number, as the compiler sees so: a warpgroup's products in ways that lanes part on follow one another.
+    // The shuffle tells the compiler that the warp's index is uniform: wgmma in divergent code would be serialized.
     if constexpr (sizeof(T) == 2) warp = __shfl_sync(kAllLanes, warp, 0);
-    // Some warps only copy for the others, if there are such.
+    // Producer warps, if there are any, only copy.
     const bool producer = kMayHaveProducers<T, Keys, IsDelta> && warp >= warps;
     const bool copies =
         !kMayHaveProducers<T, Keys, IsDelta> || producer || static_cast<int>(blockDim.x) == warps * kWarp;
@@ -184,21 +187,21 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
     const int batch = (slice.first_head + head_index) / w.sizes.heads,
               head = (slice.first_head + head_index) % w.sizes.heads;
     const int of_values = w.blocks_of(w.sizes.value_dim);
-    const bool of_identity = IsDelta && block >= of_values;  // of a probe
+    const bool of_identity = IsDelta && block >= of_values;  // the image of the identity, for a probe
     const int first = (of_identity ? block - of_values : block) * value_tiles * kMmaRows,
               column = first + value_tile * kMmaRows;
     const int keys = w.sizes.key_dim, columns = of_identity ? keys : w.sizes.value_dim, time = w.sizes.time;
-    // Nobody asks what the slice's last segment makes of zeros, or backwards its first.
+    // The slice's last segment (backwards its first) needs no probe.
     const int segment = blockIdx.y + (reverse && w.probe ? 1 : 0);
     const int begin = slice.begin + segment * w.length, end = min(slice.begin + slice.chunks, begin + w.length);
 
     const auto nth = [&](int i) { return reverse ? end - 1 - i : begin + i; };
     const bool gated = !Decays && w.pass.gated;
-    const bool warpgroup = Warpgroup && has_wgmma();  // products are the warpgroup's
+    const bool warpgroup = Warpgroup && has_wgmma();  // products are wgmma
     const auto of_stage = [&](const MmaMatrix<T>& all, int stage) { return all.from(0, stage * Keys * key_parts); };
 
-    // A warp copies a part of the steps of the keys that it multiplies by. Values, and what is for all warps, are copied by a
-    // warpgroup, where there is one, of the first keys; else a warp copies of its own columns.
+    // A warp copies some steps of the keys that it multiplies by. Values and the operands of all warps are copied by
+    // the first keys' warpgroup, if there are such; else each warp copies its own value columns.
     constexpr int kWarps = Warpgroup ? kWarpgroupWarps : 0, kDecayRows = IsDelta ? kSubchunks : 1;
     const auto fetch = [&](int n, int stage) {
         const int start = n * kChunk;
@@ -237,11 +240,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
     const bool records = w.record && column < slice.columns, records_steps = records && key_part == 0;
     const int64_t state_floats = static_cast<int64_t>(keys) * columns;
     const int interval = w.sizes.interval / kChunk;
-    // The chunk whose state is kept next.
+    // The chunk before which the next state is kept.
     int next_kept = reverse || w.kept == nullptr ? end : max(1, (begin + interval - 1) / interval) * interval;
 
     const auto rows_of_state = [&](float* state) { return Head<float>(state + column, columns, columns - column); };
-    float passed_log = 0.0f;  // of a rule that does not correct
+    float passed_log = 0.0f;  // without the delta rule
     Fragment<Keys / 8> state;
     state.clear();
     if (of_identity) {
@@ -252,9 +255,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
             each_element(state, rows_of_state(start.data + start.index(head_index, segment) * state_floats), first_key,
                          keys, [](float& x, float from) { x = from; });
     }
-    // So many chunks are on their way while one is worked on.
+    // So many chunks are in flight while one is computed.
     const int ahead = w.stages - 1, chunks = end - begin;
-    const auto arrive = [&] {  // the first of those that are on their way
+    const auto arrive = [&] {  // waits for the oldest of these
         if (copies) {
             if (ahead > 1)
                 copies_wait<kMostStages - 2>();
@@ -331,11 +334,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
             multiply_fragment<kPasses, true, Part::kLower>(retrieved, v_or_dout, lower(shared.scores));
             multiply_by_inverse<kPasses, true>(solved, retrieved, inverse);
         } else {
-            Fragment<kStepTiles> errors = v_or_dout.widened();
-            errors.scale(steps + kBeta);
+            Fragment<kStepTiles> residuals = v_or_dout.widened();
+            residuals.scale(steps + kBeta);
             retrieved.scale(steps + kReadBeta);
-            errors.each_with(retrieved, [](float& x, float y) { x -= y; });
-            multiply_by_inverse<kPasses, false>(solved, errors, inverse);
+            residuals.each_with(retrieved, [](float& x, float y) { x -= y; });
+            multiply_by_inverse<kPasses, false>(solved, residuals, inverse);
         }
         if (records_steps)
             solved.store(slice.rows_of(Backward ? slice.d_rhs : slice.updates, head_index, n) + column * kChunk, kChunk,
@@ -392,7 +395,7 @@ cudaError_t launch_kernel(const StatePassing<Computed<T>>& w, cudaStream_t strea
         const dim3 grid(static_cast<unsigned>(w.slice.heads) * (w.blocks_of(w.sizes.value_dim) + identity),
                         w.count - w.probe);
         const size_t shared = StatePassingLayout<T>(SharedAllocator(nullptr), IsDelta, Backward, Decays, w).bytes;
-        // As many warps again copy for the others, where multiprocessors have a block at most.
+        // Producer warps, as many again, where a multiprocessor has at most one block.
         const int warps = w.value_tiles * w.key_parts, requested = RequestedPlan().threads;
         const bool fit = kMayHaveProducers<T, keys, IsDelta> && w.key_parts == 1 && 2 * warps <= kMostWarps;
         const bool alone = static_cast<int64_t>(grid.x) * grid.y <= multiprocessors();

@@ -1,4 +1,4 @@
-// The arguments of a walk, and a block's shared memory; see state_passing.cu.
+// The arguments of state passing, and a block's shared memory; see state_passing.cu.
 #pragma once
 
 #include "fragments.cuh"
@@ -6,14 +6,14 @@
 
 namespace fairseq_fastweights {
 
-// States in float32 that walks start from or end at: of head h and walk w at h * head + w * walk, in states. Null: none.
+// States in float32 at the ends of segments: of head h and segment s at h * head + s * segment, in states. Null: none.
 struct BoundaryStates {
     float* data;
     int64_t head, walk;
     DEVICE int64_t index(int h, int w) const { return h * head + w * walk; }
 };
 
-// Keys of a warp; warps that share a strip; strips of a block; chunks that it has room for.
+// Keys of a warp; warps that share a value tile; value tiles of a block; pipeline stages, chunks that it has room for.
 struct StatePassingShape {
     int keys_of_warp, key_parts, value_tiles, stages;
     __host__ DEVICE int key_rows() const { return keys_of_warp * key_parts; }
@@ -22,34 +22,34 @@ struct StatePassingShape {
 template <typename C>
 struct StatePassing : StatePassingShape {
     Slice<C> slice;
-    Sequence keys;               // backwards the queries, of a rule that does not correct
+    Sequence keys;               // backwards the queries, without the delta rule
     Sequence values;             // backwards the gradients of outputs
-    Sequence queries, d_values;  // backwards, of delta rules
-    Sequence erase;              // with decays of keys, of delta rules
+    Sequence queries, d_values;  // backwards, for delta rules
+    Sequence erase;              // with decays of keys, for delta rules
     Sizes sizes;
     RulePass pass;
-    BoundaryStates first, others;  // where the slice's first walk (backwards its last) starts, and the others
-    BoundaryStates ends;           // where they end
-    float* kept;                   // where the forward pass keeps states; null: nowhere
-    float* passed;                 // of a probe: what walks make of the identity, or their gates or decays multiplied
-    int length, count;             // chunks of a walk; walks of the slice
-    int probe;                     // 1: only what walks make of zeros, and `passed`
-    int record;                    // 1: leaves the chunks' states and updates
+    BoundaryStates first, others;  // starts of the slice's first segment (backwards its last), and of others
+    BoundaryStates ends;           // ends of segments
+    float* kept;                   // kept states of the forward pass, or null
+    float* passed;                 // of a probe: the transitions, images of the identity or products of decays
+    int length, count;             // chunks of a segment; segments of the slice
+    int probe;                     // 1: only the ends from zeros, and `passed`
+    int record;                    // 1: stores the chunks' states and updates
 
     __host__ DEVICE int blocks_of(int columns) const { return divide_up(columns, kMmaRows * value_tiles); }
 };
 
-// Matrices of several stages, side by side or one after another.
+// Matrices of all pipeline stages, side by side or one after another.
 template <typename T>
 struct StatePassingLayout {
     MmaMatrix<T> keys, queries, erase;
     Matrix<T> values;
-    // Squares' blocks on and below the diagonal: rows begin in banks such that neither ldmatrix nor the lanes of every second row
-    // wait for one another.
+    // Lower triangles in 16 x 16 blocks: rows are padded so that neither ldmatrix nor lanes with every second row
+    // conflict.
     Matrix<float> inverse;
     Matrix<Computed<T>> scores;
-    Matrix<float> steps;   // a row for each stage
-    Matrix<float> decays;  // of keys: of blocks or, without the delta rule, of the chunk, with those of values
+    Matrix<float> steps;   // a row for each pipeline stage
+    Matrix<float> decays;  // of keys by subchunk or, without the delta rule, of the chunk, with those of values
     float4* exchange;
     size_t bytes;
 
@@ -69,9 +69,9 @@ struct StatePassingLayout {
           bytes(allocator.used) {}
 };
 
-constexpr int kMostWarps = 8;   // of a walk's block
-constexpr int kMostStages = 4;  // 1, 2 or 4 chunks that it has room for
-// Keys of a warp: of factors that are multiplied in tf32 more would not stay in registers.
+constexpr int kMostWarps = 8;   // of a block
+constexpr int kMostStages = 4;  // 1, 2 or 4 pipeline stages
+// Keys of a warp: with tf32 factors more would not stay in registers.
 template <typename T>
 constexpr int kMostKeys = kRounded<T> ? 128 : 64;
 

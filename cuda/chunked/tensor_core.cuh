@@ -1,4 +1,4 @@
-// Instructions of the tensor cores, and how what they multiply is stored.
+// Instructions of the tensor cores, and the layouts and types of their operands.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace fairseq_fastweights {
 
-// Neighbours, read and written at once.
+// Two neighbours, for one load or store.
 template <typename T>
 struct alignas(2 * sizeof(T)) Pair {
     T x, y;
@@ -47,10 +47,11 @@ constexpr int kMmaRows = 16;  // of a product of a warp
 
 DEVICE int warp_lane() { return threadIdx.x & (kWarp - 1); }
 
-// With lane = 4 * group + member, every 16 x 8 accumulator is spread over a warp as
+// With lane = 4 * lane_row + lane_pair (PTX: groupID and threadID_in_group), a 16 x 8 accumulator is spread over a warp
+// as
 //   (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
 
-// An instruction, which devices before compute capability 8.0 lack, or what the emulator does in its place.
+// An instruction, or the emulator's function; nothing before compute capability 8.0.
 #if defined(FASTWEIGHTS_EMULATION)
 #define FASTWEIGHTS_INSTRUCTION(emulated, ...) emulated
 #elif __CUDA_ARCH__ >= 800
@@ -110,7 +111,7 @@ DEVICE void load_matrices(unsigned (&to)[4], const void* row) {
 #undef FASTWEIGHTS_LOAD
 }
 
-// The transpose of an 8 x 8 matrix of 16-bit elements, a pair of neighbours of row `group` in each lane.
+// The transpose of an 8 x 8 matrix of 16-bit elements, a pair of neighbours of row `lane_row` in each lane.
 DEVICE unsigned transpose_matrix(unsigned pair) {
     FASTWEIGHTS_INSTRUCTION(pair = emulation::movmatrix(pair),
                             asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;\n" : "+r"(pair)));
@@ -118,32 +119,33 @@ DEVICE unsigned transpose_matrix(unsigned pair) {
 }
 
 // ---- Products of a warpgroup -------------------------------------------------------------------------------------
-// wgmma's left factor and its accumulators lie in the registers of four warps as those of mma.sync do in each, 16 rows to a warp;
-// its right factor is read from shared memory in pieces of 16 bytes, asynchronously: a fence shows it what threads wrote there, and
-// what it adds to is there after a wait.
+// wgmma: the accumulators, and a left factor in registers, are laid out like those of mma.sync in each of four warps,
+// 16 rows to a warp. Factors in shared memory are read asynchronously by 16-byte vectors: a proxy fence makes threads'
+// writes visible to it, and results are there after a wait.
 
 constexpr int kWarpgroupWarps = 4, kWgmmaColumns = 64;  // of a product
 
-// Instructions of sm_90a.
+// An instruction of sm_90a, or the emulator's function.
 #if defined(FASTWEIGHTS_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define FASTWEIGHTS_SM90A FASTWEIGHTS_INSTRUCTION
 #else
 #define FASTWEIGHTS_SM90A(emulated, ...)
 #endif
 
-// True where there are such instructions.
+// True if the device has wgmma.
 DEVICE bool has_wgmma() {
     FASTWEIGHTS_SM90A(return emulation::has_wgmma(), return true);
     return false;
 }
 
-// Shows them what this thread wrote to shared memory, also by copies that it has waited for, from the next barrier on.
+// Makes this thread's writes to shared memory, and the copies that it has waited for, visible to wgmma from the next
+// barrier on.
 DEVICE void fence_async_proxy() {
     FASTWEIGHTS_SM90A(emulation::proxy_fence(), asm volatile("fence.proxy.async.shared::cta;\n" :: : "memory"));
 }
 
-// d += a b from `first` on: 16 rows of this warp and kWgmmaColumns columns, 16 inner places. The left factor is in registers or, as
-// the right one, where a descriptor says; places of a `Turned` one are (inner, row).
+// d += a b from `first` on: 16 rows of this warp, kWgmmaColumns columns, 16 inner indices. The left factor is in
+// registers or, like the right one, given by a descriptor; a `Transposed` one is stored as (inner, row).
 #define FASTWEIGHTS_WGMMA(type, left, right, turned, ...)                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                        \
                  " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
@@ -172,11 +174,10 @@ DEVICE void wgmma(float (&d)[N][4], int first, uint64_t a, uint64_t b) {
 #undef FASTWEIGHTS_WGMMA_FOR
 #undef FASTWEIGHTS_WGMMA
 
-// The type in which a matrix that is computed here is stored for products. Beside bfloat16 inputs it is rounded to
-// bfloat16, to be multiplied as they are; states and their gradients are in float32 all the same. What is read off them is
-// rounded, and what is written to them with the delta rule, where it depends on that, and with decays by dimension,
-// which scale it. Beside float16 it stays float32, multiplied in tf32: in float16 a state above 65504, or its gradient
-// under a loss scale, would overflow.
+// The type in which computed matrices are stored for products. Next to bfloat16 inputs it is bfloat16; states and their
+// gradients stay in float32, but retrieved values are rounded, and so are updates of the delta rule and, with decays by
+// dimension, the operands that these scale. Next to float16 it is float32, multiplied in tf32: in float16 a state above
+// 65504, or its gradient under a loss scale, would overflow.
 template <typename T>
 constexpr bool kRounded = Stored<T>::kDType == kBFloat16;
 template <typename T>
@@ -189,19 +190,19 @@ using Computed = std::conditional_t<kRounded<T>, T, float>;
 //   Passes = 3  For float32. Each operand is a sum of two tf32 numbers, big + small; big * big + big * small +
 //               small * big leaves out 2^-21 of a product.
 //
-// Tensor cores cut off what an accumulator has no room for, towards zero: errors of one sign, which would add up over a
-// sum of thousands. In float32 (3 passes) each 8 places are summed from zero and added by an ordinary addition, which
-// rounds to the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that
-// compute a state compute the same bits.
+// Tensor cores truncate the accumulator's low bits towards zero: errors of one sign, which would add up over a sum of
+// thousands. In float32 (3 passes) each 8 terms are summed from zero and added by an ordinary addition, which rounds to
+// the nearest (Ootomo and Yokota 2022); it is never contracted to a multiply-add, so that all kernels that compute a
+// state compute the same bits.
 
 enum class Rounding { kNearest, kCut, kNone };  // of one pass
 
 template <int Passes, Rounding How, int N>
 struct Operand {
     unsigned big[N], small[N];
-    // In 3 passes `big` is to nearest, as to_tf32 rounds finite numbers, in two instructions instead of four; `small` is cut off
-    // where tensor cores ignore the bits, in none. A NaN may become 0 in `big`; the rest of it is a NaN still, and so is every
-    // product with that. So is `big` in one pass with `kCut`, which makes 0 of a NaN.
+    // In 3 passes `big` is rounded to the nearest, like to_tf32 for finite numbers but in two instructions instead of
+    // four; `small` needs no rounding, since tensor cores ignore its low bits. A NaN may become 0 in `big`, but `small`
+    // is then NaN, and so is every product. In one pass `kCut` makes 0 of a NaN.
     DEVICE explicit Operand(const float (&x)[N]) {
         UNROLL_FOR (int i = 0; i < N; ++i) {
             const unsigned bits = __float_as_uint(x[i]), half = Passes == 1 && How == Rounding::kNone ? 0 : 0x1000u;
@@ -213,13 +214,14 @@ struct Operand {
     }
 };
 
-// Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product. They stay where they are:
-// the 8 inner places are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right factor are neighbours.
+// Four accumulators of a lane, (rows, 8 columns) of a warp, as the left factor of another product, in the same
+// registers: the 8 inner indices are taken in the order 0, 2, 4, 6, 1, 3, 5, 7, in which a lane's two of the right
+// factor are neighbours.
 template <int Passes, Rounding How = Rounding::kNearest>
 struct LeftOperand : Operand<Passes, How, 4> {
     DEVICE explicit LeftOperand(const float (&x)[4]) : Operand<Passes, How, 4>({x[0], x[2], x[1], x[3]}) {}
 
-    // sums += this times b, of which the lane has b(2 member, group) and b(2 member + 1, group).
+    // sums += this times b, of which the lane has b(2 lane_pair, lane_row) and b(2 lane_pair + 1, lane_row).
     template <Rounding OfRight = Rounding::kNearest>
     DEVICE void multiply(float (&sums)[4], float first, float second) const {
         const Operand<Passes, OfRight, 2> b({first, second});

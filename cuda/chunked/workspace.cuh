@@ -1,6 +1,6 @@
-// How the kernels that work on chunks side by side share memory: stages hand one another what they found through the
-// workspace. A call is worked on in slices, one after another, so that this stays small: some heads, and of these some chunks.
-// A slice takes the state from the one before it in time (backwards its gradient from the one behind it).
+// The workspace, through which chunked kernels exchange their results. A call is computed in slices, one after another,
+// so that it stays small: some heads, and some chunks of these. A slice starts from the state of the one before it in
+// time (backwards from the gradient of the one after it).
 #pragma once
 
 #include <utility>
@@ -10,7 +10,7 @@
 
 namespace fairseq_fastweights {
 
-// f(a, b), each as an integral constant; f(is_delta, gated, decays, values) of a pass.
+// f(a, b), each as an integral constant; f(is_delta, gated, decays, decays_values) of a pass.
 template <typename Function>
 auto with_flags(bool a, bool b, Function f) {
     const auto with_a = [&](auto of_a) { return b ? f(of_a, std::true_type()) : f(of_a, std::false_type()); };
@@ -26,12 +26,13 @@ auto with_rule(const RulePass& pass, Function f) {
     return with_flags(pass.is_delta, pass.gated, [&](auto is_delta, auto gated) { return f(is_delta, gated, no, no); });
 }
 
-// Numbers that a chunk's local stage leaves, one array after another: for the walk, by step, beta_t, beta_t D_t0, D_t0, D_es w_s (in
-// the notation of gates.cuh), then D and its log. With gates then for the last stage w_s, D_es, and by level what is left of a half.
+// Numbers of a chunk from the intra-chunk kernel, one array after another. For state passing, by step: beta_t, beta_t
+// D_t0, D_t0, D_es w_s (in the notation of gates.cuh), then D and its log. With gates, for the last kernel: w_s, D_es,
+// and by level the gates from each step to its middle.
 constexpr int kChunk = 64;     // steps of a chunk
 constexpr int kSubchunks = 4;  // of a chunk, of 16 steps each
 constexpr int kSubchunk = kChunk / kSubchunks;
-constexpr int kWidest = 64;  // keys, or values, that the stages for all chunks at once take at once
+constexpr int kWidest = 64;  // keys, or values, that chunk-parallel kernels take at once
 enum StepNumbers {
     kBeta = 0,
     kReadBeta = kChunk,
@@ -40,8 +41,8 @@ enum StepNumbers {
     kWholeGate = 4 * kChunk
 };
 constexpr int kWholeLog = kWholeGate + 1;
-constexpr int kStatePassingNumbers = 4 * kChunk + 4;  // whole pieces of 16 bytes
-constexpr int kGateLevels = 6;                        // halves of a chunk, quarters and so on to single steps
+constexpr int kStatePassingNumbers = 4 * kChunk + 4;  // a multiple of 16 bytes
+constexpr int kGateLevels = 6;                        // halves of a chunk, quarters ... down to single steps
 enum GateNumbers {
     kWriteFactor = kStatePassingNumbers,
     kToChunkEnd = kWriteFactor + kChunk,
@@ -50,8 +51,8 @@ enum GateNumbers {
 constexpr int kGateNumbers = kLevelGates + kGateLevels * kChunk;
 __host__ __device__ constexpr int step_numbers(bool gated) { return gated ? kGateNumbers : kStatePassingNumbers; }
 
-// A chunk's square of numbers, as stages hand it to one another: its blocks of 16 x 16 on and below the diagonal, row after row of
-// these, each with its own rows one after another.
+// A lower triangular matrix of a chunk's steps, as kernels exchange it: its 16 x 16 blocks on and below the diagonal,
+// one row of blocks after another, each block row-major.
 constexpr int kLowerRows = kSubchunks * (kSubchunks + 1) / 2 * kSubchunk;  // of 16 numbers
 constexpr int kLower = kLowerRows * kSubchunk;
 
@@ -67,31 +68,30 @@ struct LowerTriangle {
     }
 };
 
-// The place of a column of T among its block's: of each 8 those of even numbers come first, so that ldmatrix gives a lane those that
-// it multiplies by.
+// Where a column of T is stored in its block: of each 8 the even ones come first, so that ldmatrix gives each lane the
+// elements that it multiplies by.
 __host__ DEVICE constexpr int place_in_inverse(int column) { return column / 8 * 8 + column % 2 * 4 + column % 8 / 2; }
 
-// A slice's part of the workspace, by head and chunk: T - I, T = (I + B G)^-1, P, and transposed, a row for each value column, the
-// states at chunks' starts, U, the gradients of states at chunks' ends, and dR; null what a rule does not need. F is Computed<T>.
-// With decays of keys, in the notation of secondary_chunking.cuh, also what rounding leaves out of P if it is rounded, Q * F_.0, K * F_e. and
-// E * F_.0, all three of T, and F_e0 with its log. Of delta rules K and E, backwards Q as well, are decayed within their
-// blocks alone, and there is F_e0 of each block.
+// A slice's part of the workspace, by head and chunk: T - I with T = (I + B G)^-1; P; and transposed, a row for each
+// value column, the states at chunks' starts, U, the gradients of states at chunks' ends, and X = T^T dU. Null if a
+// rule does not need it. C is Computed<T>. With decays of keys, in the notation of secondary_chunking.cuh, also the low
+// half of P if P is rounded, Q * F_.0, K * F_e. and E * F_.0, all three of T, and F_e0 with its log. For delta rules K
+// and E, backwards Q as well, are decayed within subchunks only, and there is F_e0 of each subchunk.
 template <typename C>
 struct Slice {
-    int first_head, heads, begin, chunks;  // from these on, so many; a head of a slice counts from its first
+    int first_head, heads, begin, chunks;  // the first, and how many; heads are counted from first_head
     int key_rows, columns;                 // padded to multiples of 16
     int decay_rows, step_numbers;          // of a chunk
     float *inverse, *steps, *decays;
     C *scores, *scores_low, *states, *updates, *d_states, *d_rhs, *decayed_q, *decayed_k, *decayed_erase;
-    // With decays of values the same of these: V * Z_e. and dY * Z_.0 are to them what K * F_e. and Q * F_.0 are to keys, and dP is
-    // what P is.
+    // With decays of values the same for values: V * Z_e. and dY * Z_.0 correspond to K * F_e. and Q * F_.0, dP to P.
     float* value_decays;
     C *decayed_v, *decayed_dout, *d_scores, *d_scores_low;
 
-    // A chunk's number among the slice's, which are fewer than 2^31: the product of two numbers of 32 bits takes one instruction.
+    // A chunk's number in the slice, less than 2^31: a 32-bit product takes one instruction.
     __host__ DEVICE int64_t index(int head, int n) const { return head * chunks + (n - begin); }
     DEVICE C* state_of(C* all, int head, int n) const { return all + index(head, n) * (columns * key_rows); }
-    // The blocks of a chunk's square.
+    // A chunk's lower triangle.
     template <typename Number>
     DEVICE LowerTriangle<Number> lower_of(Number* all, int head, int n) const {
         return {all + index(head, n) * kLower, kSubchunk};
@@ -100,13 +100,13 @@ struct Slice {
     DEVICE float* decays_of(int head, int n) const { return decays + index(head, n) * (decay_rows * key_rows); }
     DEVICE float* value_decays_of(int head, int n) const { return value_decays + index(head, n) * (2 * columns); }
     DEVICE float* steps_of(int head, int n) const { return steps + index(head, n) * step_numbers; }
-    // Rows by step, of `width`, as those of the call's own sequences: of its batch and heads.
+    // Rows by step, of `width` numbers, addressed like the call's own sequences, by batch and head.
     template <typename T>
     Sequence sequence_of(C* all, int width, const Sizes& sizes) const {
         const int64_t chunk = static_cast<int64_t>(kChunk) * width, head = chunk * chunks;
         return {reinterpret_cast<T*>(all) - (first_head * head + begin * chunk), sizes.heads * head, width, head, 0};
     }
-    // Values in the place of keys, and keys in that of values.
+    // Keys and values exchanged.
     Slice swapped() const {
         Slice s = *this;
         std::swap(s.key_rows, s.columns);
@@ -121,7 +121,7 @@ struct Slice {
 
 inline size_t up_to_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Lays a slice out in a workspace; with a null one it counts the bytes.
+// Lays a slice out in a workspace; without one it only counts bytes.
 template <typename C>
 Slice<C> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int chunks, const RulePass& pass,
                  unsigned char* workspace, size_t& bytes) {
@@ -156,7 +156,7 @@ Slice<C> lay_out(const Sizes& sizes, int first_head, int heads, int begin, int c
     return slice;
 }
 
-// The local stage (intra_chunk.cu), which leaves what the others read. It is given this: backwards d_out in the place of `out`.
+// The intra-chunk kernel's arguments; backwards d_out is in the place of `out`.
 inline RuleForward intra_chunk_inputs(const RuleForward& p) { return p; }
 inline RuleForward intra_chunk_inputs(const RuleBackward& p) {
     return {p.sizes,         p.complement,      p.is_delta,      p.q,    p.k, p.v, p.erase, p.beta, p.log_gate,

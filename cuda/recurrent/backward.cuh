@@ -9,15 +9,15 @@
 //             d log f_t = sum over columns of S' * dS'; G_{t-1} = f_t * dS' + q_{t-1} dy_{t-1}^T
 // so that no log decay's gradient is a difference of cumulative terms, and nothing is divided by a decay.
 //
-// A block walks back over the chunks that the forward pass kept states for. Within a chunk it recomputes states
-// forwards from the chunk's, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th
-// one's) in `slots` of shared memory. In a span, from the last to the first, one sweep forwards gives dq and what the
-// way back needs: with decays, the state before every step, in more slots; for the delta family, the errors
-// r_t, which without decays are all, and after the way back a third sweep adds what dk has of S_{t-1}. A slot is private to
-// its threads: element i of thread n lies n-th in row i, so that there is neither a barrier nor a bank conflict.
+// A block goes back over the chunks before which the forward pass kept states. Within a chunk it recomputes states from
+// the kept one, in spans of a few steps, and keeps those at the spans' starts (or at every `spacing`-th one's) in
+// `slots` of shared memory. In a span, from the last to the first, a sweep forwards gives dq and the inputs of the
+// sweep backwards: with decays, the state before every step, in more slots; for the delta family, the residuals r_t,
+// which are all without decays, and a third sweep then adds the part of dk that depends on S_{t-1}. A slot is private
+// to its threads: element i of thread n lies n-th in row i, so that there is neither a barrier nor a bank conflict.
 //
-// Without decays dq needs no G and the rest no S: blocks of two kinds, one for each, run through all steps, and the
-// states that were kept are not read.
+// Without decays dq needs no G and the other gradients no S: blocks of two kinds, one for each, run through all steps,
+// and kept states are not read.
 //
 // Sums over columns go across warps once a span, through shared memory; where a head's columns do not fit one block,
 // blocks write parts to the workspace, which later launches add to, and a second kernel adds them in order. With decays
@@ -133,8 +133,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     const A* const erase_rows = apart ? part(at.rows[kE]) : part(at.rows[kK]);
     const Gate<A> gate(call.log_gate, batch, head), beta(call.beta, batch, head);
 
-    // Stages: `ask` starts the copies of the stage that comes next, `stage` waits for them, or asks first where no one
-    // has.
+    // Pipeline stages: `ask` starts the copies of the next stage, `stage` waits for them, after asking if nobody has.
     A gate_ahead{}, beta_ahead{};
     bool requested = false;
     const auto ask = [&](int time, int steps, unsigned mask) {
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     };
     const auto stage = [&](int time, int steps, unsigned mask) {
         if (!requested) {
-            __syncthreads();  // the table of sources, and the raw rows, which the last conversion has read
+            __syncthreads();  // the table is complete, and the last conversion has read the raw rows
             ask(time, steps, mask);
         }
         copies_wait<0>();
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     struct Operands {
         A q[R], k[R], f[R], v[C], z[C], dy[C], gate, write;
     };
-    const auto load = [&](int s) {  // what every sweep needs; the reads, q and dy, are added where they are used
+    const auto load = [&](int s) {  // operands of all sweeps; q and dy are loaded where they are used
         Operands x;
         read_keys<Tile>(x.k, part(at.rows[kK]) + s * keys, place);
         read_values<Tile>(x.v, part(at.rows[kV]) + s * values, place);
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         return states ? static_cast<const A*>(states) + index * size + first : nullptr;
     };
 
-    // One step of the state, which rules that correct have decayed; x.v is u for these.
+    // One step of the state, which delta rules have decayed already; for these x.v is u.
     const auto update = [&](Operands& x) {
         UNROLL_FOR (int r = 0; r < R; ++r) {
             const A key = M == kScalar ? x.write * x.k[r] : x.k[r];
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             }
         }
     };
-    // The keys that what is written is read by first.
+    // The erase keys.
     const auto erase_keys = [&](A(&keys_read)[R], const Operands& x, int s) {
         if constexpr (M == kKeyDelta) {
             read_keys<Tile>(keys_read, erase_rows + s * keys, place);
@@ -220,7 +219,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         sum_lanes<Tile::kKeyLanes, 1>(retrieved);
         UNROLL_FOR (int c = 0; c < C; ++c) x.v[c] -= retrieved[c];
     };
-    const auto write_values = [&](const A(&x)[C], A* row) {  // what all key lanes hold alike
+    const auto write_values = [&](const A(&x)[C], A* row) {  // the same in all key lanes
         if (place.key_lane != 0) return;
         Pack<A, C> out;
         UNROLL_FOR (int c = 0; c < C; ++c) out.x[c] = x[c];
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         }
     };
 
-    // The warp's own rows of what is summed over warps later.
+    // The warp's own rows of gradients that are summed over warps later.
     const auto own = [&](int offset, int s) { return part(offset) + (place.warp * span + s) * keys; };
 
     const auto forwards = [&](int steps) {
@@ -298,7 +297,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
                 A df[R] = {}, dz[C] = {};
                 UNROLL_FOR (int r = 0; r < R; ++r)
                     UNROLL_FOR (int c = 0; c < C; ++c) {
-                        // The gradient is decayed first: what it becomes is what the sums need.
+                        // The gradient is decayed first: the sums need the decayed one.
                         grad[r][c] *= x.f[r];
                         if constexpr (M == kBoth) grad[r][c] *= x.z[c];
                         const A passed = state[r][c] * grad[r][c];
@@ -373,7 +372,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
         }
     };
 
-    // A key-dimension gradient where this block's part of it goes, onto that of earlier launches.
+    // Stores this block's part of a key-dimension gradient, onto that of earlier launches.
     const auto store_keys = [&](const Sequence& to, int offset, int time, int steps) {
         store_rows(to, batch * to.batch + head * to.head + blockIdx.y * plan.part_stride * sizes.key_dim, sizes.key_dim,
                    part(offset), keys, warps, span * keys, time, steps, plan.first_split > 0);
@@ -525,7 +524,7 @@ size_t parts_bytes(const RuleBackward& call, const BackwardPlan& plan) {
     const int keys = 2 + (call.erase.data != nullptr) + (call.log_key_decay.data != nullptr);
     const int64_t dims = call.sizes.key_dim * keys + (call.log_gate.data != nullptr) + (call.beta.data != nullptr);
     const size_t bytes = static_cast<size_t>(plan.parts * rows * dims) * sizeof(typename Tile::A);
-    return (bytes + 255) / 256 * 256;  // what lies behind is aligned, too
+    return (bytes + 255) / 256 * 256;  // aligns the segments behind
 }
 
 // Segments start from states that were kept.

@@ -1,9 +1,9 @@
 // The recurrent forward pass of both families: one pass over the steps with the state in registers.
 //
-// A stage of `steps` steps is converted into shared memory while the copies of the next are under way. Global memory is
-// read and written once: inputs, outputs, and a state every `interval` steps. V is split over blocks where one
-// block of kMostWarps warps does not cover it, or to occupy the device; blocks of a head then read q and k each.
-// With decays by dimension, time is split too where heads are few (segments.cuh).
+// A stage of `steps` steps is converted in shared memory while the next one's copies are in flight. Global memory is
+// read and written once: inputs, outputs, and a state every `interval` steps. V is split over blocks where one block of
+// kMostWarps warps does not cover it, or to fill the device; each block of a head reads q and k. With decays by
+// dimension, time is split too where heads are few (segments.cuh).
 #pragma once
 
 #include "segments.cuh"
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     A* const outs = reinterpret_cast<A*>(memory + at.out);
 
     constexpr bool decays = decays_keys(M), results = P == kResults, back = P == kGradientOfSegment;
-    // Nobody asks what the first segment makes of a gradient.
+    // The gradient at the first segment's start is not needed.
     const int segment = divides_time(M) ? blockIdx.z + (back ? 1 : 0) : 0;
     const int begin = segments.begin(segment), total = segments.steps(segment, sizes.time);
     const int first_step = back ? begin + total - 1 : begin;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             }
             for (const int stop = min(steps, next_save - time); s < stop; ++s) {
                 Operands x = next;
-                next = load(min(s + 1, steps - 1));  // before the store below, which might be to the same place
+                next = load(min(s + 1, steps - 1));  // before the store below, which might alias
                 if constexpr (is_delta(M)) {
                     A retrieved[C] = {};
                     UNROLL_FOR (int r = 0; r < R; ++r)
@@ -240,8 +240,8 @@ cudaError_t launch_sweep(const RuleForward& call, const ForwardPlan& plan, const
                   shared_of_forward<Tile>(call, plan), stream, call, plan.stage, segments);
 }
 
-// The effect of segments on a state, or, with q and d_out as k and v, on a gradient, and with what each starts therefore.
-// `first`: the state before the first, or the gradient after the last.
+// The effect of segments on a state or, with q and d_out as k and v, on a gradient, and then the starts of all
+// segments. `first`: the state before the first segment, or the gradient after the last.
 template <class Tile, int M, Purpose P>
 cudaError_t launch_segments(RuleForward call, const TimeSegments& segments, const void* first, cudaStream_t stream) {
     call.q = {};

@@ -1,12 +1,12 @@
-// Long sequences of few heads, with decays by dimension: time is dealt out to several blocks in segments, so that the
-// device is full.
+// Long sequences of few heads, with decays by dimension: time is divided among blocks in segments, so that the device
+// is full.
 //
-// What a segment makes of the state is S_end = (F Z^T) * S_start + C, with F and Z the products of its decays. A first
-// launch finds F, Z and C (a sweep from zeros) for all segments at once; a second carries the state from segment to
-// segment; the third is the sweep that computes results, each segment from its own start. The way back is the same:
-// dS_start = (F Z^T) * dS_end + C', where C' comes of a sweep back through q and dy alone.
+// The effect of a segment is S_end = (F Z^T) * S_start + C, with F and Z the products of its decays. A first launch
+// computes F, Z and C (a sweep from zeros) for all segments at once; a second carries the state from segment to
+// segment; the third computes results, each segment from its own start. The way back is the same: dS_start = (F Z^T) *
+// dS_end + C', where C' comes from a sweep back through q and dy alone.
 //
-// The chunked kernels divide any rule's sequences so (chunked/segments.cuh).
+// The chunked kernels divide sequences of all rules (chunked/passes.cuh).
 #pragma once
 
 #include "../carried_states.cuh"
@@ -14,13 +14,13 @@
 
 namespace fairseq_fastweights {
 
-// The purpose of a launch of the forward kernel: results, or what a segment makes of a state, or of a gradient, of zeros.
+// The purpose of a launch of the forward kernel: results, or a segment's effect on a zero state, or on a zero gradient.
 enum Purpose { kResults, kStateOfSegment, kGradientOfSegment };
 
 struct TimeSegments {
     int count;     // 1: the sequence is not divided
     int length;    // in steps, of all but the last; a multiple of the interval between kept states, if any are kept
-    void* states;  // (segment, head, key_dim, value_dim): C, then what the last launch starts from
+    void* states;  // (segment, head, key_dim, value_dim): C, then the segments' starts
     void* passed;  // (segment, head, key_dim + value_dim): F and Z
 
     DEVICE int begin(int segment) const { return segment * length; }

@@ -2,8 +2,9 @@
 // so it is read once and written once, in 16-byte accesses where its strides allow; everything else is small.
 //
 // A block owns 4 * Lanes columns of one head's state: Lanes neighbouring threads read neighbouring columns of a row,
-// and groups of them take every `groups`-th row, at most kStepRows each, which stay in registers between the delta
-// rule's retrieval and its update. Nothing is allocated and nothing waits for the host: a CUDA graph can hold it.
+// and each set of Lanes threads takes every `groups`-th row, at most kStepRows each, which stay in registers between
+// the delta rule's retrieval and its update. Nothing is allocated and nothing waits for the host: a CUDA graph can hold
+// it.
 #include "tile.cuh"
 
 using namespace fairseq_fastweights;
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     A* const k = q + padded_keys(sizes);
     A* const f = k + padded_keys(sizes);
     A* const e = call.erase.data ? f + padded_keys(sizes) : k;
-    // Sums of a warp's rows, for `out` and, in the second half, for what the erase key retrieves.
+    // Sums of a warp's rows, for `out` and, in the second half, for the retrieved values.
     A* const sums = f + 2 * padded_keys(sizes);
     const auto offset = [&](const Sequence& x) { return batch * x.batch + head * x.head; };
 

@@ -1,5 +1,5 @@
-// Code that the recurrent kernels share: how a head's state lies in the registers of a block, how rows of the inputs come
-// into shared memory some steps at a time, how results leave it, and sums over lanes.
+// Code that the recurrent kernels share: a head's state in the registers of a block, rows of the inputs on their way to
+// shared memory, rows of results on their way out, and sums over lanes.
 //
 // A block owns the columns of one head's (key_dim, value_dim) state that its warps cover; a warp owns all rows of
 // kWarpValues columns, so that sums over keys, which every step of the delta rule waits for, never leave a warp. Within
@@ -19,8 +19,8 @@ constexpr int kMostWarps = 8;   // of a block: 255 registers for each thread
 constexpr int kMostDim = 512;   // of keys and of values
 constexpr int kMostSteps = 32;  // of a stage: a thread of a warp loads one step's gate
 
-// The factor of the state at a step: nothing, a number, a factor for each row, one for each row and each column; and
-// with the delta rule's correction, nothing, a number, or a factor for each row, where the erase key may be another.
+// The decay of the state at a step: none, a scalar, one for each row, or for each row and column; and with the delta
+// rule none, a scalar, or one for each row, with an optional erase key.
 enum Mode { kPlain, kScalar, kKey, kBoth, kDelta, kGatedDelta, kKeyDelta };
 
 __host__ __device__ constexpr bool is_delta(int mode) { return mode >= kDelta; }
@@ -52,7 +52,7 @@ struct RegisterTile {
     static constexpr int kValueLanes = kWarp / KeyLanes;
     static constexpr int kKeys = KeyLanes * Rows;
     static constexpr int kWarpValues = kValueLanes * Columns;
-    static constexpr int kRowVector = Rows < 4 ? Rows : 4;  // neighbouring rows of one thread
+    static constexpr int kRowVector = Rows < 4 ? Rows : 4;  // neighbouring rows of a thread
     // The length of a block's rows of values in shared memory: they are moved by fours.
     __host__ __device__ static constexpr int padded(int warps) { return (warps * kWarpValues + 3) & ~3; }
 };
@@ -67,7 +67,8 @@ DEVICE double exponential(double x) { return exp(x); }
 DEVICE float one_minus_exponential(float x) { return -expm1f(x); }
 DEVICE double one_minus_exponential(double x) { return -expm1(x); }
 
-// The place of a thread. Its row r is row(r) of the state, its columns column .. column + Columns - 1 of the block's.
+// A thread's coordinates. Its row r is row(r) of the state, its columns are column .. column + Columns - 1 of the
+// block's.
 template <class Tile>
 struct ThreadCoord {
     int warp, key_lane, value_lane, column;
@@ -78,7 +79,7 @@ struct ThreadCoord {
         value_lane = lane / Tile::kKeyLanes;
         column = warp * Tile::kWarpValues + value_lane * Tile::kColumns;
     }
-    // Groups of rows go round the lanes: the lanes' reads of a group are neighbours, without bank conflicts.
+    // Lanes take turns by kRowVector rows: reads of neighbouring lanes are contiguous, without bank conflicts.
     __device__ int row(int r) const {
         constexpr int group = Tile::kRowVector;
         return r / group * (Tile::kKeyLanes * group) + key_lane * group + r % group;
@@ -224,13 +225,13 @@ __host__ DEVICE const Sequence& forward_input(const Params& p, int i) {
                      : p.erase;
 }
 
-// One input of a block: rows of `dim` elements, `stride` bytes from step to step. They come as they are into `raw` by
-// asynchronous copies of `granule` bytes while the block computes on the stage before, and are converted once, into
-// rows of `padded` numbers with zeros behind the last. Where no granule of at least 4 bytes fits addresses and strides
-// (granule 0), the conversion reads them from global memory itself.
+// One input of a block: rows of `dim` elements, `stride` bytes from step to step. Asynchronous copies of `granule`
+// bytes bring them into `raw` while the block computes on the stage before; then they are converted once, into rows of
+// `padded` numbers, with zeros behind the last. If addresses and strides allow no granule of at least 4 bytes (granule
+// 0), the conversion reads global memory itself.
 //
-// `raw` and `rows` are offsets into the block's shared memory, and its address goes with a Source: a pointer that comes
-// out of memory, where a Source lies, might be to anything, and would be read in the slow way.
+// `raw` and `rows` are offsets into the block's shared memory, whose address is passed beside a Source: a pointer
+// loaded from memory would be generic, and slow to read.
 struct Source {
     const unsigned char* from;
     int64_t stride;
@@ -284,8 +285,8 @@ DEVICE void copy_rows(const Source& source, unsigned char* memory, int time, int
     if (source.granule == 4) copy_rows<4>(source, memory, time, steps);
 }
 
-// Starts the copies of all inputs of `mask`. The loop over inputs stays one: five copies of its body would only cost
-// instruction cache and compile time.
+// Starts the copies of all inputs of `mask`. Not unrolled: copies of the body would only cost instruction cache and
+// compile time.
 DEVICE void copy_inputs(const Source* table, unsigned mask, unsigned char* memory, int time, int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
@@ -346,7 +347,7 @@ struct Gate {
 
     __device__ Gate(const Sequence& x, int batch, int head)
         : data(x.data), first(batch * x.batch + head * x.head), stride(x.time), dtype(x.dtype) {}
-    // `absent`: what it is where there is none.
+    // `absent`: the value if there is no tensor.
     __device__ A load(int time, int steps, A absent) const {
         const int step = threadIdx.x;
         return data && step < steps ? load_element<A>(data, dtype, first + (time + step) * stride) : absent;

@@ -77,7 +77,8 @@ _SCHEMAS = (
     " Tensor(c!) state)"
     " -> Tensor out",
     "gated_delta_step_(Tensor x, Tensor beta, Tensor decay, Tensor gate, Tensor conv, Tensor rate, Tensor bias,"
-    " Tensor norm, int q_heads, int k_heads, int v_heads, float most, float eps, Tensor(a!) before, Tensor(b!) memory)"
+    " Tensor norm, int q_heads, int k_heads, int v_heads, float max_beta, float eps, Tensor(a!) before,"
+    " Tensor(b!) state)"
     " -> Tensor out",
     "cpu_instruction_set() -> str",
     "cuda_plan(str operation, int[] sizes, ScalarType dtype, bool gated, int separate_decays, int capability) -> int[]",
