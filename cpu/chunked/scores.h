@@ -52,7 +52,7 @@ template <class real> struct SharedDecay {
         for (index_t i = 0; i < CHUNK; ++i) scale(scaled + i * ld, rows + i * ld, factors[i], ld);
     }
 
-    // Adds to d_rows from the gradient of `scaled`, rows decayed from the chunk's start; and to d_log of the steps before.
+    // d_rows and d_log from the gradient of `scaled`, rows decayed from the chunk's start.
     void add_readers_gradient(real* d_rows, real* d_log, const real* gradient, const real* scaled, index_t rows,
                               index_t ld) const {
         real total = 0;
