@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "kernels.h"
 
 // A device function, always inlined, and an unrolled loop.
@@ -20,82 +22,36 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // ---- Storage and arithmetic --------------------------------------------------------------------------------------
 
+// The dtype of a storage type, and the type of arithmetic on it.
 template <typename T>
-struct Stored;  // kDType of a storage type, and Compute: the type that arithmetic on it is done in
-
-template <>
-struct Stored<float> {
-    static constexpr int32_t kDType = kFloat32;
-    using Compute = float;
-};
-template <>
-struct Stored<__half> {
-    static constexpr int32_t kDType = kFloat16;
-    using Compute = float;
-};
-template <>
-struct Stored<__nv_bfloat16> {
-    static constexpr int32_t kDType = kBFloat16;
-    using Compute = float;
-};
-template <>
-struct Stored<double> {
-    static constexpr int32_t kDType = kFloat64;
-    using Compute = double;
+struct Stored {
+    static constexpr int32_t kDType = std::is_same_v<T, float>    ? kFloat32
+                                      : std::is_same_v<T, __half> ? kFloat16
+                                      : std::is_same_v<T, double> ? kFloat64
+                                                                  : kBFloat16;
+    using Compute = std::conditional_t<kDType == kFloat64, double, float>;
 };
 
 __host__ DEVICE int bytes_of(int32_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 
-template <typename A>
-DEVICE A widen(float x) {
-    return static_cast<A>(x);
-}
-template <typename A>
-DEVICE A widen(double x) {
-    return static_cast<A>(x);
-}
-template <typename A>
-DEVICE A widen(__half x) {
-    return static_cast<A>(__half2float(x));
-}
-template <typename A>
-DEVICE A widen(__nv_bfloat16 x) {
-    return static_cast<A>(__bfloat162float(x));
+template <typename A, typename T>
+DEVICE A widen(T x) {
+    if constexpr (std::is_same_v<T, __half>)
+        return static_cast<A>(__half2float(x));
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return static_cast<A>(__bfloat162float(x));
+    else
+        return static_cast<A>(x);
 }
 
 template <typename T, typename A>
-DEVICE T narrow(A x);
-template <>
-DEVICE float narrow<float, float>(float x) {
-    return x;
-}
-template <>
-DEVICE double narrow<double, double>(double x) {
-    return x;
-}
-template <>
-DEVICE float narrow<float, double>(double x) {
-    return static_cast<float>(x);
-}
-template <>
-DEVICE double narrow<double, float>(float x) {
-    return static_cast<double>(x);
-}
-template <>
-DEVICE __half narrow<__half, float>(float x) {
-    return __float2half_rn(x);
-}
-template <>
-DEVICE __half narrow<__half, double>(double x) {
-    return __float2half_rn(static_cast<float>(x));
-}
-template <>
-DEVICE __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
-    return __float2bfloat16_rn(x);
-}
-template <>
-DEVICE __nv_bfloat16 narrow<__nv_bfloat16, double>(double x) {
-    return __float2bfloat16_rn(static_cast<float>(x));
+DEVICE T narrow(A x) {
+    if constexpr (std::is_same_v<T, __half>)
+        return __float2half_rn(static_cast<float>(x));
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return __float2bfloat16_rn(static_cast<float>(x));
+    else
+        return static_cast<T>(x);
 }
 
 // One element by a dtype known at run time, for elements that are used once (gates, generic paths).
@@ -117,6 +73,16 @@ DEVICE void store_element(void* data, int32_t dtype, int64_t index, A value) {
         case kBFloat16: static_cast<__nv_bfloat16*>(data)[index] = narrow<__nv_bfloat16>(value); break;
         default: static_cast<double*>(data)[index] = narrow<double>(value);
     }
+}
+
+template <typename A>
+DEVICE A load_element(const Sequence& x, int64_t index) {
+    return load_element<A>(x.data, x.dtype, index);
+}
+
+template <typename A>
+DEVICE void store_element(const Sequence& x, int64_t index, A value) {
+    store_element(x.data, x.dtype, index, value);
 }
 
 // f(T()), T the type that a dtype is stored as; `otherwise` for float64, which no tensor core multiplies here.

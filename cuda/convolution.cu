@@ -69,8 +69,7 @@ struct Channels {
     // Loads the parameters, and the window before the first step.
     DEVICE void start() {
         if constexpr (Width == 0) {
-            for (int i = 0; i <= R(); ++i)
-                weights(R() - i, 0) = load_element<A>(call.weight.data, call.weight.dtype, c * call.width + i);
+            for (int i = 0; i <= R(); ++i) weights(R() - i, 0) = load_element<A>(call.weight, c * call.width + i);
         } else {
             A numbers[V * Width];
             load_numbers(numbers, call.weight, c * Width, count * Width);

@@ -45,7 +45,7 @@ struct Row {
         if (!Random) return;
         A squares = A(0), largest = A(0);
         for (int i = lane; i < call.source_dim; i += lanes) {
-            const A value = load_element<A>(call.source.data, call.source.dtype, source + i);
+            const A value = load_element<A>(call.source, source + i);
             squares += value * value;
         }
         for (int i = lane; i < call.dim; i += lanes) largest = larger(largest, input(i) < A(0) ? -input(i) : input(i));
@@ -69,8 +69,8 @@ struct Row {
     DEVICE A exponential_of(int i) const {
         return exponential(base + (i < call.dim ? input(i) : -input(i - call.dim)));
     }
-    DEVICE A input(int i) const { return load_element<A>(call.x.data, call.x.dtype, x + i); }
-    DEVICE A gradient(int i) const { return load_element<A>(call.dy.data, call.dy.dtype, dy + i); }
+    DEVICE A input(int i) const { return load_element<A>(call.x, x + i); }
+    DEVICE A gradient(int i) const { return load_element<A>(call.dy, dy + i); }
     DEVICE A z(int i) const { return positive(i < call.dim ? input(i) : -input(i - call.dim)); }
     DEVICE A phi(int i) const {
         if (call.map == kDpfp) {
@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
     const Factor<A> factor(call, total, shared);
     if (!inside && !Random) return;
     if (!Backward) {
-        for (int i = lane; inside && i < features; i += lanes)
-            store_element(call.y.data, call.y.dtype, of.y + i, factor.r * of.phi(i));
+        for (int i = lane; inside && i < features; i += lanes) store_element(call.y, of.y + i, factor.r * of.phi(i));
         return;
     }
     const auto d_phi = [&](int i) {
@@ -146,14 +145,14 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
         A log_scale = A(0);
         for (int i = lane; i < call.dim; i += lanes) {
             const A up = d_phi(i) * of.exponential_of(i), down = d_phi(i + call.dim) * of.exponential_of(i + call.dim);
-            if (inside) store_element(call.dx.data, call.dx.dtype, of.dx + i, up - down);
+            if (inside) store_element(call.dx, of.dx + i, up - down);
             log_scale += up + down;
         }
         for (int other = lanes / 2; other > 0; other /= 2) log_scale += __shfl_xor_sync(kAllLanes, log_scale, other);
         const A by = -A(call.source_scale * call.source_scale) * log_scale;
         for (int i = lane; inside && i < call.source_dim; i += lanes) {
-            const A value = load_element<A>(call.source.data, call.source.dtype, of.source + i);
-            store_element(call.d_source.data, call.d_source.dtype, of.d_source + i, by * value);
+            const A value = load_element<A>(call.source, of.source + i);
+            store_element(call.d_source, of.d_source + i, by * value);
         }
     } else {
         for (int i = lane; i < call.dim; i += lanes) {
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(kFeatureThreads, Random && sizeof(A) == 8 ? 2 
                 if (call.map == kElu) d = x > A(0) ? d : d * exponential(x);
                 if (call.map == kRelu) d = x <= A(0) ? A(0) : d;
             }
-            store_element(call.dx.data, call.dx.dtype, of.dx + i, d);
+            store_element(call.dx, of.dx + i, d);
         }
     }
 }

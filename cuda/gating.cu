@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!Normed && call.log_rate.data) {
         const int of_rate = channels / call.rates;
         UNROLL_FOR (int v = 0; v < V; ++v)
-            if (v < count)
-                factor[v] *= -exponential(load_element<A>(call.log_rate.data, call.log_rate.dtype, (c + v) / of_rate));
+            if (v < count) factor[v] *= -exponential(load_element<A>(call.log_rate, (c + v) / of_rate));
     }
 
     const unsigned begin = blockIdx.y * by.share, end = begin + by.share < by.rows ? begin + by.share : by.rows;

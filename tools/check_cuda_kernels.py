@@ -1,13 +1,15 @@
-"""Compiles the CUDA kernels for each architecture that counts, and reads what ptxas says of them. Needs no GPU.
+"""Compiles the CUDA kernels for each architecture that counts, and reads ptxas's report and the PTX. Needs no GPU.
 
     python tools/check_cuda_kernels.py [--architectures 80 90 100 120] [FILE ...]
 
 Prints registers and spills, a line for each kernel and architecture. Fails on errors, on warnings, and on registers
 that are spilled to memory, except in kernels whose name says `generic`, which take every shape and are the slow way out
-for those that nothing is tuned for, or `double`, which is there to check gradients with.
+for those that nothing is tuned for, or `double`, which is there to check gradients with. In PTX it fails if a group of
+`wgmma` is interrupted by a branch, or if a register that the group accesses is written after its fence, which PTX calls
+undefined.
 
 By default that is sm_80 and sm_90a, which take some five minutes of a core each.
-What was compiled without a change since is not compiled again: what the compiler said is kept in build/native/reports.
+A file that has not changed is not compiled again: reports are kept in build/native/reports.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -72,22 +75,44 @@ def read_compiler_output(text: str) -> tuple[list[Kernel], list[str]]:
     return kernels, warnings + [kernel.fault for kernel in kernels if kernel.fault]
 
 
+def read_ptx(text: str) -> list[str]:
+    """The hazards of `wgmma` in PTX, each with the kernel that it is in."""
+    faults = []
+    for kernel in re.split(r"(?=\.entry )", re.sub("//.*", "", text))[1:]:
+        name = kernel.split()[1].partition("(")[0]
+        for group in re.findall(r"wgmma\.fence\.sync\.aligned;(.*?)wgmma\.commit_group", kernel, re.DOTALL):
+            products = re.findall(r"wgmma\.mma_async[^;]*;", group)
+            accessed = {register for product in products for register in re.findall(r"%[fr]\d+", product)}
+            others = re.sub(r"wgmma\.mma_async[^;]*;", "", group)
+            if re.search(r"\bbra\b|^\$L", others, re.MULTILINE):
+                faults.append(f"{name}: a branch within a group of wgmma")
+            if written := accessed.intersection(
+                re.findall(r"^\s*(?:@\S+\s+)?[a-z][\w.]*\s+(%[fr]\d+)", others, re.MULTILINE)
+            ):
+                faults.append(f"{name}: writes {min(written)} of wgmma after wgmma.fence")
+    return faults
+
+
 def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], list[str]]:
-    """Kernels and faults of `source`, from what the compiler said the last time if nothing changed since."""
+    """Kernels and faults of `source`, from the last report if nothing changed since."""
     code = nvcc.machine_code(str(architecture))
     where, reports = f"{source.parent.name}/{source.name}, {code}", ROOT / "build" / "native" / "reports"
     flags = [*NVCC_FLAGS, "-Xptxas=-v", *generate_code_flags([code])]
-    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}")
+    work = Compilation(source, (nvcc.command, *flags), f"{nvcc.version}\n{nvcc.more_flags}\nPTX")
     kept = reports / f"{work.key()}.txt"
     if not kept.is_file():
         reports.mkdir(parents=True, exist_ok=True)
         target, new = kept.with_suffix(".o"), kept.with_suffix(".new")
-        command = [*work.command, "-c", str(source), "-o", str(target)]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        target.unlink(missing_ok=True)
-        if result.returncode:
-            return [], [f"{where}: does not compile:\n{result.stdout}"]
-        new.write_text(result.stdout)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*work.command, "--keep", f"--keep-dir={folder}", "-c", str(source), "-o", str(target)]
+            result = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            )
+            target.unlink(missing_ok=True)
+            if result.returncode:
+                return [], [f"{where}: does not compile:\n{result.stdout}"]
+            hazards = [fault for path in Path(folder).glob("*.ptx") for fault in read_ptx(path.read_text())]
+        new.write_text(result.stdout + "".join(f"warning: {fault}\n" for fault in dict.fromkeys(hazards)))
         new.replace(kept)
     kernels, faults = read_compiler_output(kept.read_text())
     return kernels, [f"{where}: {fault}" for fault in faults]

@@ -226,19 +226,29 @@ DEVICE void multiply_fragment(Fragment<N>& sums, const Left& left, const Right& 
     }
 }
 
+// Registers that wgmma accesses must be written before wgmma.fence and read after the wait. The compiler, to which an asm
+// statement is opaque, may move neither across this: else it writes zeros behind the fence, which PTX calls undefined.
+DEVICE void keep_in_registers(unsigned& x) { FASTWEIGHTS_SM90A((void)x, asm volatile("" : "+r"(x)::"memory")); }
+template <int N>
+DEVICE void keep_in_registers(Fragment<N>& x) {
+    FASTWEIGHTS_SM90A((void)x, x.each([](int, int, float& y) { asm volatile("" : "+f"(y)::"memory"); }));
+}
+
 // Starts sums += left right as wgmma, over `inner` blocks of 16 inner indices, `Most` at most, and so many `parts` of
 // the left factor: left_of(block, part) is in registers, written before, or a descriptor, of a factor that may be
 // `Transposed`.
 template <bool RowsInner, bool Transposed, int Most, int N, typename Right, typename Left>
 DEVICE void start_wgmma(Fragment<N>& sums, const Right& right, int inner, int parts, Left left_of) {
+    // One branch for each count: a branch between instructions would give each a group of its own.
+    if constexpr (Most > 1)
+        if (inner < Most) return start_wgmma<RowsInner, Transposed, Most - 1>(sums, right, inner, parts, left_of);
+    keep_in_registers(sums);
     FASTWEIGHTS_SM90A(emulation::wgmma_fence(), asm volatile("wgmma.fence.sync.aligned;\n" :: : "memory"));
-    UNROLL_FOR (int e = 0; e < Most; ++e) {
-        if (e >= inner) break;
+    UNROLL_FOR (int e = 0; e < Most; ++e)
         UNROLL_FOR (int part = 0; part < parts; ++part)
             UNROLL_FOR (int n = 0; n < N; n += kWgmmaColumns / 8)
                 wgmma<typename Right::Element, RowsInner, Transposed>(
                     sums.value, n, left_of(e, part), right.template descriptor<RowsInner>(16 * e, 8 * n));
-    }
     FASTWEIGHTS_SM90A(emulation::wgmma_commit(), asm volatile("wgmma.commit_group.sync.aligned;\n" :: : "memory"));
 }
 
@@ -252,6 +262,8 @@ DEVICE void start(bool warpgroup, Fragment<N>& sums, const Left& left, const Rig
         if (warpgroup) {
             unsigned a[2][M / 2][4];
             UNROLL_FOR (int e = 0; e < M / 2; ++e) round_left<T>(a[0][e], a[1][e], left, e);
+            UNROLL_FOR (int i = 0; i < (1 + Split) * M / 2; ++i)
+                UNROLL_FOR (unsigned& x : a[i / (M / 2)][i % (M / 2)]) keep_in_registers(x);
             return start_wgmma<RowsInner, false, M / 2>(
                 sums, right, M / 2, 1 + Split, [&](int e, int part) -> const unsigned (&)[4] { return a[part][e]; });
         }
@@ -260,9 +272,8 @@ DEVICE void start(bool warpgroup, Fragment<N>& sums, const Left& left, const Rig
 template <int N>
 DEVICE void finish(bool warpgroup, Fragment<N>& sums) {
     if (!warpgroup) return;
-    FASTWEIGHTS_SM90A(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory");
-                      sums.each([](int, int, float& x) { asm volatile(""
-                                                                      : "+f"(x)::"memory"); }));  // not read before
+    FASTWEIGHTS_SM90A(emulation::wgmma_wait(0), asm volatile("wgmma.wait_group.sync.aligned 0;\n" :: : "memory"));
+    keep_in_registers(sums);
 }
 template <int Passes, bool RowsInner, bool Split = false, int N, typename Left, typename Right>
 DEVICE void multiply(bool warpgroup, Fragment<N>& sums, const Left& left, const Right& right) {

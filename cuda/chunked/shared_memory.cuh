@@ -108,12 +108,12 @@ DEVICE void copy_elements(const To& to, const Head<T>& from, unsigned rows, int 
 DEVICE float load_step(const Sequence& x, int batch, int head, int t, int time) {
     if (t >= time) return 0.0f;
     if (x.data == nullptr) return 1.0f;
-    return load_element<float>(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head);
+    return load_element<float>(x, batch * x.batch + t * x.time + head * x.head);
 }
 
 // Writes a number of a (batch, time, heads) tensor, whose dtype is known at run time only.
 DEVICE void store_step(const Sequence& x, int batch, int head, int t, float value) {
-    store_element(x.data, x.dtype, batch * x.batch + t * x.time + head * x.head, value);
+    store_element(x, batch * x.batch + t * x.time + head * x.head, value);
 }
 
 }  // namespace fairseq_fastweights

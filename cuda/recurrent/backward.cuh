@@ -393,8 +393,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
             for (int w = 0; w < warps; ++w) sum += part(offset)[w * span + threadIdx.x];
             const int64_t index =
                 batch * to.batch + head * to.head + (time + threadIdx.x) * to.time + blockIdx.y * plan.part_stride;
-            if (plan.first_split > 0) sum += load_element<A>(to.data, to.dtype, index);
-            store_element(to.data, to.dtype, index, sum);
+            if (plan.first_split > 0) sum += load_element<A>(to, index);
+            store_element(to, index, sum);
         };
         if constexpr (has_gate(M)) store_scalars(call.d_log_gate, at.dg);
         if (is_delta(M) && call.d_beta.data) store_scalars(call.d_beta, at.db);
@@ -480,7 +480,7 @@ __global__ void __launch_bounds__(256)
         for (int split = 0; split < splits; ++split) sum += parts[split * count + i];
         const int64_t row = i / dim, step = row / sizes.heads;
         const int64_t at = step / sizes.time * to.batch + step % sizes.time * to.time + row % sizes.heads * to.head;
-        store_element(to.data, to.dtype, at + i % dim, sum);
+        store_element(to, at + i % dim, sum);
     }
 }
 

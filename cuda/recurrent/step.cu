@@ -34,26 +34,25 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     const auto offset = [&](const Sequence& x) { return batch * x.batch + head * x.head; };
 
     for (int i = threadIdx.x; i < sizes.key_dim; i += blockDim.x) {
-        q[i] = load_element<A>(call.q.data, call.q.dtype, offset(call.q) + i);
-        k[i] = load_element<A>(call.k.data, call.k.dtype, offset(call.k) + i);
-        if (Delta && call.erase.data) e[i] = load_element<A>(call.erase.data, call.erase.dtype, offset(call.erase) + i);
-        f[i] = call.log_key_decay.data ? exponential(load_element<A>(call.log_key_decay.data, call.log_key_decay.dtype,
-                                                                     offset(call.log_key_decay) + i))
-                                       : A(1);
+        q[i] = load_element<A>(call.q, offset(call.q) + i);
+        k[i] = load_element<A>(call.k, offset(call.k) + i);
+        if (Delta && call.erase.data) e[i] = load_element<A>(call.erase, offset(call.erase) + i);
+        f[i] = call.log_key_decay.data
+                   ? exponential(load_element<A>(call.log_key_decay, offset(call.log_key_decay) + i))
+                   : A(1);
     }
     A gate = A(1), write = A(1), v[kColumns], z[kColumns];
     if (call.log_gate.data) {
-        gate = load_element<A>(call.log_gate.data, call.log_gate.dtype, offset(call.log_gate));
+        gate = load_element<A>(call.log_gate, offset(call.log_gate));
         if (call.complement) write = one_minus_exponential(gate);
         gate = exponential(gate);
     }
-    if (Delta && call.beta.data) write = load_element<A>(call.beta.data, call.beta.dtype, offset(call.beta));
+    if (Delta && call.beta.data) write = load_element<A>(call.beta, offset(call.beta));
     UNROLL_FOR (int c = 0; c < kColumns; ++c) {
         const bool inside = column + c < sizes.value_dim;
-        v[c] = inside ? load_element<A>(call.v.data, call.v.dtype, offset(call.v) + column + c) : A(0);
+        v[c] = inside ? load_element<A>(call.v, offset(call.v) + column + c) : A(0);
         z[c] = inside && call.log_value_decay.data
-                   ? exponential(load_element<A>(call.log_value_decay.data, call.log_value_decay.dtype,
-                                                 offset(call.log_value_decay) + column + c))
+                   ? exponential(load_element<A>(call.log_value_decay, offset(call.log_value_decay) + column + c))
                    : A(1);
     }
 
@@ -125,8 +124,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     sum_rows(out, sums);
     if (threadIdx.x < Lanes) {
         UNROLL_FOR (int c = 0; c < kColumns; ++c)
-            if (column + c < sizes.value_dim)
-                store_element(call.out.data, call.out.dtype, offset(call.out) + column + c, out[c]);
+            if (column + c < sizes.value_dim) store_element(call.out, offset(call.out) + column + c, out[c]);
     }
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import check_cuda_kernels
 import kernel_instructions
 import pytest
-from check_cuda_kernels import SMALL_SPILLS, Kernel, read_compiler_output
+from check_cuda_kernels import SMALL_SPILLS, Kernel, read_compiler_output, read_ptx
 from kernel_instructions import Listing, nvdisasm
 from native_toolchain import Nvcc, Unavailable
 
@@ -43,6 +43,34 @@ def test_what_ptxas_says_is_read_and_warnings_and_spills_are_faults() -> None:
         *((Kernel(f"forward{x}", "sm_80", 9, 4), False) for x in ("_generic<float>", "Generic", "<double>")),
     ):
         assert bool(kernel.fault) == is_fault, kernel
+
+
+PTX = """.visible .entry kernel(
+)
+{
+    mov.f32 %f1, 0f00000000;
+    wgmma.fence.sync.aligned;
+    add.s64 %rd1, %rd2, 16;
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1,
+      %f2}, {%r1,%r2,%r3,%r4}, %rd1, 1, 1, 1, 0;
+    wgmma.commit_group.sync.aligned;
+    mov.f32 %f1, %f3;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "fault"),
+    [
+        ("mov.f32 %f2, 0f00000000;", "kernel: writes %f2 of wgmma after wgmma.fence"),
+        ("@%p1 mov.b32 %r3, %r9;", "kernel: writes %r3 of wgmma after wgmma.fence"),
+        ("@%p1 bra $L__BB0_2;", "kernel: a branch within a group of wgmma"),
+        ("$L__BB0_2:", "kernel: a branch within a group of wgmma"),
+    ],
+)
+def test_hazards_of_wgmma_are_faults(late: str, fault: str) -> None:
+    assert read_ptx(PTX) == []
+    assert read_ptx(PTX.replace("    add.s64", f"{late}\n    add.s64")) == [fault]
 
 
 @pytest.fixture
