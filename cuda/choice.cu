@@ -49,7 +49,7 @@ double recurrent_cycles(int32_t operation, const Sizes& sizes, bool gated, bool 
     const double size = static_cast<double>(keys) * sizes.value_dim / (64 * 64);
     double waiting = costs.waiting * (0.6 + 0.4 * std::min(1.0, size));
     if (backward) waiting *= 0.5 + 0.5 * std::min(1.0, size);
-    // With few heads time is divided there as well (recurrent/segments.cuh).
+    // With few heads time is divided there as well (recurrent/forward.cuh).
     if (separate_decays && operation <= kDiagonalBackward) waiting *= std::min(1.0, 2 * heads);
     // Beyond 64 x 64 values are divided among blocks, which backwards follow one another.
     const double working = heads * costs.of_head * std::pow(size, 0.75) * (size <= 1 ? 1 : backward ? 4 : 2);

@@ -13,7 +13,7 @@
 // no kernel is compiled for they are in shared memory, of one channel. A run begins with the R inputs before it, and
 // backwards ends with the R steps after it, which have a part in the gradients of its inputs. Each run leaves its part
 // of dw and db.
-#include "elementary.cuh"
+#include "elementwise.cuh"
 
 using namespace fairseq_fastweights;
 

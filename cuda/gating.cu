@@ -11,7 +11,7 @@
 // A thread has neighbouring channels, 16 bytes of them, of some steps; with a norm neighbouring threads, a power of
 // two, have the channels of a head, and a vector's sums are taken over them. Parameters, and partial sums for their
 // gradients, stay in its registers. These are added part by part, in an order that depends on the sizes alone.
-#include "elementary.cuh"
+#include "elementwise.cuh"
 
 using namespace fairseq_fastweights;
 

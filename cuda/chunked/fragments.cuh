@@ -226,8 +226,9 @@ DEVICE void multiply_fragment(Fragment<N>& sums, const Left& left, const Right& 
     }
 }
 
-// Registers that wgmma accesses must be written before wgmma.fence and read after the wait. The compiler, to which an asm
-// statement is opaque, may move neither across this: else it writes zeros behind the fence, which PTX calls undefined.
+// Registers that wgmma accesses must be written before wgmma.fence and read after the wait. The compiler, to which an
+// asm statement is opaque, may move neither across this: else it writes zeros behind the fence, which PTX calls
+// undefined.
 DEVICE void keep_in_registers(unsigned& x) { FASTWEIGHTS_SM90A((void)x, asm volatile("" : "+r"(x)::"memory")); }
 template <int N>
 DEVICE void keep_in_registers(Fragment<N>& x) {

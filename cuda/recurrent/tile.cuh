@@ -251,20 +251,12 @@ __host__ DEVICE int shift_for(int count) {
 DEVICE Source make_source(const Sequence& sequence, int batch, int head, int first, int dim, int padded, int raw,
                           int rows, bool logarithm) {
     const int size = bytes_of(sequence.dtype);
-    Source source;
-    source.from = static_cast<const unsigned char*>(sequence.data) +
-                  (batch * sequence.batch + head * sequence.head + first) * size;
-    source.stride = sequence.time * size;
-    source.raw = raw;
-    source.rows = rows;
-    source.dtype = sequence.dtype;
-    source.dim = dim;
-    source.padded = padded;
-    source.logarithm = logarithm;
-    const uint64_t all = reinterpret_cast<uint64_t>(source.from) | static_cast<uint64_t>(source.stride) |
-                         static_cast<uint64_t>(dim * size);
-    source.granule = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : all % 4 == 0 ? 4 : 0;
-    return source;
+    const auto* const from = static_cast<const unsigned char*>(sequence.data) +
+                             (batch * sequence.batch + head * sequence.head + first) * size;
+    const int64_t stride = sequence.time * size;
+    const uint64_t all = reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(stride) | uint64_t(dim * size);
+    const int granule = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : all % 4 == 0 ? 4 : 0;
+    return {from, stride, raw, rows, sequence.dtype, dim, padded, granule, logarithm};
 }
 
 template <int Bytes>
@@ -294,6 +286,18 @@ DEVICE void copy_inputs(const Source* table, unsigned mask, unsigned char* memor
     copies_commit();
 }
 
+// use(T()) for the type T of a tensor's rows, of those that come with arithmetic in A.
+template <typename A, typename F>
+DEVICE void with_row_type(int32_t dtype, const F& use) {
+    if (dtype == kFloat32) use(float());
+    if constexpr (sizeof(A) == 8) {
+        if (dtype == kFloat64) use(double());
+    } else {
+        if (dtype == kFloat16) use(__half());
+        if (dtype == kBFloat16) use(__nv_bfloat16());
+    }
+}
+
 template <typename T, typename A>
 DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
     const int count = source.padded / 4, shift = shift_for(count), raw_stride = source.raw_stride();
@@ -319,22 +323,12 @@ DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, 
 }
 
 template <typename A>
-DEVICE void convert_rows(const Source& source, unsigned char* memory, int time, int steps) {
-    if constexpr (sizeof(A) == 8) {
-        if (source.dtype == kFloat64) convert_rows<double, A>(source, memory, time, steps);
-        if (source.dtype == kFloat32) convert_rows<float, A>(source, memory, time, steps);
-    } else {
-        if (source.dtype == kFloat32) convert_rows<float, A>(source, memory, time, steps);
-        if (source.dtype == kFloat16) convert_rows<__half, A>(source, memory, time, steps);
-        if (source.dtype == kBFloat16) convert_rows<__nv_bfloat16, A>(source, memory, time, steps);
-    }
-}
-
-template <typename A>
 DEVICE void convert_inputs(const Source* table, unsigned mask, unsigned char* memory, int time, int steps) {
 #pragma unroll 1
     for (int i = 0; i < kInputs; ++i)
-        if (mask >> i & 1) convert_rows<A>(table[i], memory, time, steps);
+        if (mask >> i & 1)
+            with_row_type<A>(table[i].dtype,
+                             [&](auto type) { convert_rows<decltype(type), A>(table[i], memory, time, steps); });
 }
 
 // A scalar for each step (log_gate or beta), one step to a thread: loaded with a stage's copies, put down with its
@@ -392,19 +386,9 @@ DEVICE void store_rows_as(const Sequence& sequence, int64_t first, int dim, cons
 template <typename A>
 DEVICE void store_rows(const Sequence& sequence, int64_t first, int dim, const A* rows, int padded, int parts,
                        int part_stride, int time, int steps, bool add = false) {
-    if constexpr (sizeof(A) == 8) {
-        if (sequence.dtype == kFloat64)
-            store_rows_as<double>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
-        if (sequence.dtype == kFloat32)
-            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
-    } else {
-        if (sequence.dtype == kFloat32)
-            store_rows_as<float>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
-        if (sequence.dtype == kFloat16)
-            store_rows_as<__half>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
-        if (sequence.dtype == kBFloat16)
-            store_rows_as<__nv_bfloat16>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
-    }
+    with_row_type<A>(sequence.dtype, [&](auto type) {
+        store_rows_as<decltype(type)>(sequence, first, dim, rows, padded, parts, part_stride, time, steps, add);
+    });
 }
 
 // ---- The host's side ---------------------------------------------------------------------------------------------
