@@ -62,13 +62,10 @@ public:
         q_slots = scratch.take(slots * 2 * CHUNK * Kp);
         y = scratch.take(2 * CHUNK * Vp);
         if (has_erase_key) k_slots = scratch.take(slots * CHUNK * Kp);
-        v_slots = scratch.take(slots * CHUNK * Vp);
-        u_slots = scratch.take(slots * CHUNK * Vp);
+        scratch.take(slots * CHUNK * Vp, v_slots, u_slots);
         keys_t_slots = scratch.take(slots * Kp * CHUNK);
-        products_slots = scratch.take(slots * CHUNK * CHUNK);
-        system_slots = scratch.take(slots * CHUNK * CHUNK);
-        beta_slots = scratch.take(slots * CHUNK);
-        scores = scratch.take(CHUNK * CHUNK);
+        scratch.take(slots * CHUNK * CHUNK, products_slots, system_slots);
+        beta_slots = scratch.take(slots * CHUNK), scores = scratch.take(CHUNK * CHUNK);
         if (decay != Decay::none) {
             scaled_q = scratch.take(2 * CHUNK * Kp);
             scaled_e = scaled_q + CHUNK * Kp;
@@ -80,25 +77,17 @@ public:
             e_levels = q_levels;
             e_levels.readers = scratch.take(CHUNK * Kp);
             level_keys_t = scratch.take(Kp * CHUNK);
-            pairs = scratch.take(CHUNK * CHUNK);
-            on_levels = scratch.take(CHUNK * CHUNK);
+            scratch.take(CHUNK * CHUNK, pairs, on_levels);
         }
         if (!backward) return;
         dv = y + CHUNK * Vp;
-        rhs = scratch.take(CHUNK * Vp);
-        dq = scratch.take(CHUNK * Kp);
-        dk = scratch.take(CHUNK * Kp);
+        scratch.take(CHUNK * Vp, rhs, u_t);
+        scratch.take(CHUNK * Kp, dq, dk, dk_t, more_k);
         de = has_erase_key ? scratch.take(CHUNK * Kp) : dk;
-        more_k = scratch.take(CHUNK * Kp);
-        through_state = scratch.take(Kp * 2 * CHUNK);
-        values_t = scratch.take(Vp * 2 * CHUNK);
-        u_t = scratch.take(Vp * CHUNK);
-        dk_t = scratch.take(Kp * CHUNK);
-        d_scores = scratch.take(CHUNK * CHUNK);
-        d_products = scratch.take(CHUNK * CHUNK);
+        through_state = scratch.take(Kp * 2 * CHUNK), values_t = scratch.take(Vp * 2 * CHUNK);
+        scratch.take(CHUNK * CHUNK, d_scores, d_products);
         if (decay == Decay::separate) {
-            df = scratch.take(CHUNK * Kp);
-            more_f = scratch.take(CHUNK * Kp);
+            scratch.take(CHUNK * Kp, df, more_f);
             e_on_levels = scratch.take(CHUNK * CHUNK);
         }
     }

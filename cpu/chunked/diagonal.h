@@ -17,16 +17,11 @@ public:
     // With `slots` for as many chunks: `open` fills one, which stays until it is opened again.
     DiagonalChunk(const RuleCall& p, Scratch<real>& scratch, bool backward, index_t slots)
         : p_(p), K(p.key_dim), V(p.columns), Kp(padded(K)), Vp(padded(V)), Vs(state_row<real>(V)) {
-        q = scratch.take(CHUNK * Kp);
-        k_slots = scratch.take(slots * CHUNK * Kp);
-        v_slots = scratch.take(slots * CHUNK * Vp);
-        y = scratch.take(CHUNK * Vp);  // out, or its gradient
-        keys_t = scratch.take(Kp * CHUNK);
+        // y is out, or its gradient; *_t are transposed, (dim, CHUNK).
+        k_slots = scratch.take(slots * CHUNK * Kp), v_slots = scratch.take(slots * CHUNK * Vp);
+        scratch.take(CHUNK * Kp, q, keys_t, scaled_q, scaled_k);
+        scratch.take(CHUNK * Vp, y, scaled_v, retrieved);
         scores = scratch.take(CHUNK * CHUNK);
-        scaled_q = scratch.take(CHUNK * Kp);
-        scaled_k = scratch.take(CHUNK * Kp);
-        scaled_v = scratch.take(CHUNK * Vp);
-        retrieved = scratch.take(CHUNK * Vp);
         if (decay == Decay::separate) {
             f.take(scratch, p.log_key_decay, K, slots);
             z.take(scratch, p.log_value_decay, V, slots);
@@ -34,24 +29,12 @@ public:
             value_rows.take(scratch, Vp);
         }
         if (!backward) return;
-        plain_k_slots = scratch.take(slots * CHUNK * Kp);
-        dq = scratch.take(CHUNK * Kp);
-        dk = scratch.take(CHUNK * Kp);
-        dv = scratch.take(CHUNK * Vp);
-        dq_t = scratch.take(Kp * CHUNK);
-        dk_t = scratch.take(Kp * CHUNK);
-        values_t = scratch.take(Vp * CHUNK);
-        dy_t = scratch.take(Vp * CHUNK);
-        d_scores = scratch.take(CHUNK * CHUNK);
-        more_k = scratch.take(CHUNK * Kp);
-        more_v = scratch.take(CHUNK * Vp);
-        scaled_y = scratch.take(CHUNK * Vp);
-        if (decay == Decay::separate) {
-            df = scratch.take(CHUNK * Kp);
-            dz = scratch.take(CHUNK * Vp);
-            run = scratch.take(Vp);
-            row_sums = scratch.take(Kp);
-        }
+        plain_k_slots = scratch.take(slots * CHUNK * Kp), d_scores = scratch.take(CHUNK * CHUNK);
+        scratch.take(CHUNK * Kp, dq, dk, dq_t, dk_t, more_k);
+        scratch.take(CHUNK * Vp, dv, values_t, dy_t, more_v, scaled_y);
+        if (decay != Decay::separate) return;
+        df = scratch.take(CHUNK * Kp), dz = scratch.take(CHUNK * Vp);
+        run = scratch.take(Vp), row_sums = scratch.take(Kp);
     }
 
     // Reads keys, values and decays, all that carrying the state takes, into a slot.

@@ -39,8 +39,7 @@ template <class real> struct Factors {
         ld = padded(dim);
         if (logs.data == nullptr) return;
         gates = scratch.take(slots * CHUNK * ld);
-        prefix = scratch.take(CHUNK * ld);
-        suffix = scratch.take(CHUNK * ld);
+        scratch.take(CHUNK * ld, prefix, suffix);
     }
 
     void choose(index_t slot) {
@@ -232,12 +231,7 @@ template <class real> struct LevelRows {
     real* of_readers;  // the factors Pf or Pz themselves
     real* of_read;     // Rf or Rz
 
-    void take(Scratch<real>& scratch, index_t ld) {
-        readers = scratch.take(CHUNK * ld);
-        read = scratch.take(CHUNK * ld);
-        of_readers = scratch.take(CHUNK * ld);
-        of_read = scratch.take(CHUNK * ld);
-    }
+    void take(Scratch<real>& scratch, index_t ld) { scratch.take(CHUNK * ld, readers, read, of_readers, of_read); }
 
     // Fills the 8 rows of one level; `second` (q or dy) may be null.
     void gather(const Factors<real>& factors, index_t from, const real* second, const real* first) {

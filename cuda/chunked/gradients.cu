@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
     copy_states(0, 0);
     copies_commit();
 
-    Fragment<kChunk / 8> scores, products;  // Q K^T and K K^T
+    // Q K^T and, for the gradients of gates, K K^T: kept in registers until dP and dA are there.
+    Fragment<kChunk / 8> scores, products;
     if constexpr (Gated || !(IsDelta || kDecays)) {
         scores.clear(), products.clear();
         each_part<2>(slice.key_rows, kKeys, copy_keys, [&](int) {
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
     d_scores.clear(), d_system.clear();
     each_part<1>(kOfBoth ? 0 : slice.columns, value_part, copy_all_values, [&](int value) {
         const int blocks = values_from(value) / 16;
+        // dP = dY U^T, -dA = X U^T, and the part <X_t, V_t> of d beta_t.
         multiply_rows<kPasses, false, IsDelta>(d_scores, shared.d_out, row, shared.update, blocks);
         if constexpr (IsDelta) {
             multiply_rows<kPasses, true, true>(d_system, shared.d_rhs, row, shared.update, blocks);
@@ -152,7 +154,8 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
     } else {
         steps.mask_and_decay(d_scores, row);
         if constexpr (IsDelta) steps.mask_and_decay(d_system, row);
-        if constexpr (Gated) {  // the terms of the gates' gradients within the chunk
+        // The terms of the gates' gradients within the chunk: P dP and G B dA, or w P dP.
+        if constexpr (Gated) {
             Fragment<kChunk / 8> within = scores;
             within.each_with(d_scores, [](float& x, float y) { x *= y; });
             if constexpr (IsDelta) {
@@ -179,8 +182,9 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
 
     float passed = 0.0f;  // this thread's part of <S_0, dS>; with decays, of its key's row
     for (int key = 0; key < slice.key_rows; key += kKeys) {
-        Fragment<kKeys / 8> dq, read, dk;
-        dq.clear(), read.clear(), dk.clear();
+        // dY S_0^T, X S_0^T (the gradient of keys through retrieval) and U dS^T, summed over the values.
+        Fragment<kKeys / 8> dq, through_s, dk;
+        dq.clear(), through_s.clear(), dk.clear();
         for (int value = 0; value < slice.columns; value += value_part) {
             if (!all_values || !all_keys) {
                 __syncthreads();
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
             const int blocks = values_from(value) / 16;
             multiply_rows<kPasses, false, !kTransposed>(dq, shared.d_out, row, shared.state, blocks);
             if constexpr (IsDelta && !kDecays)
-                multiply_rows<kPasses, true, true>(read, shared.d_rhs, row, shared.state, blocks);
+                multiply_rows<kPasses, true, true>(through_s, shared.d_rhs, row, shared.state, blocks);
             multiply_rows<kPasses, IsDelta, !kTransposed>(dk, shared.update, row, shared.d_state, blocks);
             for (int j = row / kSubchunk; (Gated || kDecays) && j < 16 * blocks; j += kSubchunks)
                 for (int own = warp_lane(); own < kKeys; own += kWarp) {
@@ -201,6 +205,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
                     passed += kOfBoth ? product * slice.value_decays_of(at.local, at.n)[value + j] : product;
                 }
         }
+        // Decays by dimension: a lane goes through the 16 steps of its key, level by level.
         if constexpr (kDecays) {
             SubchunkGradients<T, kKeys> of(shared.levels, row, at, p.log_key_decay, key, keys_in_all);
             const auto store = [&](auto zero, const Sequence& to, Fragment<kKeys / 8> fragment) {
@@ -223,10 +228,11 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
                         copy_states(key, value);
                         arrive();
                     }
-                    multiply_rows<kPasses, true, true>(read, shared.d_rhs, row, shared.state, values_from(value) / 16);
+                    multiply_rows<kPasses, true, true>(through_s, shared.d_rhs, row, shared.state,
+                                                       values_from(value) / 16);
                 }
-                read.each([](int, int, float& x) { x = -x; });
-                of.add(read, shared.pairs);
+                through_s.each([](int, int, float& x) { x = -x; });
+                of.add(through_s, shared.pairs);
                 Fragment<kKeys / 8> d_erase = of.fragment_of(of.d_late);
                 d_erase.dot(d_beta, shared.erase.from(row, 0));
                 by_beta(d_erase);
@@ -242,6 +248,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
                                                 : store(T(), p.d_log_key_decay, d_log);
             continue;
         }
+        // The parts through the state pass the gates from the chunk's start, and those to its end.
         const auto own_q = shared.q.from(row, 0), own_k = shared.k.from(row, 0);
         if constexpr (Gated) {
             dq.each([&](int, int j, float& x) { x *= steps.from_start(row + j); });
@@ -249,28 +256,30 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
             dk.each([&](int, int j, float& x) { x *= steps.to_end(row + j); });
             dk.dot(written_sums, own_k);
         }
+        // dQ += (D_ts dP) K
         if constexpr (Gated && !IsDelta) {
             multiply<kPasses, true>(has_wgmma(), dq, d_scores, shared.k);
             if (complement && kRounded<T>)
                 multiply<kPasses, true>(has_wgmma(), dq, d_scores.template low_half<T>(), shared.k);
-        } else {  // those in registers are not needed any more
+        } else {  // from shared memory: the fragment's registers are free
             multiply_rows<kPasses, false, true>(dq, shared.d_scores, row, shared.k, kChunk / 16);
         }
         dq.store_rows(at.template part_of<T>(p.dq, key, keys_in_all), kKeys, start + row, time);
         if constexpr (IsDelta) {
-            read.each([&](int, int j, float& x) { x *= -steps.from_start(row + j); });
+            through_s.each([&](int, int j, float& x) { x *= -steps.from_start(row + j); });
             if constexpr (Gated) {
-                read.dot(d_beta, own_k);
-                by_beta(read);
-                read.dot(read_sums, own_k);
-                multiply<kPasses, true>(has_wgmma(), read, scores, shared.k);
+                through_s.dot(d_beta, own_k);
+                by_beta(through_s);
+                through_s.dot(read_sums, own_k);
+                multiply<kPasses, true>(has_wgmma(), through_s, scores, shared.k);
             } else {  // <dA, G> is <dA K, K>, which all but cancels out if a key comes again and again
-                multiply<kPasses, true, true>(has_wgmma(), read, d_system, shared.k);
-                read.dot(d_beta, own_k);
-                by_beta(read);
+                multiply<kPasses, true, true>(has_wgmma(), through_s, d_system, shared.k);
+                through_s.dot(d_beta, own_k);
+                by_beta(through_s);
             }
-            dk.each_with(read, [](float& x, float y) { x += y; });
+            dk.each_with(through_s, [](float& x, float y) { x += y; });
         }
+        // dK += (D_ts dP)^T Q + (D_ts B dA)^T K
         multiply_rows<kPasses, true, true>(dk, shared.d_scores, row, shared.q, kChunk / 16);
         if constexpr (IsDelta) {
             multiply_rows<kPasses, true, true>(dk, shared.pairs, row, shared.k, kChunk / 16);
@@ -280,6 +289,7 @@ __global__ void __launch_bounds__(kChunkThreads, sizeof(T) == 2 ? 2 : 1)
         }
         dk.store_rows(at.template part_of<T>(p.dk, key, keys_in_all), kKeys, start + row, time);
     }
+    // dV = diag(w) (P^T dY + diag(D_es) K dS); delta rules have it from state passing.
     if constexpr (!IsDelta && !kOfBoth) {
         if constexpr (kDecays) {
             __syncthreads();

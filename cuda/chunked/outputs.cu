@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated
     copies_commit();
     copy_values(0, 0);
     copies_commit();
+    // P = tril(D_ts Q K^T), of this warp's steps.
     Fragment<kChunk / 8> scores;
     scores.clear();
     if constexpr (Decays) {
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated
     }
     for (int value = 0; value < slice.columns; value += value_part) {
         const int values = min(value_part, slice.columns - value);
+        // diag(D_t0) Q S_0, summed over the parts of the keys.
         Fragment<kWidest / 8> out;
         out.clear();
         for (int key = 0; key < slice.key_rows; key += kKeys) {
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kChunkThreads, (OutputLayout<T, IsDelta, Gated
                 of.add(part, shared.pairs);
                 part = of.fragment_of(of.d_late);
             }
-        } else {
+        } else {  // + P U
             each_columns(out, values / 16, [&](auto& part, int first) {
                 const auto update = IsDelta ? shared.update.from(first, 0) : shared.update.from(0, first);
                 multiply<kPasses, !IsDelta, Decays>(has_wgmma(), part, scores, update);

@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
             store_steps(state, rows_of_state(w.kept + kept * state_floats), first_key, opaque(keys));
             next_kept += interval;
         }
+        // V', backwards dY'; write_v_or_dout: state += (v_or_dout diag(by)) right.
         Fragment<kStepTiles, T> v_or_dout;
         const auto write_v_or_dout = [&](const float* by, const MmaMatrix<T>& right) {
             if (gated) {
@@ -318,6 +319,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
             write_v_or_dout(steps + (reverse ? kFromStart : kToEnd), k);
             continue;
         }
+        // S' K' of the erase keys; backwards dS' K' of the keys. Values are loaded while wgmma runs.
         Fragment<kStepTiles> retrieved, solved;
         retrieved.clear();
         const MmaMatrix<T>&read_keys = Backward ? k : erase, &write_keys = Backward ? erase : k;
@@ -330,10 +332,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
         if (key_parts > 1) sum_parts_of(retrieved, shared.exchange, value_tile, value_tiles, key_part, key_parts);
         const auto inverse = lower(shared.inverse);
         if constexpr (Backward) {
+            // dU' = dY' P + (dS' K') diag(D_es),  X' = dU' T
             if (gated) retrieved.scale(steps + kToEnd);
             multiply_fragment<kPasses, true, Part::kLower>(retrieved, v_or_dout, lower(shared.scores));
             multiply_by_inverse<kPasses, true>(solved, retrieved, inverse);
         } else {
+            // R' B = V' B - (S' K') diag(beta D_t0),  U' = (R' B) T'
             Fragment<kStepTiles> residuals = v_or_dout.widened();
             residuals.scale(steps + kBeta);
             retrieved.scale(steps + kReadBeta);
@@ -347,19 +351,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) pass_states(const StatePass
         const MmaMatrix<T> q = of_stage(shared.queries, stage).from(0, first_key);
         if constexpr (Backward) {
             if (records_steps) {
-                Fragment<kStepTiles> by_strength = solved;
-                by_strength.scale(steps + kBeta);
-                store_steps(by_strength, Head<T>(w.d_values, batch, head, column, columns), n * kChunk, time);
+                Fragment<kStepTiles> dv = solved;  // X' B
+                dv.scale(steps + kBeta);
+                store_steps(dv, Head<T>(w.d_values, batch, head, column, columns), n * kChunk, time);
             }
             if constexpr (!Decays) write_v_or_dout(steps + kFromStart, q);
-            solved.scale(steps + kReadBeta);
+            solved.scale(steps + kReadBeta);  // -X' B diag(D_t0)
             solved.scale(-1.0f);
         } else if (gated) {
             solved.scale(steps + kToEnd);
         }
         if constexpr (!Decays) {
             multiply<kPasses, true>(warpgroup, state, solved, write_keys);
-        } else {
+        } else {  // the state is decayed from subchunk to subchunk
             UNROLL_FOR (int j = 0; j < kSubchunks; ++j) {
                 const int block = Backward ? kSubchunks - 1 - j : j, row = kMmaRows * block;
                 state.scale(&decays(block, 0));

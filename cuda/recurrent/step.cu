@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
     A* const base = static_cast<A*>(call.state.data) + batch * call.state.batch + head * call.state.head + column;
     const bool packed = sizes.value_dim % kColumns == 0 && call.state.row % kColumns == 0 &&
                         reinterpret_cast<uintptr_t>(base) % sizeof(Group) == 0;
+    // The thread's rows of the state, all loads in flight at once.
     Group state[kStepRows];
     UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
@@ -90,6 +91,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         }
     };
 
+    // S' = f g S z, and S'^T e for the delta rule.
     A retrieved[kColumns] = {};
     UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
@@ -104,6 +106,7 @@ __global__ void __launch_bounds__(kStepThreads) step(const RuleStep call) {
         sum_rows(retrieved, sums + warps * kBlock);
         UNROLL_FOR (int c = 0; c < kColumns; ++c) v[c] -= retrieved[c];
     }
+    // S = S' + w k v^T (with the delta rule beta k (v - S'^T e)^T), y = S^T q.
     A out[kColumns] = {};
     UNROLL_FOR (int r = 0; r < kStepRows; ++r) {
         const int row = group + r * groups;
