@@ -1,10 +1,11 @@
-// Counts what kernels ask of memory, by kernel and instruction: their warps' wavefronts of shared memory and sectors of global
-// memory. The compiler calls the hooks at the end for each access, where it is told to look for races of threads (-fsanitize=thread,
-// for the kernels alone and without its runtime); what the emulator does for an instruction it reports itself.
+// Counts the memory accesses of kernels, by kernel and instruction: their warps' wavefronts of shared memory and
+// sectors of global memory. The compiler calls the hooks at the end for each access, since it is told to look for races
+// of threads (-fsanitize=thread, for the kernels alone and without its runtime); the emulator reports the accesses of
+// the instructions that it emulates.
 //
-// Lanes access memory together if they do so by the same instruction for the same time since their warp last met. In a wavefront
-// shared memory gives each of its 32 banks one word; 8 bytes to a lane are two halves of a warp, 16 are four quarters. A sector is
-// 32 bytes.
+// Lanes access memory together if they do so by the same instruction for the same time since their warp last met. In a
+// wavefront shared memory gives each of its 32 banks one word; 8 bytes to a lane are two halves of a warp, 16 are four
+// quarters. A sector is 32 bytes.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -105,7 +106,7 @@ void count_block(const void* of_kernel) {
 
 extern "C" {
 
-// Counts from now on, accesses of shared memory and of what is watched; and ends that, and says how many instructions there were.
+// Starts counting accesses of shared memory and of watched memory; stops, and returns the number of instructions.
 void emulation_count() {
     emulation::counting = true;
     emulation::sums.clear(), emulation::blocks.clear(), emulation::watched.clear();
@@ -123,8 +124,8 @@ int64_t emulation_counted() {
                                      emulation::blocks[key.first], sum.accesses, sum.asked, sum.needed, sum.shared});
     return static_cast<int64_t>(emulation::listed.size());
 }
-// Of instruction i: kernel, where it is, blocks of the kernel, accesses of warps, wavefronts or sectors, those that it would need,
-// and if they are of shared memory.
+// Of instruction i: kernel, address, blocks of the kernel, accesses of warps, wavefronts or sectors, the fewest
+// possible, and 1 if they are of shared memory.
 void emulation_count_of(int64_t i, int64_t* to) {
     std::copy_n(emulation::listed[static_cast<size_t>(i)].begin(), 7, to);
 }

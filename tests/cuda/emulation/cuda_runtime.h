@@ -1,4 +1,4 @@
-// Stands in for CUDA's header where the kernels are compiled for the host: what they use of it, on emulation.h.
+// Stands in for CUDA's header where the kernels are compiled for the host: the parts that they use, on top of emulation.h.
 #pragma once
 
 #include <cmath>

@@ -3,9 +3,9 @@
 //   - shared memory beyond the launch's size (guard pages behind it, a canary before it), misaligned vector accesses;
 //   - launches that ask for more shared memory or threads than the device that it poses as has.
 // Shared memory holds NaN when a block starts, and asynchronous copies arrive no sooner than their wait: a kernel that
-// reads too early computes NaN. Races show as results that depend on the order in which threads run: warps go from barrier
-// to barrier one after another, so that one that no barrier holds up is far ahead; run a kernel under several orders
-// (`emulation_schedule`) and compare bits.
+// reads too early computes NaN. Races show as results that depend on the order in which threads run: warps go from
+// barrier to barrier one after another, so that one that no barrier holds up is far ahead; run a kernel under several
+// orders (`emulation_schedule`) and compare bits.
 #include "cuda_runtime.h"
 
 #include <setjmp.h>
@@ -89,7 +89,7 @@ emulation_switch:
 
 void* first_frame(unsigned char* stack, void (*entry)()) {
     void** top = reinterpret_cast<void**>(stack + kStackBytes);
-    *--top = nullptr;  // what `entry` would return to; it also keeps its stack aligned as at a call
+    *--top = nullptr;  // the return address of `entry`, which also aligns its stack as at a call
     *--top = reinterpret_cast<void*>(entry);
     for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
     return top;
@@ -144,9 +144,9 @@ void switch_to_thread(void** from, Thread& next) {
 
 bool ready(const Thread& thread) { return !thread.done && (thread.phase == nullptr || *thread.phase != thread.seen); }
 
-// Gives way to the next thread of this warp that can run, else to the first of the block. So warps run from barrier to barrier
-// one after another, and in the opposite order of threads the other way round: whatever two of them do between barriers
-// happens in both orders. Comes back when this one can run.
+// Gives way to the next thread of this warp that can run, else to the first of the block. So warps run from barrier to
+// barrier one after another, and in the opposite order of threads the other way round: whatever two of them do between
+// barriers happens in both orders. Comes back when this one can run.
 void give_way(bool within_warp = true) {
     Thread* self = current;
     const int start = rank[self->number], lanes = std::min(32, thread_count - self->number / 32 * 32);
@@ -255,7 +255,7 @@ uint64_t block_phase = 0;
 int block_arrived = 0;
 
 struct Group {
-    uint64_t phase = 0, what = 0;
+    uint64_t phase = 0, arguments = 0;
     int arrived = 0, kind = 0;
 };
 constexpr int kGroupThreads = 128;
@@ -297,7 +297,7 @@ void run_block() {
         thread.shows_memory = thread.hides_memory = thread.shows_registers = false;
         thread.accumulators.clear();
         thread.products.clear();
-        thread.product_groups.clear();
+        thread.committed_products.clear();
 #if EMULATION_ASAN
         // The frames of the thread that was here before never returned, and left their red zones.
         __asan_unpoison_memory_region(stack_of(thread), kStackBytes);
@@ -417,15 +417,15 @@ void block_barrier() {
     }
 }
 
-void meet_group(uint64_t what, int kind) {
+void meet_warpgroup(uint64_t arguments, int kind) {
     count_meeting();
     if (thread_count % kGroupThreads) fail("a warpgroup of fewer than %d threads", kGroupThreads);
     Group& group = groups[current->number / kGroupThreads];
     if (group.arrived == 0)
-        group.what = what, group.kind = kind;
-    else if (group.what != what || group.kind != kind)
+        group.arguments = arguments, group.kind = kind;
+    else if (group.arguments != arguments || group.kind != kind)
         fail("threads of a warpgroup meet in different operations (%d, %016llx and %d, %016llx)", group.kind,
-             static_cast<unsigned long long>(group.what), kind, static_cast<unsigned long long>(what));
+             static_cast<unsigned long long>(group.arguments), kind, static_cast<unsigned long long>(arguments));
     const uint64_t seen = group.phase;
     if (++group.arrived == kGroupThreads) {
         group.arrived = 0;

@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host: blocks one after another, a block's threads as fibers that change at barriers and
-// warp-wide operations only. cuda_runtime.h includes this. What a wrong kernel does here is an error with a message,
-// not a crash: see emulation.cpp.
+// warp-wide operations only. cuda_runtime.h includes this. A fault of a kernel is an error with a message, not a crash:
+// see emulation.cpp.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,15 @@ struct Copy {
     int bytes;
 };
 
-// Accumulators of wgmma that are in flight: what they will be, while the thread's registers hold NaN.
+// Accumulators of wgmma that are in flight: their sums, while the thread's registers hold NaN.
 struct Accumulators {
     float* registers;
     std::vector<float> sums;
     int products;  // still to come
 };
-struct GroupProduct {
-    float left[2][16];  // this thread's two rows, unless they are in shared memory as well
-    bool left_there, left_turned;
+struct WgmmaProduct {
+    float left[2][16];  // this thread's two rows, unless they are in shared memory
+    bool left_in_shared_memory, left_transposed;
     uint64_t left_at, right;  // descriptors
     float* registers;         // of the accumulators
     bool transposed, bfloat16;
@@ -44,8 +44,8 @@ struct Thread {
     bool hides_memory;                         // no such fence came after copies that it waited for
     bool shows_registers;                      // wgmma.fence came since the last commit
     std::vector<Accumulators> accumulators;
-    std::vector<GroupProduct> products;                     // since the last commit
-    std::vector<std::vector<GroupProduct>> product_groups;  // oldest first
+    std::vector<WgmmaProduct> products;                         // since the last commit
+    std::vector<std::vector<WgmmaProduct>> committed_products;  // oldest first
 };
 
 extern Thread* current;
@@ -58,15 +58,16 @@ unsigned char* dynamic_shared();
 
 inline int lane() { return current->number & 31; }
 
-// For accesses.cpp: an access by an instruction; a warp's or a block's meeting; a block's beginning, null after the last one.
+// For accesses.cpp: an access by an instruction; a warp's or a block's meeting; a block's beginning, null after the
+// last one.
 void accessed(const void* by, const void* place, int bytes);
 void count_meeting();
 void count_block(const void* kernel);
 bool in_shared(const void* place);
 
 void block_barrier();
-// A warpgroup's threads, who must all bring the same.
-void meet_group(uint64_t what, int kind);
+// All threads of a warpgroup meet, with equal arguments.
+void meet_warpgroup(uint64_t arguments, int kind);
 void warp_barrier(unsigned mask);
 
 // The values that the lanes of `mask` put in, by lane. `kind` tells operations apart: lanes must meet in the same one.
@@ -103,18 +104,18 @@ void ldmatrix(uint32_t* registers, int count, const void* row, bool transposed);
 // movmatrix.sync.aligned.m8n8.trans.b16
 uint32_t movmatrix(uint32_t pair);
 
-// ---- Warpgroups: what code for sm_90a has beyond that; the device poses as one while its compute capability is 9.0.
+// ---- Warpgroups: instructions of sm_90a alone; the device has them while its compute capability is 9.0.
 bool has_wgmma();
-// fence.proxy.async: wgmma reads what shared memory held at the last barrier to which threads came from such a fence, and none
-// with copies that it had waited for and not shown so; NaN before the first.
+// fence.proxy.async: wgmma reads shared memory as it was at the last barrier to which threads came from such a fence,
+// without copies that a thread had waited for and not fenced; NaN before the first.
 void proxy_fence();
 // Shared memory as a descriptor names it, and `bytes` of it as wgmma sees them.
 unsigned shared_address(const void* pointer);
 const unsigned char* seen_by_proxy(unsigned address, int bytes);
-// wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{f16,bf16}: d += a b, a in registers or, as b, in shared memory by a descriptor.
-// It happens at the wait for its group; until then `d`, `columns` / 2 registers, holds NaN.
+// wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{f16,bf16}: d += a b, a in registers or, as b, in shared memory by
+// a descriptor. It happens at the wait for its group; until then `d`, `columns` / 2 registers, holds NaN.
 void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16);
-void wgmma(float* d, int columns, uint64_t a, bool turned, uint64_t b, bool transposed, bool bfloat16);
+void wgmma(float* d, int columns, uint64_t a, bool left_transposed, uint64_t b, bool transposed, bool bfloat16);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);

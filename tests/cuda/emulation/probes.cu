@@ -130,10 +130,10 @@ enum GroupFault {
     kThreeWarps,
 };
 
-// A product of a warpgroup: d (64, 64) += a (64, 16) b (16, 64), all of it as the registers and shared memory have it. With
-// `of_left`, that is not 0, a is in shared memory too.
+// A product of a warpgroup: d (64, 64) += a (64, 16) b (16, 64), all of it as the registers and shared memory have it.
+// With `of_left`, that is not 0, a is in shared memory too.
 __global__ void multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t of_left,
-                                  int turned, uint64_t descriptor, int transposed, int fault) {
+                                  int left_transposed, uint64_t descriptor, int transposed, int fault) {
     FASTWEIGHTS_SHARED_MEMORY(memory);
     const int self = threadIdx.x;
     for (int i = 4 * self; i < bytes; i += 4 * blockDim.x) copy_async<4>(memory + i, b + i);
@@ -150,7 +150,7 @@ __global__ void multiply_in_group(float* d, const unsigned* a, const unsigned ch
     const uint64_t start = emulation::shared_address(memory) >> 4, right = start + descriptor;
     if (fault != kThreeWarps || self >= kWarp) {
         if (of_left != 0)
-            emulation::wgmma(sums, 64, start + of_left, turned != 0, right, transposed != 0, true);
+            emulation::wgmma(sums, 64, start + of_left, left_transposed != 0, right, transposed != 0, true);
         else
             emulation::wgmma(sums, 64, left, right, transposed != 0, true);
     }
@@ -169,9 +169,9 @@ __global__ void multiply_in_group(float* d, const unsigned* a, const unsigned ch
 }  // namespace
 
 extern "C" int run_multiply_in_group(float* d, const unsigned* a, const unsigned char* b, int bytes, uint64_t of_left,
-                                     int turned, uint64_t descriptor, int transposed, int fault) {
-    return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, of_left, turned, descriptor,
-                  transposed, fault);
+                                     int left_transposed, uint64_t descriptor, int transposed, int fault) {
+    return launch(multiply_in_group, dim3(1), dim3(128), bytes, nullptr, d, a, b, bytes, of_left, left_transposed,
+                  descriptor, transposed, fault);
 }
 
 extern "C" int run_move(void* out, const void* in, int stride, int wide) {

@@ -1,4 +1,4 @@
-// Tensor cores, and what moves their operands: the instructions in emulation.h's list.
+// Tensor cores, and the instructions that move their operands: the instructions in emulation.h's list.
 #include "cuda_runtime.h"
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace emulation {
 
 namespace {
 
-// c and products as a tensor core adds them up: all aligned to the largest, what lies below its last digit and two more
-// is cut off towards zero, and then what a float has no room for. So others found it on GPUs, which differ in how many
-// digits more there are (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
+// c plus products as a tensor core adds them up: all are aligned to the largest, the digits beyond two more than its
+// last one are truncated towards zero, and then those beyond a float's. So others found it on GPUs, which differ in the
+// number of extra digits (Fasi et al. 2021, Khattak and Mikaitis 2025); NVIDIA's manual leaves it open.
 template <int Count>
 float cut_off_sum(float c, const double (&products)[Count]) {
     double plain = c, largest = std::fabs(c);
@@ -40,8 +40,8 @@ float decoded(uint16_t bits, bool bfloat16) {
     return bfloat16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
 }
 
-// d = a b + c of a warp, of which each lane brings its factors as the fragments have them: `Depth` of a, half as many of b.
-// at(k) is where of a row's or a column's: the lane of its four, and the number among that lane's.
+// d = a b + c of a warp; each lane brings its factors in the layout of fragments: `Depth` elements of a, half as many
+// of b. at(k): the lane that holds inner index k of a row or a column, and its number there.
 template <int Depth, typename At>
 void multiply(float* d, const float (&mine)[Depth / 4 * 3], const float* c, int kind, At at) {
     const Slot* slots = meet(0xffffffffu, kind, mine, sizeof mine);
@@ -50,13 +50,13 @@ void multiply(float* d, const float (&mine)[Depth / 4 * 3], const float* c, int 
         std::memcpy(&value, slots[lane].bytes + sizeof(float) * number, sizeof value);
         return static_cast<double>(value);
     };
-    const int group = lane() / 4, member = lane() % 4;
+    const int lane_row = lane() / 4, lane_pair = lane() % 4;
     float sums[4];
     for (int i = 0; i < 4; ++i) {
         double products[Depth];
         for (int k = 0; k < Depth; ++k) {
             const auto [holder, of_a, of_b] = at(k, i / 2);
-            products[k] = element(group * 4 + holder, of_a) * element((2 * member + i % 2) * 4 + holder, of_b);
+            products[k] = element(lane_row * 4 + holder, of_a) * element((2 * lane_pair + i % 2) * 4 + holder, of_b);
         }
         sums[i] = cut_off_sum(c[i], products);
     }
@@ -128,9 +128,9 @@ uint32_t movmatrix(uint32_t pair) {
 
 namespace {
 
-// The address of element (inner, column) of a factor of 16-bit elements; a left one has rows in the place of columns. In units of
-// 16 bytes, 8 elements, it lies as PTX's canonical layouts say: rows of `width` units, 1 without swizzling, in which units change
-// places by the row's number.
+// The address of element (inner, column) of a factor of 16-bit elements; a left one has rows in the place of columns.
+// In units of 16 bytes, 8 elements, it follows PTX's canonical layouts: rows of `width` units, 1 without swizzling, in
+// which units change places by the row's number.
 unsigned address_of(uint64_t descriptor, bool transposed, int inner, int column) {
     const auto bytes = [&](int bit) { return static_cast<unsigned>(descriptor >> bit & 0x3fff) << 4; };
     constexpr unsigned kWidths[] = {1, 8, 4, 2};
@@ -151,17 +151,17 @@ float read(uint64_t descriptor, bool transposed, int inner, int column, bool bfl
     return decoded(bits, bfloat16);
 }
 
-void finish(GroupProduct& product) {
-    for (int i = 0; product.left_there && i < 32; ++i) {
+void finish(WgmmaProduct& product) {
+    for (int i = 0; product.left_in_shared_memory && i < 32; ++i) {
         const int row = current->number / 32 % 4 * 16 + lane() / 4 + i / 16 * 8;
-        product.left[i / 16][i % 16] = read(product.left_at, product.left_turned, i % 16, row, product.bfloat16);
+        product.left[i / 16][i % 16] = read(product.left_at, product.left_transposed, i % 16, row, product.bfloat16);
     }
     auto& all = current->accumulators;
     const auto found =
         std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.registers == product.registers; });
-    const int member = lane() % 4;
+    const int lane_pair = lane() % 4;
     for (size_t i = 0; i < found->sums.size(); ++i) {
-        const int column = static_cast<int>(i / 4 * 8 + 2 * member + i % 2);
+        const int column = static_cast<int>(i / 4 * 8 + 2 * lane_pair + i % 2);
         double products[16];
         for (int k = 0; k < 16; ++k) {
             const float right = read(product.right, product.transposed, k, column, product.bfloat16);
@@ -174,7 +174,7 @@ void finish(GroupProduct& product) {
     all.erase(found);
 }
 
-void begin(const GroupProduct& product, int columns) {
+void begin(const WgmmaProduct& product, int columns) {
     float* const d = product.registers;
     auto& all = current->accumulators;
     auto found = std::find_if(all.begin(), all.end(), [&](const auto& x) { return x.registers == d; });
@@ -184,31 +184,31 @@ void begin(const GroupProduct& product, int columns) {
     current->products.push_back(product);
 }
 
-void meet_in_wgmma(int columns, uint64_t b, bool transposed, bool bfloat16, uint64_t a, bool turned) {
+void meet_in_wgmma(int columns, uint64_t b, bool transposed, bool bfloat16, uint64_t a, bool left_transposed) {
     if (!has_wgmma()) fail("wgmma, which the device does not have");
     if (!current->shows_registers) fail("wgmma without a wgmma.fence since the last commit");
-    meet_group(b ^ a << 32 ^ a >> 32, 12 + transposed + 2 * bfloat16 + 4 * turned + 8 * columns);
+    meet_warpgroup(b ^ a << 32 ^ a >> 32, 12 + transposed + 2 * bfloat16 + 4 * left_transposed + 8 * columns);
 }
 
 }  // namespace
 
-// What a warpgroup's product reads of shared memory, 16 bytes a wavefront's eighth, as its first warp's.
+// The shared memory that a warpgroup's product reads, 16 bytes an eighth of a wavefront, counted for its first warp.
 void count_factors(const void* by, int columns) {
     if (current->number % 128 < 8)
         for (int i = 0; i < columns / 4; ++i) accessed(by, dynamic_shared() + 16 * lane(), 16);
 }
 
-void wgmma(float* d, int columns, uint64_t a, bool turned, uint64_t b, bool transposed, bool bfloat16) {
+void wgmma(float* d, int columns, uint64_t a, bool left_transposed, uint64_t b, bool transposed, bool bfloat16) {
     count_factors(__builtin_return_address(0), columns + 64);
-    meet_in_wgmma(columns, b, transposed, bfloat16, a, turned);
-    begin({{}, true, turned, a, b, d, transposed, bfloat16}, columns);
+    meet_in_wgmma(columns, b, transposed, bfloat16, a, left_transposed);
+    begin({{}, true, left_transposed, a, b, d, transposed, bfloat16}, columns);
 }
 
 void wgmma(float* d, int columns, const uint32_t* a, uint64_t b, bool transposed, bool bfloat16) {
     count_factors(__builtin_return_address(0), columns);
     meet_in_wgmma(columns, b, transposed, bfloat16, 0, false);
     const Slot* slots = meet(0xffffffffu, 12, a, 4 * sizeof(uint32_t));
-    GroupProduct product{{}, false, false, 0, b, d, transposed, bfloat16};
+    WgmmaProduct product{{}, false, false, 0, b, d, transposed, bfloat16};
     for (int k = 0; k < 16; ++k)
         for (int half = 0; half < 2; ++half) {
             uint16_t bits;
@@ -223,14 +223,14 @@ void wgmma_fence() { current->shows_registers = true; }
 
 void wgmma_commit() {
     current->shows_registers = false;
-    current->product_groups.emplace_back();
-    current->product_groups.back().swap(current->products);
+    current->committed_products.emplace_back();
+    current->committed_products.back().swap(current->products);
 }
 
 void wgmma_wait(int pending) {
-    auto& groups = current->product_groups;
+    auto& groups = current->committed_products;
     while (groups.size() > static_cast<size_t>(pending)) {
-        for (GroupProduct& product : groups.front()) finish(product);
+        for (WgmmaProduct& product : groups.front()) finish(product);
         groups.erase(groups.begin());
     }
 }
