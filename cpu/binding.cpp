@@ -1,5 +1,5 @@
 // The CPU kernels as torch operators. Their schemas, shape functions and derivatives are in
-// fairseq_fastweights/ops/native_operators.py; native.py makes last dimensions contiguous.
+// fairseq_fastweights/ops/kernels.py, which also makes last dimensions contiguous.
 #include <algorithm>
 #include <string>
 #include <tuple>

@@ -1,4 +1,4 @@
-// The steps of whole layers as torch operators, which nothing differentiates (fairseq_fastweights/ops/steps.py).
+// The steps of whole layers as torch operators, which nothing differentiates (fairseq_fastweights/ops/kernels.py).
 #include <algorithm>
 #include <tuple>
 

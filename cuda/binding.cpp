@@ -1,5 +1,5 @@
 // The CUDA kernels as torch operators: checks, allocation, the current stream. Their schemas, shape functions and
-// derivatives are in fairseq_fastweights/ops/native_operators.py.
+// derivatives are in fairseq_fastweights/ops/kernels.py.
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
 // The operators whose argument code is the same for CPUs and GPUs: feature maps, gates and short convolutions. Their
-// schemas, shape functions and derivatives are in fairseq_fastweights/ops/native_operators.py.
+// schemas, shape functions and derivatives are in fairseq_fastweights/ops/kernels.py.
 //
 // `Device` has the rest:
 //     Features, Gating, Convolution     the structs of its kernels.h
