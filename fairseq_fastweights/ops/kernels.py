@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import checks, libraries
-from fairseq_fastweights.ops.backends import DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, chosen, why_not
+from fairseq_fastweights.ops import backends, checks, libraries
+from fairseq_fastweights.ops.backends import DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, why_not
 from fairseq_fastweights.ops.checks import BackendUnavailable, check_devices, state_dtype
 from fairseq_fastweights.ops.reference import decay_at_starts, one_minus_gate, ungrouped
 
@@ -762,11 +762,11 @@ def takes(backend: str, x: Tensor, when_compiling: bool = False) -> bool:
     if backend == "auto" and ((compiling and not when_compiling) or forward_ad._current_level >= 0):
         return False
     key = backend, x.device.type, x.dtype
-    taken: bool | None = None if compiling else chosen.get(key)
+    taken: bool | None = None if compiling else backends.chosen.get(key)
     if taken is None:
         taken = choose_backend(backend, 1, why_not(x.device.type, x.dtype), in_chunks=False) == "native"
         if not compiling:
-            chosen[key] = taken
+            backends.chosen[key] = taken
     return taken
 
 
@@ -785,10 +785,10 @@ def takes_step(backend: str, x: Tensor) -> bool:
         return False
     # All that stays the same from call to call of a layer.
     key = "decode step", backend, x.device.type, x.dtype
-    taken: bool | None = chosen.get(key)
+    taken: bool | None = backends.chosen.get(key)
     if taken is None:
         known = x.is_cpu and x.dtype in DTYPES["cpu"] and backend in ("auto", "native")
-        taken = chosen[key] = known and libraries.load("cpu") is None
+        taken = backends.chosen[key] = known and libraries.load("cpu") is None
     return taken
 
 

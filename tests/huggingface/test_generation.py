@@ -10,7 +10,7 @@ import transformers
 
 from fairseq_fastweights.huggingface import FastWeightCache, FastWeightConfig, FastWeightForCausalLM
 from fairseq_fastweights.mixers.registry import MIXERS
-from fairseq_fastweights.ops import libraries
+from fairseq_fastweights.ops import backends, libraries
 from fairseq_fastweights.ops.backends import say_again
 
 SIZES = {"vocab_size": 44, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -40,6 +40,7 @@ cases = pytest.mark.parametrize("mixers", CASES)
 
 def test_missing_kernels_are_a_warning_once(monkeypatch, caplog):
     monkeypatch.setitem(libraries._outcomes, "cpu", "the kernels were lost; build them with care")
+    monkeypatch.setattr(backends, "chosen", {})
     say_again()
     build("delta,mamba:2").generate(draw(2, 3), max_new_tokens=3)
     say_again()

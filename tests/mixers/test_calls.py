@@ -14,7 +14,7 @@ import fairseq_fastweights
 from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention
 from fairseq_fastweights.mixers.gated_delta import GatedDelta
 from fairseq_fastweights.mixers.mixer import Mixer
-from fairseq_fastweights.ops import backends
+from fairseq_fastweights.ops import backends, kernels, rules
 
 PACKAGE = str(Path(fairseq_fastweights.__file__).parent)
 
@@ -38,3 +38,21 @@ def test_calls_and_files_of_a_forward_pass(kind: type[Mixer], most_calls: int, m
     finally:
         sys.setprofile(before)
     assert len(calls) <= most_calls and len({file for file, _ in calls}) <= most_files, calls
+
+
+def test_a_backend_is_chosen_once_until_it_is_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    choose = backends.choose_backend
+    for module in (rules, kernels):
+        monkeypatch.setattr(module, "choose_backend", lambda *given: made.append(given[0]) or choose(*given))
+    monkeypatch.setattr(backends, "chosen", {})
+    layer, x = FastWeightAttention(8, 2, update_rule="gated"), torch.randn(3, 2, 8)
+    counts = []
+    for inputs in (x, x[:2], x.double(), x, x[:1]):
+        layer.to(inputs.dtype)(inputs)
+        counts.append(len(made))
+    # Again for another dtype, and for a single step, which "auto" takes another way without kernels.
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
+    backends.say_again()
+    layer(x)
+    assert len(made) > counts[-1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fairseq_fastweights.ops import backends, kernels, libraries
+from fairseq_fastweights.ops import backends, libraries
 from tests.ops.rules import DEVICE
 
 
@@ -32,4 +32,3 @@ def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     monkeypatch.setattr(backends, "chosen", Forgets())
-    monkeypatch.setattr(kernels, "chosen", Forgets())

@@ -161,6 +161,7 @@ def test_trainings_evaluations_and_generations_say_once_which_backend_runs(corpu
         told = f"native ({backends.cpu_instruction_set()}) on the CPU"
     else:
         monkeypatch.setitem(libraries._outcomes, "cpu", "the kernels were lost; build them with care")
+        monkeypatch.setattr(backends, "chosen", {})
         told = "chunkwise on the CPU: the kernels were lost; build them with care"
     text, two = [str(corpus), *TASK, *QUIET], ["--max-update", "2"]
     read = ["--path", str(tmp_path / "lm" / "checkpoint_last.pt"), "--tokens-per-sample", "16", "--batch-size", "8"]
