@@ -91,24 +91,21 @@ def _operator(name: str) -> Any:
     return getattr(torch.ops.fairseq_fastweights, name).default
 
 
-def _shapes_of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the shapes of operators' results: a function of their arguments by name.
+def _shapes_of(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the shapes of an operator's results: a function of its arguments by name.
 
     torch calls it too where only one of several tensors is on meta: the result would be unwritten memory.
     """
+    names = [argument.name for argument in _operator(operator)._schema.arguments]
 
     def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
-        for name in operators:
-            names = [argument.name for argument in _operator(name)._schema.arguments]
+        def checked(*inputs: Any) -> Any:
+            given = dict(zip(names, inputs, strict=True))
+            tensors = {of: x for of, x in given.items() if isinstance(x, Tensor)}
+            check_devices(tensors, *next(iter(tensors.items())))
+            return shapes(**given)
 
-            def checked(*inputs: Any, names: list[str] = names) -> Any:
-                given = dict(zip(names, inputs, strict=True))
-                tensors = {of: x for of, x in given.items() if isinstance(x, Tensor)}
-                check_devices(tensors, *next(iter(tensors.items())))
-                return shapes(**given)
-
-            torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
-        return shapes
+        return torch.library.register_fake(f"{NAMESPACE}::{operator}", checked, lib=_library)
 
     return register
 
@@ -142,11 +139,6 @@ def _(v: Tensor, initial_state: Tensor | None, **given: Any) -> Any:
     return *_gradients(v, *(given[name] for name in names)), _gradient_of_state(v, initial_state)
 
 
-@_shapes_of("rule_step_")
-def _(v: Tensor, **_: Any) -> Any:
-    return torch.empty_like(v)
-
-
 @_shapes_of("selective_scan_forward")
 def _(u: Tensor, A: Tensor, interval: int, **_: Any) -> Any:
     batch, time, channels = u.shape
@@ -161,24 +153,9 @@ def _(u: Tensor, initial_state: Tensor | None, **given: Any) -> Any:
     return *gradients, _gradient_of_state(u, initial_state)
 
 
-@_shapes_of("selective_scan_step_")
-def _(u: Tensor, **_: Any) -> Any:
-    return torch.empty_like(u)
-
-
 @_shapes_of("map_features")
 def _(x: Tensor, map: int, nu: int, dtype: torch.dtype, **_: Any) -> Any:
     return x.new_empty(*x.shape[:-1], x.shape[-1] * (2 * nu if map == DPFP else 1), dtype=dtype)
-
-
-@_shapes_of("random_features")
-def _(x: Tensor, dtype: torch.dtype, **_: Any) -> Any:
-    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=dtype)
-
-
-@_shapes_of("gate")
-def _(x: Tensor, dtype: torch.dtype, **_: Any) -> Any:
-    return x.new_empty(x.shape, dtype=dtype)
 
 
 @_shapes_of("short_convolution")
@@ -187,40 +164,18 @@ def _(x: Tensor, weight: Tensor, **_: Any) -> Any:
     return x.new_empty(x.shape), last
 
 
-@_shapes_of("map_features_backward")
-def _(x: Tensor, **_: Any) -> Any:
-    return torch.empty_like(x)
-
-
-@_shapes_of("random_features_backward")
-def _(x: Tensor, source: Tensor, **_: Any) -> Any:
-    return _gradients(x, x, source)
-
-
-@_shapes_of("gate_backward")
-def _(x: Tensor, bias: Any, log_rate: Any, y: Any, weight: Any, **_: Any) -> Any:
-    return _gradients(x, x, bias, log_rate, y, weight)
-
-
-@_shapes_of("short_convolution_backward")
-def _(x: Tensor, weight: Tensor, bias: Any, before: Any, **_: Any) -> Any:
-    return _gradients(x, x, weight, bias, before)
-
-
-@_shapes_of("delta_step_")
-def _(v: Tensor, weight: Tensor, **_: Any) -> Any:
-    # weight: (heads, features, head_dim) of the feature map.
-    return v.new_empty(len(v), 1, len(weight), v.shape[-1])
-
-
-@_shapes_of("window_step_")
-def _(q: Tensor, **_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-@_shapes_of("gated_delta_step_")
-def _(x: Tensor, gate: Tensor, **_: Any) -> Any:
-    return x.new_empty(gate.shape)
+_shapes_of("rule_step_")(lambda v, **_: torch.empty_like(v))
+_shapes_of("selective_scan_step_")(lambda u, **_: torch.empty_like(u))
+_shapes_of("random_features")(lambda x, dtype, **_: x.new_empty(*x.shape[:-1], 2 * x.shape[-1], dtype=dtype))
+_shapes_of("gate")(lambda x, dtype, **_: x.new_empty(x.shape, dtype=dtype))
+_shapes_of("map_features_backward")(lambda x, **_: torch.empty_like(x))
+_shapes_of("random_features_backward")(lambda x, source, **_: _gradients(x, x, source))
+_shapes_of("gate_backward")(lambda x, bias, log_rate, y, weight, **_: _gradients(x, x, bias, log_rate, y, weight))
+_shapes_of("short_convolution_backward")(lambda x, weight, bias, before, **_: _gradients(x, x, weight, bias, before))
+# Decode steps of layers: (batch, 1, heads, value_dim), the shape of q, and that of the output gate.
+_shapes_of("delta_step_")(lambda v, weight, **_: v.new_empty(len(v), 1, len(weight), v.shape[-1]))
+_shapes_of("window_step_")(lambda q, **_: q.new_empty(q.shape))
+_shapes_of("gated_delta_step_")(lambda x, gate, **_: x.new_empty(gate.shape))
 
 
 class _BackwardPass(torch.autograd.Function):
