@@ -240,22 +240,25 @@ class GatedDelta(Mixer):
         return self.o_proj(out), {"conv": conv_state, "memory": memory}
 
     def _may_take_step(self, text: Tensor) -> bool:
-        plain = are_plain([self.conv1d], nn.Conv1d) and are_plain([self.o_norm], nn.RMSNorm)
-        return plain and type(self) is GatedDelta and kernels.takes_step(self.backend, text)
+        if type(self) is not GatedDelta or not kernels.takes_step(self.backend, text):
+            return False
+        return are_plain([self.conv1d], nn.Conv1d) and are_plain([self.o_norm], nn.RMSNorm)
 
     def _step(
         self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, in_place: bool
     ) -> tuple[Tensor, State]:
         """A step as one operator, from what the projections gave."""
-        after = {name: kernels.own_state(state[name], in_place) for name in ("conv", "memory")}
+        conv, memory = kernels.own_state(state["conv"], in_place), kernels.own_state(state["memory"], in_place)
         gates = logits, of_gates[0], self._output_logits(of_gates[1])
-        parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
+        # Contiguous as they are, nearly always.
+        weight, rate = self.conv1d.weight.contiguous(), self.A_log.contiguous()
+        bias, norm = self.dt_bias.contiguous(), self.o_norm.weight.contiguous()
         heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads
         most = 2.0 if self.negative_eigenvalues else 1.0
         out = kernels.gated_delta_step_(
-            projected, *gates, *(x.contiguous() for x in parameters), *heads, most, self.eps, *after.values()
+            projected, *gates, weight, rate, bias, norm, *heads, most, self.eps, conv, memory
         )
-        return self.o_proj(out), after
+        return self.o_proj(out), {"conv": conv, "memory": memory}
 
     def _remember(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any

@@ -730,21 +730,17 @@ def takes_step(backend: str, x: Tensor) -> bool:
 
     Nor do they run under torch.compile, which fuses operators by itself, or under autocast.
     """
-    if (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
-        or checks.values_checked
-        or torch.is_autocast_enabled("cpu")
-    ):
-        return False
-    # All that stays the same from call to call of a layer.
-    key = "decode step", backend, x.device.type, x.dtype
-    taken: bool | None = backends.chosen.get(key)
-    if taken is None:
-        known = x.is_cpu and x.dtype in DTYPES["cpu"] and backend in ("auto", "native")
-        taken = backends.chosen[key] = known and libraries.load("cpu") is None
-    return taken
+    return (
+        x.is_cpu
+        and not torch.is_grad_enabled()
+        and backend in ("auto", "native")
+        and x.dtype in DTYPES["cpu"]
+        and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
+        and not checks.values_checked
+        and libraries.load("cpu") is None
+    )
 
 
 def own_state(state: Tensor, in_place: bool) -> Tensor:
