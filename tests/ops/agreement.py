@@ -11,7 +11,7 @@ from tests.ops.results import cotangents, definition, differentiate, named, outc
 from tests.ops.rules import DEVICE, Inputs, RuleCase, mapped, state_dtype
 
 TOLERANCE = {
-    torch.float32: 1e-5,  # what the project promises of every backend, up to T = 4096
+    torch.float32: 1e-5,  # the project's promise for every backend, up to T = 4096
     # Half a unit in the last place is 4e-3; out and gradients are rounded once at least. float16 has three bits more.
     torch.bfloat16: 2e-2,
     torch.float16: 2e-2,
@@ -65,7 +65,7 @@ def assert_agrees(
     lay: Callable[[Tensor], Tensor] = lambda x: x,
     rows: Sequence[str] = (),
 ) -> None:
-    """Outputs and every gradient of `backend` are those of the float64 reference; what it was given stays as it was.
+    """Outputs and every gradient of `backend` are those of the float64 reference; its inputs stay as they were.
 
     `use` names the outputs that the loss is of; `lay` lays their gradients; `rows` are equal parts that all must agree.
     """
@@ -89,7 +89,7 @@ def assert_agrees(
 
 
 def assert_autocast_does_not_reach_inside(rule: RuleCase, backend: str, dtype: torch.dtype, **sizes: int) -> None:
-    """Autocast decides what projections hand over; from there on types are as outside it, backwards too."""
+    """Autocast decides the dtype of projections; from there on dtypes are as outside it, backwards too."""
     inputs = rule.inputs(**{"T": 70} | sizes, dtype=dtype, extras_dtype=torch.float32)
     expected = outcome(rule, backend, inputs)
     with torch.autocast(DEVICE.type, torch.bfloat16):

@@ -13,7 +13,7 @@ from tests.ops.rules import DEVICE
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives NaN, so that whoever reads what was never written is found out; kernels are loaded."""
+    """`torch.empty` gives NaN, so that a read of memory that was never written shows; kernels are loaded."""
     libraries.load(DEVICE.type)
     before = torch.are_deterministic_algorithms_enabled()
     # On a GPU torch's cumulative sums, which chunkwise takes, have no other algorithm.

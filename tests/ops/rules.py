@@ -1,4 +1,4 @@
-"""The update rules as one table of cases, which follows from `ops.RULES`, and what it takes to run a row of it."""
+"""The update rules as one table of cases, which follows from `ops.RULES`, and the means to run a row of it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Draw:
 GATES = ("ordinary", "near one", "one", "tiny", "one or tiny", "ordinary or tiny", "ordinary or erased")
 REPEATED = ("repeated keys", "repeated keys, one")
 STRENGTHS = ("ordinary", "near one", "one", "tiny", "zero", "zero or one", *REPEATED, "positive keys")
-# Of what both decays and corrects, whose write strengths may go up to 2.
+# For rules that decay and correct, whose beta may go up to 2.
 BOTH = (*GATES, "zero, one or two", "repeated keys, one")
 
 
@@ -242,7 +242,7 @@ LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
     # As q is of a joint projection for q, k and v.
     "a slice": lambda x: torch.cat([x * torch.nan, x, x * torch.nan], -1)[..., x.shape[-1] : -x.shape[-1]],
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    # Only for what may have any strides: the last dimension is not contiguous.
+    # Only for tensors that may have any strides: the last dimension is not contiguous.
     "turned": lambda x: x.transpose(2, -1).contiguous().transpose(2, -1),
     "same for all rows": lambda x: x[:1].expand(x.shape),
     "same for all heads": lambda x: x[:, :, :1].expand(x.shape),  # of a state, for all keys

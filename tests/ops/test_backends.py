@@ -27,7 +27,7 @@ from tests.ops.test_selective_scan import SCANNED
 SHAPES = [(1, 5, 3), (2, 1, 1), (31, 3, 5), (64, 16, 16), (65, 33, 1), (127, 1, 33), (128, 32, 5), (193, 8, 64)]
 
 # How a call is made: the dtypes of inputs and of gates and write strengths, whether there is a state to start from, and
-# what the loss is of.
+# the outputs that the loss depends on.
 CALLS = [
     {"dtype": torch.float32, "initial_state": True},
     {"dtype": torch.float64, "initial_state": False},
@@ -52,7 +52,7 @@ def test_shapes_and_dtypes(backend, rule, shape, call):
     assert_agrees(rule, backend, rule.inputs(T=T, K=K, V=V, **how), **about)
 
 
-# With no state to start from, outputs are as small as the writes, and what those lack shows.
+# Without an initial state outputs are as small as the writes, and an error of those shows.
 @pytest.mark.parametrize(
     ("dtype", "initial_state"), [(torch.float32, True), (torch.float32, False), (torch.float64, False)]
 )
@@ -62,7 +62,7 @@ def test_gates_and_write_strengths(backend, rule, dtype, initial_state):
     assert_agrees(rule, backend, inputs, rows=rule.regimes)
 
 
-# The longest T that is promised: what accumulates does so here.
+# The longest T that is promised: errors that accumulate do so here.
 F32, BF16 = torch.float32, torch.bfloat16
 LONG = [
     *[("sum", F32, ["ordinary"]), ("gated", F32, ["tiny", "near one"]), ("decay", F32, ["ordinary or tiny", "tiny"])],
@@ -208,7 +208,7 @@ def test_the_two_states_are_no_one_memory(backend, rule):
 def test_second_derivatives_are_refused(backend, rule):
     """Not silently wrong: the backward pass is not made of operations that autograd has seen.
 
-    Of each pair of inputs, as torch goes around errors that do not lead to what it is asked for.
+    For each pair of inputs, as torch goes around errors that do not lead to the requested gradients.
     """
     inputs = rule.inputs(T=5)
     names = [name for name, x in inputs.items() if x is not None]
@@ -233,7 +233,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def kept_for_backward(outputs: tuple[Tensor, Tensor], saved: dict[int, int]) -> int:
-    """The bytes that a graph keeps alive: what is `saved` through autograd and what contexts have as attributes."""
+    """The bytes that a graph keeps alive: tensors `saved` through autograd, and those in attributes of contexts."""
     kept, nodes, seen = dict(saved), [x.grad_fn for x in outputs], set()
     while nodes:
         node = nodes.pop()

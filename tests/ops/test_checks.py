@@ -1,4 +1,4 @@
-"""Refusals of the operations, and how they say it: which argument, what it was, what it may be."""
+"""Refusals of the operations: each names the argument, its value and the allowed ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype)
 
 
-# How to make it wrong, and what the message says it was.
+# A change that makes an input wrong, and its description in the message.
 SHAPES = [
     (lambda x: x.sum(), r"\(\)"),
     (lambda x: x[0], r"\(7, 3.*\)"),
@@ -247,7 +247,7 @@ def test_an_operation_needs_no_more_than_a_reference():
 @pytest.mark.parametrize("backend", BUILT)
 @pytest.mark.parametrize("rule", RULES)
 def test_in_place_writes_the_final_state_into_the_initial_one(rule, backend):
-    """A graph that saved the state does not use what it became, in silence; states of inference mode count nothing."""
+    """A graph that saved the state does not silently use the changed one; states of inference mode count nothing."""
     for T in (0, 1, 5):
         inputs = rule.inputs(T=T, requires_grad=False)
         expected = named(rule.run(inputs, backend))

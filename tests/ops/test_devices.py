@@ -22,7 +22,7 @@ def test_all_operators_of_several_tensors_are_here():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_refuses_one_tensor_without_memory(name):
-    """torch calls what gives the results' shapes, whose tensors would be unwritten memory."""
+    """torch calls the function for the results' shapes, whose tensors would be unwritten memory."""
     arguments = OPERATORS[name].arguments
     operator = getattr(torch.ops.fairseq_fastweights, name.partition("::")[2])
     given = [NUMBERS.get(str(x.type), torch.zeros(1) if "Tensor" in str(x.type) else torch.float32) for x in arguments]

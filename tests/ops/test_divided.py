@@ -25,7 +25,7 @@ LARGEST = 16
 MOST_ON_A_GPU = backends.LARGEST_DIM["cuda"]
 # Keys, values and both in two and three parts, the last of which has 5 of 16, 1 or all.
 SIZES = [(37, 5), (5, 37), (32, 33), (17, 48)]
-HALF = 1e-2  # of up to three parts that were rounded: half of what is promised
+HALF = 1e-2  # of up to three parts that were rounded: half of the promise
 CALLS = [
     ({"T": 1, "dtype": torch.float32}, "out, final_state"),
     ({"T": 31, "dtype": torch.float64, "initial_state": False}, "out"),

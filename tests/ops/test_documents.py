@@ -29,7 +29,7 @@ def where(T: int, *rows: list[int]) -> Tensor:
 
 
 def apart(rule: RuleCase, inputs: Inputs, starts: Tensor, backend: str) -> Inputs:
-    """The same, each document of each row in a call of its own: what `starts` is to be equal to."""
+    """The expected result of `starts`: each document of each row in a call of its own."""
     outs, states = [], []
     for b, row in enumerate(starts):
         begins = sorted({0, *row.nonzero().flatten().tolist()})

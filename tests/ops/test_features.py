@@ -59,7 +59,7 @@ def test_kernel_is_the_definition(name, nu, normalization, dtype):
         assert found[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert found[1].dtype == dtype and found[1].stride() == x.stride()
         assert norm_of_difference(found[0], wanted[0]) < min(TOLERANCE[dtype], 1e-6)
-        # What a division takes out of a gradient cancels against the rest of it.
+        # The terms that a division adds to a gradient nearly cancel against the others.
         assert norm_of_difference(found[1], wanted[1]) < 20 * TOLERANCE[dtype]
 
 
@@ -75,7 +75,7 @@ def random_both_ways(projected, source, **how):
 def test_random_features_are_their_definition(stabilized, log_epsilon, dtype):
     for normalization, (features, dim) in product(NORMALIZATIONS, ((1, 3), (5, 4), (16, 16), (37, 5))):
         projected, source = vectors(features, dtype), vectors(dim, dtype)
-        # A sum divides out what the source is multiplied by, but for eps.
+        # A sum divides out the scale of the source, but for eps.
         how = {"scale": 0.6, "log_epsilon": log_epsilon, "stabilized": stabilized, "eps": 0.1}
         how["normalization"] = normalization
         found = random_both_ways(projected, source, backend="native", **how)
@@ -234,7 +234,7 @@ def test_compiled_and_derivatives():
     torch.testing.assert_close(found, wanted.detach())
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(wanted.sum(), x)
-    # "auto" takes what has forward-mode derivatives.
+    # "auto" takes the implementation that has forward-mode derivatives.
     with forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(run(forward_ad.make_dual(x.detach(), torch.ones_like(x)))).tangent
     assert tangent is not None and bool(tangent.isfinite().all())

@@ -44,7 +44,7 @@ def check(how, inputs, dtype):
     assert relative_error(found[0], wanted[0]) < min(TOLERANCE[dtype], 1e-6)
     for name, one, other in zip(inputs, found[1:], wanted[1:], strict=True):
         assert one.dtype == inputs[name].dtype, name
-        # What a norm takes out of a gradient cancels against the rest of it, as do the terms of sums.
+        # The terms that a norm adds to a gradient nearly cancel against the others, as do the terms of sums.
         assert relative_error(one, other) < 20 * TOLERANCE[dtype], name
 
 
@@ -53,7 +53,7 @@ def check(how, inputs, dtype):
 def test_gates_are_their_definition(activation, dtype):
     for (time, batch, heads, dim), parameters, multiplies in product(SIZES, (False, True), (False, True)):
         channels = heads * dim
-        # Projections are joined, and what a rule reads has another layout than the text.
+        # Projections are joined, and the output of a rule has another layout than the text.
         inputs = {"x": drawn(time, batch, channels + 3, dtype=dtype)[..., 1 : 1 + channels]}
         if multiplies:
             inputs["y"] = drawn(batch, time, channels, dtype=dtype, seed=1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Which compiled library is loaded where, and what is asked of it, without a GPU."""
+"""Which compiled library is loaded where, and how it is called, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels as torch operators, and what only they promise. Threads: test_native_cpu."""
+"""The compiled kernels as torch operators, and promises of theirs alone. Threads: test_native_cpu."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_papers_sizes_and_those_around_vectors_and_tiles(rule, size, call):
     assert_agrees(rule, "native", inputs)
 
 
-# Step by step with few keys and in tiles, by chunks, and what is either, or one of them in one direction.
+# Step by step with few keys and in tiles, by chunks, and both, one for each direction.
 WAYS = [(3, 20, torch.float32), (7, 12, torch.float64), (65, 130, torch.float64), (17, 18, torch.float64)]
 SHORT = [
     (rule, T, WAYS[(T + T // 4 + i + other) % 4])
@@ -96,7 +96,7 @@ def test_large_states_and_few_keys_in_every_regime(rule, K, V, dtype):
 
 @pytest.mark.parametrize("K", [3, 8])
 def test_gates_of_every_magnitude(K):
-    """A row of the batch for each, 1 - g from 1e-30 to 1: what is written is exact however little it is."""
+    """A row of the batch for each, 1 - g from 1e-30 to 1: writes are exact, however small."""
     rule, magnitudes = RULE["gated"], 10.0 ** torch.arange(-30, 2)
     inputs = rule.inputs(B=len(magnitudes), T=33, H=1, K=K, V=5, initial_state=False)
     logs = -magnitudes[:, None, None] * torch.linspace(0.5, 1, 33)[None, :, None]

@@ -144,7 +144,7 @@ def in_a_process(instruction_set: str, library: str, *arguments: str) -> subproc
 @on_cpu
 @pytest.mark.slow
 def test_every_instruction_set_agrees(every_set, tmp_path):
-    """Over all rules and regimes. The one that this process has is what the other tests run."""
+    """Over all rules and regimes. The other tests run the one of this process."""
     for name in libraries.cpu_instruction_sets(every_set):
         if name == backends.cpu_instruction_set():
             continue

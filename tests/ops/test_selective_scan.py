@@ -1,4 +1,4 @@
-"""The selective scan: every backend against the definition in float64, what it refuses, and its operators."""
+"""The selective scan: every backend against the definition in float64, refusals, and its operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of layers as one operator of the CPU kernels: what the mixers compute without, and what they refuse."""
+"""Decode steps of layers as one operator of the CPU kernels: the mixers' results without it, and refusals."""
 
 from __future__ import annotations
 
