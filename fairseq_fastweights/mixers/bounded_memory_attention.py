@@ -38,7 +38,7 @@ class BoundedMemoryAttention(SoftmaxMixer):
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
@@ -109,7 +109,7 @@ class ABCMLP(BoundedMemoryAttention):
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = ABCMLP(16, 2, slots=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
@@ -170,7 +170,7 @@ class Linformer(BoundedMemoryAttention):
         bias: whether the projections have biases; E and F have none.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = Linformer(16, 2, max_positions=9, slots=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)

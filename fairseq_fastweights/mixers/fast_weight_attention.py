@@ -51,7 +51,7 @@ class FastWeightAttention(LinearAttention):
         **options: the other arguments of `LinearAttention`, but for `source_dim`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> layer = FastWeightAttention(16, 2, update_rule="delta")

@@ -30,7 +30,7 @@ class FastWeightSourceAttention(LinearAttention):
         **options: the other arguments of `LinearAttention`. The normalisation is "attention".
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> layer = FastWeightSourceAttention(16, 2)

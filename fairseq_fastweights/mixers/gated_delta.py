@@ -1,4 +1,4 @@
-"""Memories that forget and correct: Gated DeltaNet, Kimi delta attention and DeltaProduct, as in their papers."""
+"""Gated DeltaNet, Kimi delta attention, DeltaProduct and DeltaNet: delta rules behind a short convolution."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fairseq_fastweights.mixers.mixer import (
     State,
     are_plain,
     beyond,
+    check_divisor,
     gated_norm,
     in_rows,
     project,
@@ -34,23 +35,6 @@ SMALLEST_RATE, LARGEST_RATE = 0.01, 16
 """The range of the initial exp(A_log), uniform; in Kimi delta attention it begins at 1, as in its authors' code."""
 
 
-class _ForgetGate(nn.Module):
-    """The decays of `KimiDelta`."""
-
-    def __init__(self, embed_dim: int, num_heads: int, key_dim: int, rank: int) -> None:
-        super().__init__()
-        self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
-        self.f_b_proj = nn.Linear(rank, num_heads * key_dim, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
-        self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1))
-
-    def forward(self, low: Tensor, backend: str) -> Tensor:
-        """The log decays, from `low`, what `f_a_proj` made of the text."""
-        rates = self.A_log.flatten()
-        log_gate = apply_gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
-        return log_gate.unflatten(-1, (len(rates), -1))
-
-
 class GatedDelta(Mixer):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), in the form of OLMo-hybrid and Qwen3-Next.
 
@@ -63,7 +47,7 @@ class GatedDelta(Mixer):
 
     Parameters have the names and shapes of Hugging Face's `OlmoHybridGatedDeltaNet`. Each head of keys serves
     num_heads / key_heads successive heads of values. With `kv_heads` keys and values are those of grouped-query
-    attention, and serve num_heads / kv_heads successive heads of queries, each with a memory of its own. With
+    attention, and serve num_heads / kv_heads successive heads of queries, each with a state of its own. With
     `gate_rank` W_g is the product of two matrices.
 
     The state holds "conv", (batch, conv - 1, channels), the inputs that the convolution still needs, and "memory",
@@ -76,19 +60,18 @@ class GatedDelta(Mixer):
         key_dim: size of each head of keys; 0 for embed_dim / num_heads.
         value_dim: size of each head of values; 0 for embed_dim / num_heads.
         conv: width of the convolution, in inputs.
-        negative_eigenvalues: whether write strengths reach 2; I - beta k k^T then has an eigenvalue of -1, and the
-            memory can count modulo 2 (Grazzi et al. 2025).
+        negative_eigenvalues: whether betas reach 2; I - beta k k^T then has an eigenvalue of -1, and the state can
+            count modulo 2 (Grazzi et al. 2025).
         eps: added under the root of the norm; Qwen3-Next has 1e-6.
         bias: whether the projections have biases, which those of the papers lack; decays have `dt_bias` in any case.
-            With them a layer can take over an attention that has some, and start with an open gate on what is read.
+            With them a layer can take over an attention that has some, and start with an open output gate.
         kv_heads: number of heads of keys and values that heads of queries share, a divisor of `num_heads`; 0 for heads
             of keys as of queries, and of values as `num_heads`.
-        gate_rank: rank of W_g, the projection of the gate on what is read; 0 for a matrix of any rank.
+        gate_rank: rank of W_g, the projection of the output gate; 0 for a matrix of any rank.
         backend: one of `ops.BACKENDS`.
-        writes: keys, values and write strengths for each token; 1 except in `DeltaProduct`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> layer = GatedDelta(16, 4, key_heads=2, key_dim=8)
@@ -104,24 +87,20 @@ class GatedDelta(Mixer):
             int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
         "conv": Option(int, 4, "width of the short convolution", least=1),
-        "negative_eigenvalues": Option(bool, False, "let write strengths reach 2 (negative eigenvalues)"),
-        "eps": Option(float, 1e-5, "epsilon of the norm of what is read", least=0),
-        "bias": Option(
-            bool,
-            False,
-            "biases of the projections, with which layers start nearer to a trained attention",
-        ),
+        "negative_eigenvalues": Option(bool, False, "let betas reach 2 (negative eigenvalues)"),
+        "eps": Option(float, 1e-5, "epsilon of the output norm", least=0),
+        "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
         "kv_heads": Option(int, 0, "number of heads of keys and values that those of queries share; 0 for none shared"),
-        "gate_rank": Option(int, 0, "rank of the projection of the gate on what is read; 0 for any", least=0),
+        "gate_rank": Option(int, 0, "rank of the projection of the output gate; 0 for any", least=0),
     }
 
     unrecorded = ("bias", "kv_heads", "gate_rank")
     takes_attention = True
     takes_starts = True
     padding_last = True
+    writes = 1  # keys, values and betas for each token
     _smallest_rate: float = SMALLEST_RATE
     _output_activation = "silu"
-    _writes_once = True
 
     def __init__(
         self,
@@ -138,36 +117,27 @@ class GatedDelta(Mixer):
         kv_heads: int = 0,
         gate_rank: int = 0,
         backend: str = "auto",
-        writes: int = 1,
     ) -> None:
         # With sizes of their own, heads need not divide the width.
         super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0, backend=backend)
-        self.writes = writes
-        if self._writes_once and writes != 1:
-            raise InvalidInput(f"writes is {writes}; it must be 1 (DeltaProduct takes more)")
         self.check_options(key_dim=key_dim, value_dim=value_dim, conv=conv, eps=eps)
         check_number("gate_rank", gate_rank, 0, whole=True)
-        if key_heads < 0 or (key_heads and num_heads % key_heads):
-            raise InvalidInput(
-                f"key_heads is {key_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all"
-            )
-        if kv_heads < 0 or (kv_heads and num_heads % kv_heads):
-            raise InvalidInput(f"kv_heads is {kv_heads}; it must be a divisor of num_heads, {num_heads}, or 0 for all")
+        for name, heads in (("key_heads", key_heads), ("kv_heads", kv_heads)):
+            check_divisor(name, heads, "num_heads", num_heads, or_zero=True)
         if kv_heads and key_heads not in (0, num_heads):
             raise InvalidInput(f"key_heads is {key_heads}; with kv_heads it must be num_heads, {num_heads}, or 0")
         self.kv_heads, self.gate_rank = kv_heads, gate_rank
         self.key_heads = key_heads or num_heads
         self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
-        self.conv, self.negative_eigenvalues, self.eps = conv, negative_eigenvalues, eps
-        self.bias = bias
+        self.conv, self.negative_eigenvalues, self.eps, self.bias = conv, negative_eigenvalues, eps, bias
         values = num_heads * self.value_dim
         self._channels = [
             self.key_heads * self.key_dim,
-            writes * (kv_heads or self.key_heads) * self.key_dim,
-            writes * (kv_heads or num_heads) * self.value_dim,
+            self.writes * (kv_heads or self.key_heads) * self.key_dim,
+            self.writes * (kv_heads or num_heads) * self.value_dim,
         ]
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, size, bias=bias) for size in self._channels)
-        self.b_proj = nn.Linear(embed_dim, writes * num_heads, bias=bias)
+        self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=bias)
         channels = sum(self._channels)
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
         self._make_gates(values)
@@ -176,7 +146,7 @@ class GatedDelta(Mixer):
         self.reset_special_parameters()
 
     def _make_gates(self, values: int) -> None:
-        """The parameters of the decays, and of the gate of `values` numbers on what is read."""
+        """Makes the parameters of the decays, and of the output gate of `values` numbers."""
         self.a_proj = nn.Linear(self.embed_dim, self.num_heads, bias=False)
         if self.gate_rank:
             self.g_a_proj = nn.Linear(self.embed_dim, self.gate_rank, bias=False)
@@ -186,18 +156,14 @@ class GatedDelta(Mixer):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
 
-    @property
-    def _decays(self) -> Any:
-        """The module that has A_log and dt_bias."""
-        return self
-
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
         """Draws the rates exp(A_log) uniformly up to `LARGEST_RATE` and the steps as in Mamba; sets the norm to 1."""
         self.o_norm.weight.fill_(1)
-        A_log, dt_bias = self._decays.A_log, self._decays.dt_bias
-        A_log.copy_(torch.empty_like(A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE).log())
-        draw_step_biases_(dt_bias)
+        decays: Any = getattr(self, "forget_gate", self)
+        rates = torch.empty_like(decays.A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE)
+        decays.A_log.copy_(rates.log())
+        draw_step_biases_(decays.dt_bias)
 
     def mix(
         self, text: Tensor, state: State | None, lengths: Tensor | None, starts: Tensor | None, in_place: bool
@@ -207,9 +173,11 @@ class GatedDelta(Mixer):
         projected, logits, *of_gates = project(text, modules, together=3)
         if state is not None and len(text) == 1 and lengths is None and starts is None and self._may_take_step(text):
             return self._step(projected, logits, of_gates, state, in_place)
+        # silu(conv([W_q x, W_k x, W_v x])), (time, batch, channels)
         mixed, conv_state = convolve(
             self.conv1d, self.conv, projected, before.get("conv"), lengths, starts, backend=self.backend
         )
+        # (batch, time, heads, dim)
         q, k, v = mixed.split(self._channels, -1)
         # q / |q| / sqrt(key_dim) and k / |k|, with 1e-6 added to the square, as in flash-linear-attention.
         unit = partial(apply_map, normalization="length", eps=1e-6, dtype=q.dtype, backend=self.backend)
@@ -221,22 +189,13 @@ class GatedDelta(Mixer):
         most = 2.0 if self.negative_eigenvalues else 1.0
         beta = apply_gate(logits, "sigmoid", scale=most, backend=self.backend).transpose(0, 1)
         log_gate = self._log_gate(of_gates, beta)
-        if lengths is not None:  # what is neither decayed nor written leaves the state as it is
+        if lengths is not None:  # neither a write nor a decay: the state stays
             end = beyond(len(text), lengths).t()
             beta = beta.masked_fill(end[..., None], 0)
             log_gate = log_gate.masked_fill(end.view(*end.shape, *[1] * (log_gate.dim() - 2)), 0)
-        y, memory = self._remember(
-            q,
-            k,
-            v,
-            beta,
-            log_gate,
-            initial_state=before.get("memory"),
-            starts=starts,
-            in_place=in_place,
-            backend=self.backend,
-        )
-        out = in_rows(self._read(y.transpose(0, 1), of_gates, mixed.dtype))
+        how: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": self.backend}
+        y, memory = self._run_rule(q, k, v, beta, log_gate, initial_state=before.get("memory"), **how)
+        out = in_rows(self._gated_output(y.transpose(0, 1), of_gates, mixed.dtype))
         return self.o_proj(out), {"conv": conv_state, "memory": memory}
 
     def _may_take_step(self, text: Tensor) -> bool:
@@ -247,27 +206,23 @@ class GatedDelta(Mixer):
     def _step(
         self, projected: Tensor, logits: Tensor, of_gates: list[Tensor], state: State, in_place: bool
     ) -> tuple[Tensor, State]:
-        """A step as one operator, from what the projections gave."""
-        conv, memory = kernels.own_state(state["conv"], in_place), kernels.own_state(state["memory"], in_place)
+        """A decode step as one operator behind the projections."""
+        after = {name: kernels.own_state(state[name], in_place) for name in ("conv", "memory")}
         gates = logits, of_gates[0], self._output_logits(of_gates[1])
-        # Contiguous as they are, nearly always.
-        weight, rate = self.conv1d.weight.contiguous(), self.A_log.contiguous()
-        bias, norm = self.dt_bias.contiguous(), self.o_norm.weight.contiguous()
+        parameters = (x.contiguous() for x in (self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight))
         heads = self.key_heads, self.kv_heads or self.key_heads, self.kv_heads or self.num_heads
         most = 2.0 if self.negative_eigenvalues else 1.0
-        out = kernels.gated_delta_step_(
-            projected, *gates, weight, rate, bias, norm, *heads, most, self.eps, conv, memory
-        )
-        return self.o_proj(out), {"conv": conv, "memory": memory}
+        out = kernels.gated_delta_step_(projected, *gates, *parameters, *heads, most, self.eps, *after.values())
+        return self.o_proj(out), after
 
-    def _remember(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
+    def _run_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        return ops.RULES["gated-delta"].for_layer(q, k, v, beta, log_gate, starts=starts, **options)
+        return ops.RULES["gated-delta"].for_layer(q, k, v, beta, log_gate, **how)
 
     @property
     def _gate_projections(self) -> list[Any]:
-        """The projections of the text from which the decays and the gate on what is read are made."""
+        """The projections of the text for the decays and for the output gate."""
         return [self.a_proj, self.g_a_proj if self.gate_rank else self.g_proj]
 
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
@@ -275,16 +230,38 @@ class GatedDelta(Mixer):
         log_gate = apply_gate(projected[0], "softplus", bias=self.dt_bias, log_rate=self.A_log, backend=self.backend)
         return log_gate.transpose(0, 1)
 
-    def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Norms and gates `y`, what the memory gave, (time, batch, num_heads, value_dim); puts heads side by side."""
+    def _gated_output(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """w * y / rms(y) * silu(W_g x) for y, (time, batch, num_heads, value_dim), with heads side by side."""
         logits = self._output_logits(projected[-1])
         how: dict[str, Any] = {"eps": self.eps, "dtype": dtype, "backend": self.backend}
         return gated_norm(self.o_norm, y, logits, self._output_activation, **how)
 
     def _output_logits(self, projected: Tensor) -> Tensor:
-        """The logits of the gate on what is read, (time, batch, num_heads * value_dim)."""
+        """The logits of the output gate, (time, batch, num_heads * value_dim)."""
         logits: Tensor = self.g_b_proj(projected) if self.gate_rank else projected
         return logits
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(time, batch, channels) -> (batch, time, heads, dim)."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+class _ForgetGate(nn.Module):
+    """The decays of `KimiDelta`."""
+
+    def __init__(self, embed_dim: int, num_heads: int, key_dim: int, rank: int) -> None:
+        super().__init__()
+        self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
+        self.f_b_proj = nn.Linear(rank, num_heads * key_dim, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.A_log = nn.Parameter(torch.empty(1, 1, num_heads, 1))
+
+    def forward(self, low: Tensor, backend: str) -> Tensor:
+        """The log decays, (..., num_heads, key_dim), for `low`, the output of `f_a_proj`."""
+        rates = self.A_log.flatten()
+        log_gate = apply_gate(self.f_b_proj(low), "softplus", bias=self.dt_bias, log_rate=rates, backend=backend)
+        return log_gate.unflatten(-1, (len(rates), -1))
 
 
 class KimiDelta(GatedDelta):
@@ -299,11 +276,11 @@ class KimiDelta(GatedDelta):
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
-        gate_bias: whether the second projection of the gate on what is read has a bias, as in flash-linear-attention.
-        **others: those of `GatedDelta`; of `KimiLinearDeltaAttention` heads of keys and of values are equal.
+        gate_bias: whether the second projection of the output gate has a bias, as in flash-linear-attention.
+        **others: those of `GatedDelta`, but for `gate_rank`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = KimiDelta(16, 4)(torch.randn(7, 3, 16))
@@ -313,7 +290,7 @@ class KimiDelta(GatedDelta):
 
     options = {
         **{name: option for name, option in GatedDelta.options.items() if name != "gate_rank"},
-        "gate_bias": Option(bool, False, "give the gate on what is read a bias, as in flash-linear-attention"),
+        "gate_bias": Option(bool, False, "give the output gate a bias, as in flash-linear-attention"),
     }
 
     _smallest_rate = 1
@@ -330,10 +307,6 @@ class KimiDelta(GatedDelta):
         self.g_b_proj = nn.Linear(self.value_dim, values, bias=self.bias or self.gate_bias)
 
     @property
-    def _decays(self) -> Any:
-        return self.forget_gate
-
-    @property
     def _gate_projections(self) -> list[Any]:
         return [self.forget_gate.f_a_proj, self.g_a_proj]
 
@@ -343,22 +316,21 @@ class KimiDelta(GatedDelta):
 
 
 class DeltaProduct(GatedDelta):
-    """DeltaProduct (Siems et al. 2025): several corrections for each token, one after the other.
+    """DeltaProduct (Siems et al. 2025): several writes for each token, one after the other.
 
-    A token has `writes` keys, values and write strengths, each a step of Gated DeltaNet. The state decays before the
-    first step, and the query reads after the last, so that a token multiplies the state by a product of `writes`
-    matrices I - beta k k^T. With `negative_eigenvalues`, which the paper's models have, such a matrix can be a
-    reflection, and a product of two a rotation; without, each only shrinks the component along its key.
+    A token has `writes` keys, values and betas, each a step of Gated DeltaNet. The state decays before the first step,
+    and the query reads after the last, so that a token multiplies the state by a product of `writes` matrices
+    I - beta k k^T. With `negative_eigenvalues`, which the paper's models have, such a matrix can be a reflection, and
+    a product of two a rotation; without, each only shrinks the component along its key.
 
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
-        writes: corrections for each token.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `bias` and `backend`,
-            which `GatedDelta` describes.
+        writes: keys, values and betas for each token.
+        **others: those of `GatedDelta`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = DeltaProduct(16, 4, writes=3)(torch.randn(7, 3, 16))
@@ -366,29 +338,24 @@ class DeltaProduct(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {"writes": Option(int, 2, "number of corrections per token", least=1), **GatedDelta.options}
-    _writes_once = False
+    options = {"writes": Option(int, 2, "number of writes per token", least=1), **GatedDelta.options}
 
     def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
         self.check_options(writes=writes)
-        super().__init__(embed_dim, num_heads, writes=writes, **others)
+        self.writes = writes
+        super().__init__(embed_dim, num_heads, **others)
 
-    def _remember(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, *, starts: Tensor | None, **options: Any
+    def _run_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        # A token's micro-steps take its place: the projections have them side by side.
-        n = self.writes
+        # n steps in the place of a token, whose projections lie side by side: the first decays, the last is read.
+        n, starts = self.writes, how.pop("starts")
         k, v, beta = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v, beta))
         q = F.pad(q[:, :, None], (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
         log_gate = F.pad(log_gate[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
         starts = None if starts is None else F.pad(starts[:, :, None], (0, n - 1)).flatten(1)
-        y, memory = super()._remember(q, k, v, beta, log_gate, starts=starts, **options)
+        y, memory = super()._run_rule(q, k, v, beta, log_gate, starts=starts, **how)
         return y[:, n - 1 :: n], memory
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """(time, batch, channels) -> (batch, time, heads, dim)."""
-    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
 class DeltaNet(GatedDelta):
@@ -403,12 +370,11 @@ class DeltaNet(GatedDelta):
     Args:
         embed_dim: width of the input and of the output.
         num_heads: number of heads of values.
-        gate: whether what is read is gated.
-        **others: `key_heads`, `key_dim`, `value_dim`, `conv`, `negative_eigenvalues`, `eps`, `kv_heads` and `backend`,
-            which `GatedDelta` describes.
+        gate: whether the output is gated.
+        **others: those of `GatedDelta`, but for `bias` and `gate_rank`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = DeltaNet(16, 4)(torch.randn(7, 3, 16))
@@ -418,7 +384,7 @@ class DeltaNet(GatedDelta):
 
     options = {
         **{name: option for name, option in GatedDelta.options.items() if name not in ("bias", "gate_rank")},
-        "gate": Option(bool, False, "gate what is read, as Gated DeltaNet"),
+        "gate": Option(bool, False, "gate the output, as Gated DeltaNet"),
     }
 
     takes_attention = False
@@ -447,16 +413,16 @@ class DeltaNet(GatedDelta):
         """Returns a reason not to carry states from segment to segment in training."""
         return known_to_lose_when_carried("delta")
 
-    def _remember(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Any
+    def _run_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.negative_eigenvalues:  # the delta rule has no write strengths of more than 1
-            return super()._remember(q, k, v, beta, log_gate, **options)
-        return ops.RULES["delta"].for_layer(q, k, v, beta, **options)
+        if self.negative_eigenvalues:  # the delta rule takes no betas above 1
+            return super()._run_rule(q, k, v, beta, log_gate, **how)
+        return ops.RULES["delta"].for_layer(q, k, v, beta, **how)
 
-    def _read(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def _gated_output(self, y: Tensor, projected: list[Tensor], dtype: torch.dtype) -> Tensor:
         if self.gate:
-            return super()._read(y, projected, dtype)
+            return super()._gated_output(y, projected, dtype)
         if are_plain([self.o_norm], nn.RMSNorm):
             precise = ops.state_dtype(y.dtype)
             y = F.rms_norm(y.to(precise), (self.value_dim,), self.o_norm.weight.to(precise), self.eps)

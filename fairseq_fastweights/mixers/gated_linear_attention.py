@@ -35,7 +35,7 @@ class GatedLinearAttention(Mixer):
         backend: one of `ops.BACKENDS`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = GatedLinearAttention(16, 2)(torch.randn(7, 3, 16))
@@ -51,7 +51,7 @@ class GatedLinearAttention(Mixer):
             int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
         "rank": Option(int, 16, "rank of the projection to decays", least=1),
-        "eps": Option(float, 1e-5, "epsilon of the norm of what is read", least=0),
+        "eps": Option(float, 1e-5, "epsilon of the output norm", least=0),
     }
 
     takes_starts = True

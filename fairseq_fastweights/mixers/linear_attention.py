@@ -36,7 +36,7 @@ class LinearAttention(Attention):
             describes. Each head of queries has a state of its own, also if heads share keys and values.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> from fairseq_fastweights.mixers.fast_weight_attention import FastWeightAttention

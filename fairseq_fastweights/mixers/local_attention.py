@@ -40,7 +40,7 @@ class LocalAttention(SoftmaxMixer):
         bias: whether the projections have biases.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = LocalAttention(16, 2, window=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)

@@ -51,7 +51,7 @@ class Mamba(Mixer):
         backend: of `ops.selective_scan`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = Mamba(16)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)

@@ -59,7 +59,7 @@ class Mixer(nn.Module):
         backend: one of `ops.BACKENDS`, for mixers whose recurrence has several implementations.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Attributes:
         options: the settings of this kind alone, which are arguments of the subclass.
@@ -207,10 +207,11 @@ class Mixer(nn.Module):
         return None
 
 
-def check_divisor(name: str, value: int, of: str, size: int) -> None:
+def check_divisor(name: str, value: int, of: str, size: int, *, or_zero: bool = False) -> None:
     """Raises `InvalidInput` unless `value`, that of the setting `name`, divides `size`, that of the setting `of`."""
-    if value < 1 or size % value:
-        raise InvalidInput(f"{name} is {value}; it must be a divisor of {of}, {size}")
+    if (value or not or_zero) and (value < 1 or size % value):
+        default = ", or 0 for all" if or_zero else ""
+        raise InvalidInput(f"{name} is {value}; it must be a divisor of {of}, {size}{default}")
 
 
 def keeps_rows(new_order: Tensor, rows: int) -> bool:

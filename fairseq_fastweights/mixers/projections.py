@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.mixers.mixer import Mixer, check_divisor
 
 PROJECTION_BIASES = ("all", "qkv", "none")
 
@@ -49,7 +49,7 @@ class Projections:
         zero_centered_norms: whether these norms multiply by 1 + w, as `ZeroCenteredRMSNorm`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
     """
 
     kv_heads: int = 0
@@ -72,10 +72,7 @@ class Projections:
         Raises:
             ValueError: if they cannot be shared evenly.
         """
-        if self.kv_heads < 0 or (self.kv_heads and num_heads % self.kv_heads):
-            raise InvalidInput(
-                f"kv_heads is {self.kv_heads}; it must be a divisor of the {num_heads} heads, or 0 for all"
-            )
+        check_divisor("kv_heads", self.kv_heads, "num_heads", num_heads, or_zero=True)
         return self.kv_heads or num_heads
 
     def norm(self, dim: int) -> nn.Module:

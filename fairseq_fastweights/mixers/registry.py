@@ -151,7 +151,7 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         the module.
 
     Raises:
-        ValueError: if a setting is not allowed; the message names it, its value and what is allowed.
+        ValueError: if a setting is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> layer = build_mixer("local", 16, {"num_heads": 2, "local_window": 8})

@@ -47,7 +47,7 @@ class Retention(LinearAttention):
             `LinearAttention`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = Retention(16, 2)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
@@ -59,8 +59,8 @@ class Retention(LinearAttention):
         "value_dim": Option(
             int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
         ),
-        "rms_norm": Option(bool, False, "norm what is read by an RMS norm with weights, as flash-linear-attention"),
-        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the norm of what is read", least=0),
+        "rms_norm": Option(bool, False, "norm the output by an RMS norm with weights, as flash-linear-attention"),
+        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the output norm", least=0),
     }
 
     takes_starts = True

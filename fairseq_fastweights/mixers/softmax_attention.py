@@ -67,7 +67,7 @@ class SoftmaxAttention(SoftmaxMixer):
             `Projections` describes.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = SoftmaxAttention(16, 2, rotary_dim=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)
@@ -76,7 +76,7 @@ class SoftmaxAttention(SoftmaxMixer):
     """
 
     options = {
-        "output_gate": Option(bool, False, "multiply what softmax attention reads by a gate, as Qwen3.5"),
+        "output_gate": Option(bool, False, "multiply the output of softmax attention by a gate, as Qwen3.5"),
         "joint_norm": Option(
             bool, False, "let --query-key-norm-eps be that of one norm over all heads of queries or keys, as in OLMo 2"
         ),

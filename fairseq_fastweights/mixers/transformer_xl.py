@@ -62,7 +62,7 @@ class TransformerXL(SoftmaxMixer):
         same_length: whether every position sees exactly the `memory` positions before it.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> layer = TransformerXL(16, 2, memory=4)

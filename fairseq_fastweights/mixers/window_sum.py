@@ -48,7 +48,7 @@ class WindowSum(LinearAttention):
         **options: the other arguments of `LinearAttention`, but for `source_dim` and `scale_read_out`.
 
     Raises:
-        ValueError: if an argument is not allowed; the message names it, its value and what is allowed.
+        ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
         >>> out, state = WindowSum(16, 2, window=4)(torch.randn(7, 3, 16))  # (time, batch, embed_dim)

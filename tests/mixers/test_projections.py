@@ -95,7 +95,7 @@ def test_other_scalings_are_refused(text):
     [
         ({"projection_bias": "some"}, "projection_bias is 'some'; it must be one of all, qkv, none"),
         ({"query_key_norm_eps": -1.0}, "query_key_norm_eps is -1.0; it must be at least 0"),
-        ({"kv_heads": 3}, "kv_heads is 3; it must be a divisor of the 4 heads"),
+        ({"kv_heads": 3}, "kv_heads is 3; it must be a divisor of num_heads, 4, or 0 for all"),
         ({"kv_heads": -1}, "kv_heads is -1; it must be a divisor"),
         ({"head_dim": -1}, "head_dim is -1; it must be at least 0"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_fastweights.mixers.gated_delta import GatedDelta, KimiDelta
+from fairseq_fastweights.mixers.gated_delta import GatedDelta
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import MIXERS, SOURCE_MIXERS, Kind, build_mixer, option_name, parse_pattern
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
@@ -171,13 +171,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_a_mixer_cannot_be_is_named(name, settings, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         build(name, **settings)
-
-
-def test_more_writes_than_one_are_of_delta_product_alone():
-    for kind in (GatedDelta, KimiDelta):
-        for writes in (0, 2):
-            with pytest.raises(ValueError, match=f"^writes is {writes}; it must be 1 "):
-                kind(WIDTH, 4, writes=writes)
 
 
 def test_settings_are_those_of_checkpoints_from_before_keys_were_shared():
