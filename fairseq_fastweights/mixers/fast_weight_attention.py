@@ -1,4 +1,4 @@
-"""Attention as a fast weight memory, in place of a Transformer's causal self-attention."""
+"""Linear attention with an update rule of `ops`, in place of a Transformer's causal self-attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class FastWeightAttention(LinearAttention):
-    """Causal self-attention whose memory is a matrix per head, written and read at every step.
+    """Causal linear attention: its state is a matrix per head, written and read at every step.
 
     Update rule, feature map and normalisation can be combined freely:
 
@@ -38,7 +38,7 @@ class FastWeightAttention(LinearAttention):
         "sum":       q, k divided by the sums of their components (Schlag et al. 2021, Eq. 29)
         S_t from S_{t-1}, k_t, v_t and the gates by one of `UPDATE_RULES`;  y_t = S_t q_t
         "attention": y_t divided by z_t q_t, z_t = z_{t-1} + k_t with the rule's decays (Eq. 26, 28; Mao 2022, Eq. 5)
-        "removal":   the value that the delta rule takes out divided by z_{t-1} k_t (Eq. 27)
+        "removal":   the value that the delta rule removes divided by z_{t-1} k_t (Eq. 27)
         out = W_out (scale * y)
 
     Args:
@@ -103,7 +103,7 @@ class FastWeightAttention(LinearAttention):
         self.reset_special_parameters()
 
     def reset_special_parameters(self) -> None:
-        """Draws the biases of the gates that decay the memory, so that its decays start uniformly spread."""
+        """Draws the biases of the gates that decay the state, so that its decays start uniformly spread."""
         for gate in self.rule.gates:
             if gate.log:
                 units = self.num_heads if gate.per == "head" else self._gate_size(gate)
@@ -117,6 +117,7 @@ class FastWeightAttention(LinearAttention):
         modules = [getattr(self, name) for name in self._gate_names]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
             return self._step(x, modules, kernels.own_state(state["state"], in_place))
+        # (batch, time, heads, dim)
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:

@@ -13,7 +13,7 @@ from fairseq_fastweights.ops.checks import without_autocast
 
 
 class FastWeightSourceAttention(LinearAttention):
-    """Attention that writes a whole source into one memory per head, which every query reads.
+    """Linear attention to a whole source: one state per head, which every query reads.
 
     With s over the positions of the source that are not padding (Katharopoulos et al. 2020, Eq. 5):
 
@@ -21,7 +21,7 @@ class FastWeightSourceAttention(LinearAttention):
         out_t = W_out (scale * S phi(q_t) / (z . phi(q_t)))
 
     In generation S and z are computed with the first token and kept. A token then takes the same time for every length
-    of the source, and the hypotheses of a beam search share one memory.
+    of the source, and the hypotheses of a beam search share one state.
 
     Args:
         embed_dim: width of the queries and of the output.
@@ -79,34 +79,32 @@ class FastWeightSourceAttention(LinearAttention):
         else:
             source = x if source is None else source
             copies = self._copies(source, padding)
-            source, padding = (
-                in_rows(source[:, ::copies]),
-                None if padding is None else padding[::copies, :, None, None],
-            )
+            source = in_rows(source[:, ::copies])
+            padding = None if padding is None else padding[::copies, :, None, None]
+            # (sources, source time, heads, dim)
             k = self._heads(self.k_proj(source), self.feature_map.key_dim)
             v = self._heads(self.v_proj(source), self.head_dim)
             if padding is not None and k.shape[1]:
                 # FAVOR+ divides the features of a row by the largest of them. Were that padding's, whose keys are
-                # short, those of words with long keys would vanish: padding takes a word's key, until it is left out.
-                word = padding.to(torch.uint8).argmin(dim=1, keepdim=True)
-                k = torch.where(padding, k.detach().take_along_dim(word, dim=1), k)
+                # short, those of tokens with long keys would vanish: padding takes a token's key, until it is left out.
+                token = padding.to(torch.uint8).argmin(dim=1, keepdim=True)
+                k = torch.where(padding, k.detach().take_along_dim(token, dim=1), k)
             q, k, v = self._features(q, k, v)
             if padding is not None:
                 k = k.masked_fill(padding, 0)
-            with without_autocast(k):
+            with without_autocast(k):  # S = sum_s v_s phi(k_s)^T, z = sum_s phi(k_s)
                 state = {"state": torch.einsum("bshm,bshv->bhmv", k, v), "z": k.sum(dim=1)}
             state["copies"] = torch.full((k.shape[0],), copies)
         return self._project_out(self._read(q, state["state"], state["z"]), x), state
 
     def _read(self, q: Tensor, state: Tensor, z: Tensor) -> Tensor:
-        """Reads with queries whose rows come in groups, one group for each row of the state."""
+        """S phi(q) / (z . phi(q)) for queries whose rows come in groups, one group for each row of the state."""
         batch, time, heads, features = q.shape
         rows = state.shape[0]
         with without_autocast(q):
             q = q.to(state.dtype).reshape(rows, batch * time // max(rows, 1), heads, features)
-            out = self._divide(
-                torch.einsum("bthm,bhmv->bthv", q, state), torch.einsum("bthm,bhm->bth", q, z)[..., None]
-            )
+            z_q = torch.einsum("bthm,bhm->bth", q, z)[..., None]
+            out = self._divide(torch.einsum("bthm,bhmv->bthv", q, state), z_q)
         return out.reshape(batch, time, heads, self.head_dim)
 
     def _copies(self, source: Tensor, padding_mask: Tensor | None) -> int:

@@ -233,7 +233,7 @@ class FavorMap(FeatureMap):
         num_features: m; there are 2 m numbers per head after the map.
         scaled: whether x is multiplied by head_dim^(-1/4), which Eq. 31-32 do not do.
         epsilon: added to exp(-|x|^2 / 2) exp(R x) and exp(-|x|^2 / 2) exp(-R x), before the division.
-        orthogonal: "features", or "dimensions": R^T is what `orthogonal_features` draws, head_dim
+        orthogonal: "features", or "dimensions": R^T is drawn by `orthogonal_features`, head_dim
             vectors of m numbers.
 
     Examples:
@@ -460,7 +460,7 @@ def orthogonal_features(
 
     Returns:
         (num_features, dim). Each row is distributed as N(0, I); rows within a block of `dim` are
-        orthogonal, blocks are independent. The last block is cut to what `num_features` leaves.
+        orthogonal, blocks are independent. The last block is cut at `num_features` rows.
 
     Examples:
         >>> features = orthogonal_features(6, 4)

@@ -1,4 +1,4 @@
-"""Gated linear attention: a memory in which each key dimension decays at its own, learned rate (Yang et al. 2024)."""
+"""Gated linear attention: each key dimension of the state decays at a rate that the input sets (Yang et al. 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of attention over a fast weight memory: projections, feature map and normalisation."""
+"""The base class of linear attention: projections, feature map and normalisation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALLEST_DIVISOR = 1e-30
 
 
 class LinearAttention(Attention):
-    """Base class of attention over a fast weight memory: its projections, feature map and normalisation.
+    """Base class of linear attention: its projections, feature map and normalisation.
 
     Args:
         embed_dim: width of the queries and of the output.
@@ -29,9 +29,9 @@ class LinearAttention(Attention):
         dpfp_nu: nu of the map "dpfp".
         favor_features: number of random features of the maps "favor" and "favor-schlag"; None for their default.
         normalization: a set of some of "sum", "attention" and "removal".
-        bias: whether the projections have biases. Those of gates that decay the memory always have.
-        scale_read_out: whether the read-out is multiplied by 1 / sqrt(head_dim).
-        dropout: probability of dropout of the read-out, before the output projection; there are no attention weights.
+        bias: whether the projections have biases. Those of gates that decay the state always have.
+        scale_read_out: whether the output is multiplied by 1 / sqrt(head_dim).
+        dropout: probability of dropout before the output projection; there are no attention weights.
         **shape: `backend`, and `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections`
             describes. Each head of queries has a state of its own, also if heads share keys and values.
 
@@ -80,7 +80,7 @@ class LinearAttention(Attention):
         if "removal" in normalization and not self.feature_map.positive:
             raise InvalidInput(
                 f"normalization holds 'removal' and feature_map is {feature_map!r}; it must be a map without negative "
-                "outputs: what is removed is divided by a sum of them"
+                "outputs: the removed value is divided by a sum of them"
             )
         # Normalisers grow with time, their inverses shrink, and exp() of FAVOR+'s exponents is large unless sum
         # normalisation takes it back: float16 has not the range for them.
@@ -100,7 +100,7 @@ class LinearAttention(Attention):
         self._in_one = alike and not grouped and isinstance(self.q_norm, nn.Identity)
 
     def _inputs(self, x: Tensor, *gates: nn.Module) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Projects x, (time, batch, embed_dim), to features of queries and keys, values, and what the gates give."""
+        """Projects x, (time, batch, embed_dim), to features of queries and keys, values, and logits of gates."""
         dim, modules = self.feature_map.key_dim, [self.q_proj, self.k_proj, self.v_proj, *gates]
         if not self._in_one:
             q, k, v, *logits = project(x, modules)
@@ -132,7 +132,7 @@ class LinearAttention(Attention):
         return out / divisor.masked_fill(divisor.abs() < SMALLEST_DIVISOR, 1)
 
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
-        """Projects what was read, (batch, time, heads, head_dim), to the layer's output, (time, batch, embed_dim)."""
+        """Projects (batch, time, heads, head_dim) to the layer's output, (time, batch, embed_dim)."""
         time, batch, _ = query.shape
         out = out.to(query.dtype)
         out = self.dropout_module(out if self.scale == 1 else out * self.scale)

@@ -108,7 +108,7 @@ class Blocks(NamedTuple):
     shape: tuple[int, int, int]
 
     def join(self, out: Tensor) -> Tensor:
-        """Puts what was computed of the queries, (rows, heads, size, dim), together: (batch, heads, time, dim)."""
+        """Puts outputs for the blocks, (rows, heads, size, dim), together: (batch, heads, time, dim)."""
         batch, blocks, time = self.shape
         if blocks == 1:
             return out
@@ -142,7 +142,7 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, s
 
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (cut(q), with_overlap(k, past_k), with_overlap(v, past_v)))
     age = torch.arange(size, device=q.device)[:, None] - torch.arange(-overlap, size, device=q.device)
-    age = age.masked_fill(age < 0, past + 1)  # what comes after a position is as out of sight
+    age = age.masked_fill(age < 0, past + 1)  # later positions are as out of sight as those before the window
     seen = F.pad(seen.expand(batch, time), (0, blocks * size - time))
     visible = age <= seen.reshape(batch, blocks, size, 1)
     return Blocks(q, k, v, visible.flatten(0, 1), (batch, blocks, time))
@@ -155,7 +155,7 @@ def last(past: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
     """
     kept, time = past.shape[2], new.shape[2]
     if real is None:
-        # A copy also where it is a part of `new`: a state must not keep alive what it was taken from.
+        # A copy also where it is a part of `new`: a state must not keep the text's tensor alive.
         return torch.cat([past[:, :, min(time, kept) :], new[:, :, max(time - kept, 0) :]], dim=2)
     places = real[:, None] + torch.arange(kept, device=past.device)
     return torch.cat([past, new], dim=2).gather(2, places[:, None, :, None].expand(past.shape))

@@ -141,8 +141,8 @@ def _scan_of_documents(
     """`ops.selective_scan` of rows in which documents begin where `starts`, (batch, time), is true.
 
     A step of size `FORGETS`, a power of two, leaves nothing of the state unless a rate is as small as 1e-16. Its u is
-    multiplied by delta / FORGETS, so that it writes what a step of size delta writes. Of what is not finite it leaves
-    NaN, and documents are computed step by step.
+    multiplied by delta / FORGETS, so that it writes as a step of size delta does. Where something is not finite it
+    would leave NaN: documents are then computed step by step.
     """
     if not are_apart(starts, (u, delta, B, C, options["initial_state"])):
         return step_by_step(u, delta, A, B, C, D, initial_state=options["initial_state"], starts=starts)

@@ -298,10 +298,10 @@ def project(x: Tensor, modules: Sequence[Any], together: int = 1) -> list[Tensor
 
 
 def are_plain(modules: Sequence[Any], kind: type[nn.Module] = nn.Linear) -> bool:
-    """True if modules do what their class `kind` does with the parameters that they show.
+    """True if modules compute with the parameters that they show as their class `kind` does.
 
     Only of such modules may a fused operation read the parameters; others have to be called. Hooks may bring weights
-    for the length of a call, as accelerate's do where weights are offloaded, or change what comes out; modules of other
+    for the length of a call, as accelerate's do where weights are offloaded, or change the output; modules of other
     classes, as of adapters, quantization and parametrizations, may compute something else.
     """
     for module in modules:
@@ -336,7 +336,7 @@ def gated_norm(
         y: (..., heads, dim).
         logits: (..., heads * dim).
         activation, eps, dtype, backend: as of `ops.elementwise.gate`.
-        size: what squares of y are divided by.
+        size: the divisor of squares of y.
     """
     if are_plain([norm], nn.RMSNorm):
         # The norm of y / sqrt(size) is that of y with `size` times the epsilon: the division costs nothing.

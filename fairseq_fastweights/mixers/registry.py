@@ -40,14 +40,14 @@ SHARED_DEFAULTS: dict[str, Any] = {
     **{"rotary_dim": 0, "rotary_base": 10000.0, "rotary_scaling": "", "kv_heads": 0, "head_dim": 0},
     **{"projection_bias": "all", "query_key_norm_eps": None},
 }
-"""The defaults of settings of several kinds, by their names; None is what the rule's paper uses, or nothing."""
+"""The defaults of settings of several kinds, by their names; None is the choice of the rule's paper, or nothing."""
 
 _CONDITIONS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "dpfp_nu": ("feature_map", "feature_map dpfp", lambda name: name == "dpfp"),
     "favor_features": ("feature_map", "feature_map favor", lambda name: name is not None and is_favor(name)),
     **dict.fromkeys(("rotary_base", "rotary_scaling"), ("rotary_dim", "rotary_dim", bool)),
 }
-"""Settings that a mixer reads where another setting says so: its name, what it must be, and whether it is that."""
+"""Settings that a mixer reads under a condition: another setting, its value in words, and a check of the value."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Kind:
         build: the class, or a function, that is called with the width, the settings in `shared` and its `options`.
         shared: those settings of several kinds of mixers that it takes.
         heads: the setting with the number of its heads; None if it has no heads.
-        help: what a memory does at a step, for `--help`.
+        help: how the state changes at a step, for `--help`.
         feature_map: that of the paper; None for mixers without one.
         normalization: those of the paper.
         fixed: the values of settings that it does not take, but has all the same; giving these is no error.

@@ -1,4 +1,4 @@
-"""Retention: a memory that decays at a fixed rate in each head (Sun et al. 2023)."""
+"""Retention: linear attention whose state decays at a fixed rate in each head (Sun et al. 2023)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROTARY_BASE = 10000.0
 """The base of the rotation of queries and keys, which has all dimensions of each head (Sec. 2.1)."""
 
 GROUP_NORM_EPS = 1e-5
-"""The default of what the norm of what a head reads adds under its root; torch's, as the paper gives none."""
+"""The default of the term under the root of the output norm; torch's, as the paper gives none."""
 
 
 class Retention(LinearAttention):
@@ -80,7 +80,7 @@ class Retention(LinearAttention):
     ) -> None:
         if normalization:
             raise InvalidInput(
-                f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: what is read "
+                f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: the output "
                 "is normalised in each head"
             )
         self.check_options(value_dim=value_dim, eps=eps)
@@ -91,7 +91,7 @@ class Retention(LinearAttention):
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
                 "must be even: they are rotated in pairs"
             )
-        # A memory that fades over thousands of steps, read before it is normalised, holds sums of as many products.
+        # A state that fades over thousands of steps holds sums of as many products, normalised after the read.
         self.needs_float32_range = True
         self.value_dim, self.rms_norm, self.eps = self.head_dim, rms_norm, eps
         self.g_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)

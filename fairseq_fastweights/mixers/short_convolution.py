@@ -31,7 +31,7 @@ def short_convolution(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """silu(sum_i w_i * x_{t-i} + b), and what the next call needs of these inputs.
+    """silu(sum_i w_i * x_{t-i} + b), and the inputs that the next call needs.
 
     Args:
         x: (time, batch, channels).
@@ -39,7 +39,7 @@ def short_convolution(
         bias: (channels,); None for 0.
         before: (batch, width - 1, channels), the inputs that the last call returned; None at the beginning of a text.
         lengths: (batch,), the lengths of rows, which padding follows; None for no padding.
-        starts: (batch, time), true where a document begins, which sees nothing of what is before it; None for nowhere.
+        starts: (batch, time), true where a document begins, which sees nothing of the text before it; None for nowhere.
         backend: one of `ops.BACKENDS`; "native" has second derivatives, those of the definition.
 
     Returns:
@@ -68,7 +68,7 @@ def convolve(
     """`short_convolution` by a layer.
 
     Args:
-        conv: what is, or stands for, `nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1)`.
+        conv: a module that is, or replaces, `nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1)`.
         width: of its kernel.
         x, before, lengths, starts, backend: as of `short_convolution`, as are the results.
     """
@@ -76,7 +76,7 @@ def convolve(
         return short_convolution(x, conv.weight[:, 0], conv.bias, before, lengths, starts, backend=backend)
     time, batch, channels = x.shape
     reach = width - 1
-    # What the next call needs are inputs, whatever the weights.
+    # The next call needs inputs, whatever the weights.
     _, last = short_convolution(x, x.new_zeros(channels, width), None, before, lengths, starts, backend=backend)
     # Documents stand apart, by zeros as far as the layer reaches back.
     number = torch.zeros(batch, time, dtype=torch.long, device=x.device) if starts is None else starts.cumsum(1)
@@ -121,7 +121,7 @@ def _definition(
         last = inputs.gather(0, places[..., None].expand(reach, batch, channels))
     if starts is not None:
         last = torch.where((torch.arange(reach, 0, -1, device=x.device)[:, None] <= own)[..., None], last, 0)
-    # A copy also where it lies in one piece: a state must not keep alive what it was taken from.
+    # A copy also where it lies in one piece: a state must not keep the text's tensor alive.
     return F.silu(u).to(x.dtype), last.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 

@@ -61,7 +61,7 @@ class SoftmaxAttention(SoftmaxMixer):
         rotary_base: the slowest pair of dimensions rotates once in about 2 pi x base positions.
         rotary_scaling: "linear:FACTOR", "llama3:FACTOR,LOW,HIGH,POSITIONS", or empty.
         dropout: of the attention weights.
-        output_gate: whether what is read is multiplied by sigmoid(W_gate x) before the output projection (Qwen3.5).
+        output_gate: whether the output is multiplied by sigmoid(W_gate x) before the output projection (Qwen3.5).
         joint_norm: whether `query_key_norm_eps` is that of one norm over all heads, not of one in each (OLMo 2).
         **shape: `kv_heads`, `head_dim`, `projection_bias`, `query_key_norm_eps` and `zero_centered_norms`, which
             `Projections` describes.

@@ -1,4 +1,4 @@
-"""Softmax attention to a segment and a memory of what came before it (Dai et al. 2019)."""
+"""Softmax attention to a segment and to a memory of earlier inputs (Dai et al. 2019)."""
 
 from __future__ import annotations
 

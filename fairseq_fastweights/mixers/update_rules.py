@@ -1,4 +1,4 @@
-"""The update rules that `FastWeightAttention` can use, their normalisations, and what is known of both."""
+"""The update rules that `FastWeightAttention` can use, their normalisations, and known failures of both."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_normalization(normalization: frozenset[str], update_rule: str) -> None
 
 
 def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
-    """`table[name]`, or a `ValueError` that names the argument and lists what it may be."""
+    """`table[name]`, or a `ValueError` that names the argument and lists the keys."""
     if name not in table:
         allowed = f"it must be one of {', '.join(table)}"
         raise InvalidInput(f"{argument} is {name!r}; {allowed}{did_you_mean(name, table)}")
@@ -69,7 +69,7 @@ def lookup(argument: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
 
 
 def known_to_diverge(update_rule: str, feature_map: str, normalization: frozenset[str]) -> str | None:
-    """Returns what a paper reports of this combination diverging, or None."""
+    """Returns a paper's report that this combination diverged, or None."""
     normalized = bool(normalization & {"sum", "attention"})
     if update_rule in DELTA_RULES and "sum" not in normalization:
         return "without sum normalisation the delta rule diverged (Schlag et al. 2021, Table 3; Mao 2022, footnote 3)"
@@ -103,7 +103,7 @@ def known_to_fail_when_carried(update_rule: str, normalization: frozenset[str]) 
 
 
 def known_to_lose_when_carried(update_rule: str) -> str | None:
-    """Returns what carried states were seen to cost this rule in training, and which mixers they cost less; or None."""
+    """Returns a measured cost of carried states in training for this rule, with better mixers; or None."""
     if _has_no_decay(update_rule):
         return (
             f"the memory of {update_rule} never forgets, and models of WikiText-2 were worse for it than in windows "

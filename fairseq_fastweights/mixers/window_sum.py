@@ -22,7 +22,7 @@ from fairseq_fastweights.ops.checks import without_autocast
 
 
 class WindowSum(LinearAttention):
-    """A window of softmax attention and a memory of the sum rule, with one denominator (LoLCATs; Zhang et al. 2024).
+    """A window of softmax attention and linear attention behind it, with one denominator (LoLCATs; Zhang et al. 2024).
 
         a_tj = exp(s_tj - max_j s_tj),  s_tj = q_t k_j / sqrt(head_dim)      of the last `window` positions j
         S_t = sum_j v_j phi(k_j)^T,  z_t = sum_j phi(k_j)                    of the positions before these
@@ -85,8 +85,8 @@ class WindowSum(LinearAttention):
         if normalization not in ({"attention"}, {"sum", "attention"}):
             text = ",".join(sorted(normalization)) or "none"
             raise InvalidInput(
-                f"normalization is {text!r}; with window-sum it must be auto, attention, or sum,attention: what the "
-                "window and the memory give has one denominator"
+                f"normalization is {text!r}; with window-sum it must be auto, attention, or sum,attention: the "
+                "window and the linear attention have one denominator"
             )
         feature_map = feature_map or self.papers_map
         super().__init__(embed_dim, num_heads, feature_map=feature_map, normalization=normalization, **options)
