@@ -26,6 +26,18 @@ STATE = {
 }
 
 
+def run_state(number: object = 7, **others: Any) -> dict[str, Any]:
+    extra = {"train_iterator": {"epoch": 1}, "metrics": {"bleu": np.float64(3), "counts": np.arange(3)}}
+    return {
+        "args": Namespace(lr=[0.1]),
+        "cfg": {"model": Namespace(device=torch.device("cpu")), "names": {1, 2}},
+        "model": OrderedDict(w=torch.ones(5)),
+        "optimizer_history": [{"num_updates": 3}, {"num_updates": number}],
+        "extra_state": extra,
+        **others,
+    }
+
+
 def equal(a: Any, b: Any) -> bool:
     """True if two checkpoints hold the same."""
     if isinstance(a, dict):
@@ -171,10 +183,6 @@ def test_other_files_are_named_and_never_waited_for(tmp_path, make, reason):
     assert str(integrity.why_damaged(tmp_path / "model.pt")).startswith(reason)
 
 
-def of_updates(number: int) -> dict[str, Any]:
-    return {**STATE, "optimizer_history": [{"num_updates": number}], "extra_state": {"train_iterator": {}}}
-
-
 def test_the_newest_whole_checkpoint_is_named(whole):
     folder = whole.parent
     # Files' dates are those of a copy, or of a wrong clock.
@@ -185,7 +193,7 @@ def test_the_newest_whole_checkpoint_is_named(whole):
         *("checkpoint_last.pt", "checkpoint2.pt", "checkpoint3.pt", "checkpoint1.pt")
     ]
     for date, (name, updates) in enumerate({"new": 30, "newer": 200, "as_new": 30, "old": 4}.items()):
-        torch.save(of_updates(updates), folder / f"{name}.pt")
+        torch.save(run_state(updates), folder / f"{name}.pt")
         os.utime(folder / f"{name}.pt", (date, date))
     found = [path.stem for path in integrity.whole_checkpoints(folder)]
     assert found[:5] == ["newer", "as_new", "new", "old", "checkpoint_last"]
@@ -244,18 +252,6 @@ def test_the_command_tells_whole_checkpoints_and_their_digests(whole, capsys):
     os.truncate(whole, 99)
     assert integrity.main([str(whole), "nowhere"]) == 1
     assert re.fullmatch(".* is cut short .*\nnowhere does not exist\n", capsys.readouterr().out)
-
-
-def run_state(number: object = 7, **others: Any) -> dict[str, Any]:
-    extra = {"train_iterator": {"epoch": 1}, "metrics": {"bleu": np.float64(3), "counts": np.arange(3)}}
-    return {
-        "args": Namespace(lr=[0.1]),
-        "cfg": {"model": Namespace(device=torch.device("cpu")), "names": {1, 2}},
-        "model": OrderedDict(w=torch.ones(5)),
-        "optimizer_history": [{"num_updates": 3}, {"num_updates": number}],
-        "extra_state": extra,
-        **others,
-    }
 
 
 # Files that are refused have no number of updates: tests/files/test_bounded_loading.py.

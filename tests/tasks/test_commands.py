@@ -1,13 +1,11 @@
 """fairseq's other commands and options, with fast weights."""
 
 import json
-import math
 import re
 from typing import Any
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 
 from fairseq_fastweights.ops import backends, libraries
@@ -129,29 +127,6 @@ def test_the_command_line_and_checkpoints_need_no_such_fairseq(corpus, tmp_path,
 def test_a_yaml_file_may_turn_off_an_architectures_switch(our_fairseq, train_as_described, off):
     model = train_as_described(GPT2, {**DESCRIBED[GPT2], off: False})["cfg"]["model"]
     assert not model[off] and model["decoder_learned_pos"] and model["decoder_output_dim"] == 16
-
-
-@pytest.mark.slow
-def test_a_moving_average_of_the_weights_is_kept_and_goes_on(corpus, tmp_path):
-    path, before = tmp_path / "checkpoint_last.pt", {}
-    for updates in (1, 2, 3):  # from the second on it goes on from a checkpoint
-        log = train(corpus, tmp_path, "--store-ema", "--ema-decay", "0.5", "--max-update", str(updates))
-        assert ("Loading EMA from checkpoint" in log) == bool(before)
-        state = torch.load(path, weights_only=True)
-        averaged, last = state["extra_state"]["ema"], state["model"]
-        assert state["optimizer_history"][-1]["num_updates"] == updates and averaged.keys() == last.keys()
-        settings = "decoder.settings_version"
-        assert averaged[settings].dtype == torch.int64 and torch.equal(averaged[settings], last[settings])
-        for name, x in averaged.items():
-            # fairseq takes the embeddings' step twice, once for each of their names.
-            if before and ".layers." in name:
-                assert torch.allclose(x, (before[name] + last[name]) / 2, atol=1e-7), name
-        before = averaged
-    assert not torch.equal(before["decoder.layers.0.fc1.weight"], last["decoder.layers.0.fc1.weight"])
-    # fairseq can save the average as a checkpoint of its own.
-    checkpoint_utils.save_ema_as_checkpoint(str(path), str(tmp_path / "averaged.pt"))
-    last, average = (evaluate(corpus, x, "--tokens-per-sample", "16")[0] for x in (path, tmp_path / "averaged.pt"))
-    assert math.isfinite(average) and average != last
 
 
 @pytest.mark.parametrize("there", [True, slow(False)])

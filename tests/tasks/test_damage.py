@@ -76,10 +76,15 @@ def test_checkpoints_of_averaged_weights_have_their_own_digest(corpus, run):
     from fairseq import checkpoint_utils
 
     path = run / "checkpoint_last.pt"
-    train(corpus, run / "ema", "--store-ema", "--max-update", "2")
+    # Resumed trainings with a moving average: tests/tasks/test_resuming.py.
+    train(corpus, run / "ema", *"--store-ema --ema-decay 0.5 --max-update 2".split())
     checkpoint_utils.save_ema_as_checkpoint(str(run / "ema" / "checkpoint_last.pt"), str(path))
-    state = torch.load(path, weights_only=True)
+    last, state = (torch.load(x, weights_only=True) for x in (run / "ema" / "checkpoint_last.pt", path))
     assert is_changed(state) is False
+    settings, weight = "decoder.settings_version", "decoder.layers.0.fc1.weight"
+    assert state["model"][settings].dtype == torch.int64  # it is not averaged
+    assert torch.equal(state["model"][settings], last["model"][settings])
+    assert not torch.equal(state["model"][weight], last["model"][weight])
     # A script that changes weights with torch alone keeps the former digest.
     state["model"]["decoder.layers.1.fc1.weight"] /= 2
     torch.save(state, path)
