@@ -108,19 +108,19 @@ class Rule:
         """
         if len(inputs) != 3 + len(self.gates):
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
-        options: dict[str, Any] = {"starts": starts, "in_place": in_place, "backend": backend}
         if in_place and self.operator_checks and backend in ("auto", "native"):
             try:
                 if self._kernel_checks(inputs, initial_state, starts):
-                    check_in_place(initial_state, self.inputs, inputs, starts)
-                    return self._run(*inputs, initial_state=initial_state, **options)  # type: ignore[arg-type]
+                    backends.refuse_tangents(initial_state, *inputs)
+                    state = check_in_place(initial_state, self.inputs, inputs, starts)
+                    return self.kernel.step_(*inputs, state=state, starts=starts), state  # type: ignore[union-attr, arg-type]
             except Exception:
                 self._check(inputs, initial_state, starts)  # names the argument at fault, if it is one
                 raise
         self._check(inputs, initial_state, starts)
         if in_place:
             check_in_place(initial_state, self.inputs, inputs, starts)
-        return self._run(*inputs, initial_state=initial_state, **options)  # type: ignore[arg-type]
+        return self._run(*inputs, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)  # type: ignore[arg-type]
 
     def for_layer(
         self,
