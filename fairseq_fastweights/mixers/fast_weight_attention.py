@@ -54,12 +54,10 @@ class FastWeightAttention(LinearAttention):
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
-        >>> layer = FastWeightAttention(16, 2, update_rule="delta")
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> whole, _ = layer(text)
-        >>> first, state = layer(text[:5])
+        >>> layer, text = FastWeightAttention(16, 2, update_rule="delta"), torch.randn(9, 3, 16)
+        >>> first, state = layer(text[:5])  # (time, batch, embed_dim)
         >>> rest, state = layer(text[5:], state)
-        >>> torch.allclose(torch.cat([first, rest]), whole, atol=1e-5)
+        >>> torch.allclose(torch.cat([first, rest]), layer(text)[0], atol=1e-5)
         True
     """
 

@@ -66,15 +66,6 @@ class Projections:
         if self.query_key_norm_eps is not None:
             check_number("query_key_norm_eps", self.query_key_norm_eps, 0)
 
-    def count_kv_heads(self, num_heads: int) -> int:
-        """The number of heads of keys and values, for a number of heads of queries.
-
-        Raises:
-            ValueError: if they cannot be shared evenly.
-        """
-        check_divisor("kv_heads", self.kv_heads, "num_heads", num_heads, or_zero=True)
-        return self.kv_heads or num_heads
-
     def norm(self, dim: int) -> nn.Module:
         """Makes the norm of queries or of keys, (..., dim)."""
         if self.query_key_norm_eps is None:
@@ -112,7 +103,8 @@ class Attention(Mixer):
 
     def _make_projections(self, bias: bool, key_dim: int, source_dim: int) -> None:
         """Makes the projections of inputs (..., embed_dim), for keys and values (..., source_dim)."""
-        heads, kv_heads = self.num_heads, self._shape.count_kv_heads(self.num_heads)
+        check_divisor("kv_heads", self._shape.kv_heads, "num_heads", self.num_heads, or_zero=True)
+        heads, kv_heads = self.num_heads, self._shape.kv_heads or self.num_heads
         sizes = {
             "q": (self.embed_dim, heads * key_dim),
             "k": (source_dim, kv_heads * key_dim),

@@ -65,9 +65,8 @@ class TransformerXL(SoftmaxMixer):
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Examples:
-        >>> layer = TransformerXL(16, 2, memory=4)
-        >>> text = torch.randn(9, 3, 16)  # (time, batch, embed_dim)
-        >>> first, state = layer(text[:5])
+        >>> layer, text = TransformerXL(16, 2, memory=4), torch.randn(9, 3, 16)
+        >>> first, state = layer(text[:5])  # (time, batch, embed_dim)
         >>> rest, state = layer(text[5:], state)  # sees text[1:5] and itself
         >>> {name: tuple(x.shape) for name, x in state.items()}
         {'memory': (3, 4, 16), 'filled': (3,)}
