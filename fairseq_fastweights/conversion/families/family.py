@@ -11,7 +11,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.settings import MOST_LAYERS, Settings, flag, number, read_end_of_text
+from fairseq_fastweights.conversion.families.settings import Settings, read_end_of_text
 
 _EOS, _SPECIAL = 2, 4  # in fairseq's dictionary: the id of </s>, and how many special symbols come before the tokens
 
@@ -193,17 +193,9 @@ def read_sizes(
     positions: str = "max_position_embeddings",
 ) -> Sizes:
     """Reads them from settings of these names. Raises a `ValueError` for a setting that is missing or not allowed."""
-    vocabulary = number(config, "vocab_size")
-    return Sizes(
-        number(config, width),
-        number(config, between),
-        number(config, heads),
-        number(config, layers, MOST_LAYERS),
-        number(config, positions),
-        vocabulary,
-        flag(config, "tie_word_embeddings"),
-        read_end_of_text(config, vocabulary, end_of_text),
-    )
+    vocabulary = config["vocab_size"]
+    numbers = (config[width], config[between], config[heads], config[layers], config[positions], vocabulary)
+    return Sizes(*numbers, config["tie_word_embeddings"], read_end_of_text(config, vocabulary, end_of_text))
 
 
 Reader = Callable[[dict[str, Any], set[str], int | None], Family]

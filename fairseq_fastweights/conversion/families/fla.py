@@ -10,9 +10,9 @@ from fairseq_fastweights.conversion.families.family import Family, Weight, plain
 from fairseq_fastweights.conversion.families.hybrid import Delta
 from fairseq_fastweights.conversion.families.llama import SHARED, Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.settings import (
+    Nullable,
     Settings,
     check_heads,
-    flag,
     mapping,
     number,
     of_class,
@@ -25,14 +25,19 @@ from fairseq_fastweights.mixers.registry import write_pattern
 _SAME = "hidden_size num_hidden_layers vocab_size tie_word_embeddings eos_token_id max_position_embeddings".split()
 _SHARED: dict[str, Any] = {
     **{"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 32000, "tie_word_embeddings": False},
-    **{"eos_token_id": None, "max_position_embeddings": 2048, "hidden_ratio": 4, "intermediate_size": None},
+    **{
+        "eos_token_id": None,
+        "max_position_embeddings": 2048,
+        "hidden_ratio": Nullable(4),
+        "intermediate_size": Nullable(),
+    },
     **{"norm_eps": 1e-6, "attn": None, "fuse_norm": True},
 }
 """The values that the classes of flash-linear-attention 0.6.0 take for missing settings; each has some of its own."""
 _ONLY = {"hidden_act": "swish", "attnres_block_size": None, "norm_first": True}
 _UNUSED = "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp"
 _DELTA = {"allow_neg_eigval": False, "conv_size": 4}
-_DECAYING = _SHARED | _DELTA | {"num_v_heads": None}
+_DECAYING = _SHARED | _DELTA | {"num_v_heads": Nullable()}
 _CONVOLVED = _ONLY | {"use_short_conv": True}
 _UNGROUPED = _ONLY | {"feature_map": None, "use_short_conv": False, "use_output_gate": True, "elementwise_affine": True}
 _ATTENTION = Settings(
@@ -124,9 +129,9 @@ def kda(config: dict[str, Any], shape: Shape) -> _Mixer:
 )
 def delta_net(config: dict[str, Any], shape: Shape) -> _Mixer:
     """DeltaNet."""
-    gated = flag(config, "use_gate")
+    gated = config["use_gate"]
     heads, key_dim, value_dim = _expanded(config, shape)
-    delta = Delta(heads, heads, key_dim, value_dim, number(config, "conv_size"))
+    delta = Delta(heads, heads, key_dim, value_dim, config["conv_size"])
     options = _delta_options(config, shape, "delta-net", delta) | {"delta-net-gate": gated}
     return _Mixer("delta-net", heads, options, partial(delta.weights, shape.width, parts="qkvbg" if gated else "qkvb"))
 
@@ -156,7 +161,7 @@ def gla(config: dict[str, Any], shape: Shape) -> _Mixer:
 @_reads(
     "retnet",
     of_class(
-        _SHARED | {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2},
+        _SHARED | {"num_heads": 8, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": Nullable(2)},
         _UNGROUPED,
         f"{_UNUSED} conv_size",
     ),
@@ -181,7 +186,7 @@ def _read(config: dict[str, Any], names: set[str], end_of_text: int | None, *, m
     attention = attention and _ATTENTION.complete(attention, config["model_type"], "config.json: in attn")
     shape = _shape(config, attention, names, end_of_text)
     made, with_attention = mixer(config, shape), _layers_with_attention(attention, shape)
-    biased = bool(attention) and flag(attention, "qkv_bias")
+    biased = bool(attention) and attention["qkv_bias"]
     # Until February 2025 gates and inputs of feed-forward networks were one weight.
     joined = bool(names) and not any(name.endswith(".mlp.up_proj.weight") for name in names)
     weights: list[Weight] = []
@@ -201,11 +206,10 @@ def _shape(config: dict[str, Any], attention: dict[str, Any], names: set[str], e
     """The sizes, which have other names and defaults than Llama's."""
     between = config["intermediate_size"]
     if between is None:  # the multiple of 256 above two thirds
-        ratio = 4 if config["hidden_ratio"] is None else number(config, "hidden_ratio")
-        between = -(-int(number(config, "hidden_size") * ratio * 2 / 3) // 256) * 256
+        between = -(-int(config["hidden_size"] * (config["hidden_ratio"] or 4) * 2 / 3) // 256) * 256
     # Without attention the number of heads is of no use; 1 divides every width.
-    own = {name: config[name] for name in _SAME} | {"head_dim": None}
-    own |= {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": positive(config, "norm_eps")}
+    own = {name: config[name] for name in _SAME} | {"head_dim": None, "num_key_value_heads": None}
+    own |= {"intermediate_size": between, "num_attention_heads": 1, "rms_norm_eps": config["norm_eps"]}
     if attention:
         own["num_attention_heads"] = number(attention, "num_heads")
         own["num_key_value_heads"] = attention["num_kv_heads"]
@@ -234,10 +238,10 @@ def _joined_feed_forward(shape: Shape, theirs: str, ours: str) -> Iterator[Weigh
 
 def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
     """The number of heads, and the sizes of each head of keys and of values, which divide multiples of the width."""
-    heads = number(config, "num_heads")
+    heads = config["num_heads"]
     if config.get("num_kv_heads") not in (None, heads):
         raise InvalidInput(f"config.json: num_kv_heads is {config['num_kv_heads']!r}; only {heads} is supported")
-    keys, values = (int(shape.width * positive(config, name)) for name in ("expand_k", "expand_v"))
+    keys, values = (int(shape.width * config[name]) for name in ("expand_k", "expand_v"))
     for name, total in (("expand_k", keys), ("expand_v", values)):
         check_heads(f"hidden_size * {name}", total, "num_heads", heads)
     return heads, keys // heads, values // heads
@@ -245,20 +249,20 @@ def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
 
 def _decaying(config: dict[str, Any]) -> Delta:
     """The sizes of Gated DeltaNet and of Kimi delta attention."""
-    key_heads, key_dim, conv = (number(config, name) for name in ("num_heads", "head_dim", "conv_size"))
-    heads = key_heads if config["num_v_heads"] is None else number(config, "num_v_heads")
+    key_heads, key_dim = config["num_heads"], config["head_dim"]
+    heads = config["num_v_heads"] or key_heads
     check_heads("num_v_heads", heads, "num_heads", key_heads)
-    return Delta(key_heads, heads, key_dim, int(key_dim * positive(config, "expand_v")), conv)
+    return Delta(key_heads, heads, key_dim, int(key_dim * config["expand_v"]), config["conv_size"])
 
 
 def _delta_options(config: dict[str, Any], shape: Shape, mixer: str, delta: Delta) -> dict[str, Any]:
-    own = {f"{mixer}-eps": shape.eps, f"{mixer}-negative-eigenvalues": flag(config, "allow_neg_eigval")}
+    own = {f"{mixer}-eps": shape.eps, f"{mixer}-negative-eigenvalues": config["allow_neg_eigval"]}
     return delta.options(mixer) | own
 
 
 def _norm_name(config: dict[str, Any]) -> str:
     """The name of the norm of the output, which may be one module with the gate."""
-    return "g_norm_swish_gate" if flag(config, "fuse_norm") else "g_norm"
+    return "g_norm_swish_gate" if config["fuse_norm"] else "g_norm"
 
 
 def _gated_weights(

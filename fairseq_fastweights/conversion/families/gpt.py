@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights.conversion.families.family import Family, Weight, plain, read_sizes, reads, same, single
-from fairseq_fastweights.conversion.families.settings import (
-    activation,
-    check_heads,
-    flag,
-    number,
-    of_class,
-    probability,
-    rotary,
-)
+from fairseq_fastweights.conversion.families.settings import Nullable, activation, check_heads, of_class, rotary
 
 _PADDING = 1
 
@@ -25,7 +17,7 @@ _PADDING = 1
 @reads(
     "gpt2",
     of_class(
-        {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
+        {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": Nullable()}
         | {"activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True}
         | {"eos_token_id": None},
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "layer_norm_epsilon": 1e-5},
@@ -40,7 +32,7 @@ _PADDING = 1
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-2: learned positions, one matrix for queries, keys and values."""
     if config["n_inner"] is None:
-        config["n_inner"] = 4 * number(config, "n_embd")
+        config["n_inner"] = 4 * config["n_embd"]
     names_of_sizes = {"width": "n_embd", "between": "n_inner", "heads": "n_head", "layers": "n_layer"}
     sizes = read_sizes(config, end_of_text, positions="n_positions", **names_of_sizes)
     width, between = sizes.width, sizes.between
@@ -71,8 +63,8 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
     options = {
         "decoder-learned-pos": True,
         "activation-fn": activation(config, "activation_function"),
-        "dropout": probability(config, "resid_pdrop"),
-        "attention-dropout": probability(config, "attn_pdrop"),
+        "dropout": config["resid_pdrop"],
+        "attention-dropout": config["attn_pdrop"],
     }
     return sizes.family(weights, options, input_name=f"{prefix}wte.weight", byte_level=True)
 
@@ -110,9 +102,9 @@ def gpt_neox(config: dict[str, Any], names: set[str], end_of_text: int | None) -
     options = {
         "no-token-positional-embeddings": True,
         "activation-fn": activation(config, "hidden_act"),
-        "dropout": probability(config, "hidden_dropout"),
-        "attention-dropout": probability(config, "attention_dropout"),
-        "parallel-residual": flag(config, "use_parallel_residual"),
+        "dropout": config["hidden_dropout"],
+        "attention-dropout": config["attention_dropout"],
+        "parallel-residual": config["use_parallel_residual"],
         "rotary-dim": rotated.dim,
         "rotary-base": rotated.base,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,8 @@ from fairseq_fastweights.conversion.families.family import (
 )
 from fairseq_fastweights.conversion.families.llama import ONLY, SHARED, Shape, read_shape, rotary_options
 from fairseq_fastweights.conversion.families.settings import (
-    MOST_LAYERS,
+    Nullable,
     check_heads,
-    flag,
     layer_kinds,
     mapping,
     number,
@@ -35,15 +34,16 @@ _MIXERS = {"linear_attention": "gated-delta", "full_attention": "softmax"}
 _SECOND = "post_attention_layernorm"
 _NORM_EPS = 1e-5
 """OLMo-hybrid's epsilon of the norm of a layer's output, independent of config.json."""
+_PARTS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 _OLMO: dict[str, Any] = {
     **{"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_attention_heads": 30},
-    **{"max_position_embeddings": 65536, "head_dim": None, "layer_types": None, "linear_conv_kernel_dim": 4},
-    **{"linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None},
-    **{"linear_value_head_dim": None, "linear_allow_neg_eigval": True},
+    **{"max_position_embeddings": 65536, "head_dim": Nullable(), "layer_types": None, "linear_conv_kernel_dim": 4},
+    **dict.fromkeys((f"linear_{part}" for part in _PARTS[:4]), Nullable()),
+    "linear_allow_neg_eigval": True,
 }
 _QWEN: dict[str, Any] = {
-    **{"vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4},
-    **{"max_position_embeddings": 32768, "head_dim": 256, "layer_types": None, "full_attention_interval": 4},
+    **{"vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": Nullable(4)},
+    **{"max_position_embeddings": 32768, "head_dim": Nullable(256), "layer_types": None, "full_attention_interval": 4},
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
     **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25},
 }
@@ -104,14 +104,15 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     Norms have either of two names. Folders that transformers 5.20 saved differ further: the first norm of layers with
     attention has the other name of the second one of the others, and the convolutions are cut into three equal parts.
     """
-    config["full_attention_interval"] = min(4, number(config, "num_hidden_layers", MOST_LAYERS))
+    config["full_attention_interval"] = min(4, config["num_hidden_layers"])
     # The defaults of OlmoHybridConfig: each depends on settings before it.
-    for part, size in (
-        ("num_key_heads", lambda: config["num_attention_heads"]),
-        ("num_value_heads", lambda: config["num_attention_heads"]),
-        ("key_head_dim", lambda: 3 * number(config, "hidden_size") // (4 * number(config, "linear_num_key_heads"))),
-        ("value_head_dim", lambda: 2 * number(config, "linear_key_head_dim")),
-    ):
+    sizes: dict[str, Callable[[], int]] = {
+        "num_key_heads": lambda: config["num_attention_heads"],
+        "num_value_heads": lambda: config["num_attention_heads"],
+        "key_head_dim": lambda: 3 * config["hidden_size"] // (4 * config["linear_num_key_heads"]),
+        "value_head_dim": lambda: 2 * config["linear_key_head_dim"],
+    }
+    for part, size in sizes.items():
         if config[f"linear_{part}"] is None:
             config[f"linear_{part}"] = size()
     shape, kinds, delta = _read(config, names, end_of_text)
@@ -141,7 +142,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     options = {
         "softmax-joint-norm": True,
         "output-norm-layers": ",".join(str(i) for i, kind in enumerate(kinds, 1) if kind == "full_attention"),
-        "gated-delta-negative-eigenvalues": flag(config, "linear_allow_neg_eigval"),
+        "gated-delta-negative-eigenvalues": config["linear_allow_neg_eigval"],
         "gated-delta-eps": _NORM_EPS,
     }
     # With null for a base there are no rotary embeddings, as in the published models; without one it is 10,000.
@@ -218,11 +219,10 @@ def qwen3_5_name(name: str) -> str | None:
 def _read(config: dict[str, Any], names: set[str], end_of_text: int | None) -> tuple[Shape, list[str], Delta]:
     """The shape, the layers' kinds, and the sizes of Gated DeltaNet."""
     shape = read_shape(config, names, end_of_text)
-    interval = number(config, "full_attention_interval")
+    interval = config["full_attention_interval"]
     default = ["linear_attention" if i % interval else "full_attention" for i in range(1, shape.layers + 1)]
     kinds = layer_kinds(config, shape.layers, default, _MIXERS)
-    parts = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    delta = Delta(*(number(config, f"linear_{part}") for part in parts))
+    delta = Delta(*(number(config, f"linear_{part}") for part in _PARTS))  # derived ones may be 0
     check_heads("linear_num_value_heads", delta.heads, "linear_num_key_heads", delta.key_heads)
     return shape, kinds, delta
 

@@ -9,12 +9,10 @@ from typing import Any
 
 from fairseq_fastweights.conversion.families.family import Family, Sizes, Weight, plain, read_sizes, reads, same
 from fairseq_fastweights.conversion.families.settings import (
+    Nullable,
     check_heads,
     layer_kinds,
-    number,
     of_class,
-    positive,
-    probability,
     rotary,
 )
 from fairseq_fastweights.invalid_input import InvalidInput
@@ -26,16 +24,22 @@ SCALINGS = {
 }
 """The kinds of scaling of rotary embeddings, and their numbers in the order of `parse_scaling`."""
 SHARED: dict[str, Any] = {
-    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None},
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Nullable()},
     **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_dropout": 0.0, "eos_token_id": None},
     **{"rope_parameters": None, "rope_scaling": None, "rope_theta": 10000.0, "partial_rotary_factor": None},
 }
 """The values that Llama's descendants take for missing settings; most have some of their own."""
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-_LLAMA = SHARED | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "head_dim": None}
-_MISTRAL = _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8}
-_QWEN = SHARED | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_LLAMA = SHARED | {
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "head_dim": Nullable(),
+}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": Nullable(8)}
+_QWEN = SHARED | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": Nullable(32)}
 _QWEN |= {"max_position_embeddings": 32768, "layer_types": None}
+_QWEN2, _QWEN3 = (_QWEN | {"head_dim": Nullable(size)} for size in (None, 128))
 _FULL = {"hidden_act": "silu", "use_sliding_window": False}
 _WINDOWS = "sliding_window max_window_layers"
 
@@ -93,7 +97,7 @@ class Shape(Sizes):
         common: dict[str, Any] = {
             "no-token-positional-embeddings": True,
             "dropout": 0.0,
-            "attention-dropout": probability(self.config, "attention_dropout"),
+            "attention-dropout": self.config["attention_dropout"],
             "rms-norm-eps": self.eps,
             "swiglu": True,
             "projection-bias": "none",
@@ -109,7 +113,7 @@ class Shape(Sizes):
 def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None, table: str = "embed_tokens") -> Shape:
     """Reads the settings of Llama's descendants; `table` is the name of the embeddings."""
     sizes = read_sizes(config, end_of_text)
-    kv_heads = sizes.heads if config["num_key_value_heads"] is None else number(config, "num_key_value_heads")
+    kv_heads = config["num_key_value_heads"] or sizes.heads
     check_heads("num_attention_heads", sizes.heads, "num_key_value_heads", kv_heads)
     if config["head_dim"] is None:
         check_heads("hidden_size", sizes.width, "num_attention_heads", sizes.heads)
@@ -117,8 +121,8 @@ def read_shape(config: dict[str, Any], names: set[str], end_of_text: int | None,
         **vars(sizes),
         config=config,
         kv_heads=kv_heads,
-        head_dim=sizes.width // sizes.heads if config["head_dim"] is None else number(config, "head_dim"),
-        eps=positive(config, "rms_norm_eps"),
+        head_dim=config["head_dim"] or sizes.width // sizes.heads,
+        eps=config["rms_norm_eps"],
         # The prefix is that of the language model; the model without its output layer saves names without it.
         prefix="model." if not names or any(name.startswith("model.") for name in names) else "",
         table=table,
@@ -143,12 +147,12 @@ def _read(
 
 
 _LLAMA_ONLY = ONLY | {"sliding_window": None, "is_llama_config": True, "rope_interleaved": False}
-_MISTRAL_SETTINGS = of_class(_MISTRAL | {"sliding_window": 4096}, ONLY | {"sliding_window": None})
+_MISTRAL_SETTINGS = of_class(_MISTRAL | {"sliding_window": Nullable(4096)}, ONLY | {"sliding_window": None})
 _QWEN2_ONLY = _FULL | {"use_mrope": False}
 reads("llama", of_class(_LLAMA, _LLAMA_ONLY, "pretraining_tp max_sequence_length"), served=True)(_read)
 reads("mistral", _MISTRAL_SETTINGS, served=True)(_read)
-reads("qwen2", of_class(_QWEN | {"head_dim": None}, _QWEN2_ONLY, _WINDOWS), served=True)(partial(_read, biased=True))
-reads("qwen3", of_class(_QWEN | {"head_dim": 128}, ONLY | _FULL, _WINDOWS), served=True)(partial(_read, normed=True))
+reads("qwen2", of_class(_QWEN2, _QWEN2_ONLY, _WINDOWS), served=True)(partial(_read, biased=True))
+reads("qwen3", of_class(_QWEN3, ONLY | _FULL, _WINDOWS), served=True)(partial(_read, normed=True))
 
 
 def rotary_options(shape: Shape, *, partial: bool = False, unused: Iterable[str] = ()) -> dict[str, Any]:

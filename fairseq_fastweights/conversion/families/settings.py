@@ -39,6 +39,14 @@ _ONLY: dict[str, Any] = {
     **{"add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
 }
 """Settings of all kinds of models that would change them, with the one value that is supported."""
+_ROTARY = ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
+"""Settings that `rotary` checks, where they are used."""
+
+
+class Nullable(NamedTuple):
+    """The default of a positive whole number that may be null."""
+
+    default: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Settings:
     """The settings that a config.json of a kind, or an object in one, may have: any other is refused.
 
     Args:
-        defaults: those that are read, with the values that their class takes for missing ones.
+        defaults: those that are read, with the values that their class takes for missing ones; given ones must be of
+            the same kind.
         only: the one supported value of others that would change the model. Their class takes it for missing ones too,
             unless `defaults` has another.
         unused: those that change nothing.
@@ -74,6 +83,8 @@ class Settings:
                     f"known here; there may be {known}"
                 )
         values = {**self.only, **self.defaults, **{self.renamed.get(name, name): x for name, x in given.items()}}
+        for name, default in self.defaults.items():
+            values[name] = _checked(name, values[name], default, place)
         for name, supported in self.only.items():
             if values[name] != supported:
                 missing = "" if name in given else " where it is missing"
@@ -99,26 +110,29 @@ def number(config: Mapping[str, Any], name: str, most: int = _MOST) -> int:
     return value
 
 
+def _checked(name: str, value: Any, default: Any, place: str) -> Any:
+    """A setting, after a check that it is of the kind of its default; positive unless it is a probability."""
+    if isinstance(default, Nullable):
+        value = default.default if value is default else value
+        return None if value is None else number({name: value}, name)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise InvalidInput(f"{place}: {name} is {value!r}; it must be true or false")
+    elif isinstance(default, int):
+        return number({name: value}, name, MOST_LAYERS if name in ("num_hidden_layers", "n_layer") else _MOST)
+    elif isinstance(default, float) and name not in _ROTARY:
+        limits: dict[str, Any] = {"least": 0, "below": 1} if "drop" in name else {"above": 0}
+        check_number(f"{place}: {name}", value, **limits)
+        return float(value)
+    return value
+
+
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Reads settings within a setting; {} if there are none."""
     value = config.get(name)
     if value is not None and not isinstance(value, dict):
         raise InvalidInput(f"config.json: {name} is {value!r:.200}; it must be an object")
     return value or {}
-
-
-def flag(config: Mapping[str, Any], name: str) -> bool:
-    """Reads true or false."""
-    value = config[name]
-    if not isinstance(value, bool):
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be true or false")
-    return value
-
-
-def probability(config: Mapping[str, Any], name: str) -> float:
-    """Reads a number of at least 0 and less than 1."""
-    check_number(f"config.json: {name}", config[name], 0, below=1)
-    return float(config[name])
 
 
 def positive(config: Mapping[str, Any], name: str) -> float:
@@ -195,7 +209,7 @@ def rotary(
     defaults = {"rope_type": kind, "type": kind, "rope_theta": config[base], "partial_rotary_factor": config[fraction]}
     if defaults["partial_rotary_factor"] is None:
         defaults["partial_rotary_factor"] = 1.0
-    defaults |= {number: config["max_position_embeddings"] if "max" in number else None for number in numbers}
+    defaults |= {number: float(config["max_position_embeddings"]) if "max" in number else None for number in numbers}
     values = Settings(defaults, unused=unused).complete(given, f"rope_type {kind}", f"config.json: in {name}")
     place = fraction if "partial_rotary_factor" not in given else "partial_rotary_factor"
     part = values["partial_rotary_factor"]
