@@ -240,7 +240,7 @@ class _Transfer:
         return {name.removeprefix(path): self._base.weights.pop(name) for name in names}
 
     def _other_options(self) -> Iterator[list[str]]:
-        rotates = self._has_softmax or any(hasattr(attention, "rotary_dim") for attention in self._attentions.values())
+        rotates = self._has_softmax or any(hasattr(attention, "rotary") for attention in self._attentions.values())
         for name, (of_groups, before) in _MEANING.items():
             theirs = plain_value(self._base.options.get(name, before))
             ours = plain_value(getattr(self._options, name, before))
