@@ -160,7 +160,7 @@ def format_examples(source: Sequence[str], reference: Sequence[str], outputs: di
 
 def count_copies(checkpoint: Path) -> int:
     """Parameters that fairseq's own encoder layers have twice, which it counts and training leaves alone."""
-    from fairseq_fastweights.conversion.weight_files import load_safely
+    from fairseq_fastweights.conversion.files.weight_files import load_safely
 
     state = load_safely(checkpoint)["model"]
     return sum(value.numel() for name, value in state.items() if _COPY.search(name))

@@ -10,11 +10,11 @@ from typing import Any
 
 from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub
-from fairseq_fastweights.conversion.families import FAMILIES, SERVED
-from fairseq_fastweights.conversion.folders import check_target
+from fairseq_fastweights.conversion.families.table import FAMILIES, SERVED
+from fairseq_fastweights.conversion.files.folders import check_target
+from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface import from_huggingface
 from fairseq_fastweights.conversion.gguf import SUFFIX, unpacked
-from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.suggestions import ArgumentParser
 

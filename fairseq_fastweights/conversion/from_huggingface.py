@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
-from fairseq_fastweights.conversion.families import Family, is_buffer, language_model, read_family
-from fairseq_fastweights.conversion.folders import (
+from fairseq_fastweights.conversion.families.table import Family, is_buffer, language_model, read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.files.folders import (
     ORIGINALS,
     RECORD,
     check_target,
@@ -23,8 +23,8 @@ from fairseq_fastweights.conversion.folders import (
     original_files,
     path_of,
 )
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer, tokenizer_options
-from fairseq_fastweights.conversion.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.description import layer_mixers

@@ -10,8 +10,8 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion.checkpoints import configuration, write_checkpoint
-from fairseq_fastweights.conversion.folders import (
+from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
     check_target,
@@ -20,10 +20,10 @@ from fairseq_fastweights.conversion.folders import (
     new_folder,
     path_of,
 )
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.conversion.from_huggingface import check_layers
 from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.gpt2_files import PIECES
-from fairseq_fastweights.conversion.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.folders import TOKENIZER_FILES, is_template
-from fairseq_fastweights.conversion.weight_files import WEIGHTS, first_line
+from fairseq_fastweights.conversion.files.folders import TOKENIZER_FILES, is_template
+from fairseq_fastweights.conversion.files.weight_files import WEIGHTS, first_line
 from fairseq_fastweights.invalid_input import InvalidInput
 
 # An owner and a name, or a name alone, as the hub allows them.

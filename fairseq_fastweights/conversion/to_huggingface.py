@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fairseq_fastweights.conversion.checkpoints import read_state
-from fairseq_fastweights.conversion.families import Family, read_family
-from fairseq_fastweights.conversion.folders import (
+from fairseq_fastweights.conversion.families.table import Family, read_family
+from fairseq_fastweights.conversion.files.checkpoints import read_state
+from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
     RECORD,
@@ -25,12 +25,12 @@ from fairseq_fastweights.conversion.folders import (
     original_mixers,
     path_of,
 )
+from fairseq_fastweights.conversion.files.weight_files import check_weights, read_json, save_weights
 from fairseq_fastweights.conversion.from_huggingface import settings_of
 from fairseq_fastweights.conversion.to_transformers_class import write_as
 from fairseq_fastweights.conversion.tokenizers.gpt2_files import PIECES
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILES
 from fairseq_fastweights.conversion.trained_models import find_run, load_run
-from fairseq_fastweights.conversion.weight_files import check_weights, read_json, save_weights
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 

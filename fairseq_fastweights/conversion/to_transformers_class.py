@@ -8,12 +8,12 @@ from typing import Any
 
 from fairseq.data import Dictionary
 
-from fairseq_fastweights.conversion.checkpoints import configuration
-from fairseq_fastweights.conversion.families import Family, read_family
 from fairseq_fastweights.conversion.families.family import Weight, plain
 from fairseq_fastweights.conversion.families.llama import SCALINGS
-from fairseq_fastweights.conversion.folders import ORIGINALS, RECORD, copy_files, new_folder, original_files
-from fairseq_fastweights.conversion.weight_files import read_json, save_weights
+from fairseq_fastweights.conversion.families.table import Family, read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, new_folder, original_files
+from fairseq_fastweights.conversion.files.weight_files import read_json, save_weights
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput

@@ -10,8 +10,8 @@ from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families import is_buffer
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.families.table import is_buffer
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from tests.conftest import import_plugin
 
 GPT2 = {"vocab_size": 272, "n_positions": 24, "n_embd": 12, "n_layer": 2, "n_head": 3}

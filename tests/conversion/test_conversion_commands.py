@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from tests.conftest import QUIET, TASK, binarise, command, train
 from tests.conversion import sources
 from tests.conversion.test_tokenizer import whole

@@ -29,7 +29,7 @@ from fuzz_checkpoints import (
     text,
 )
 
-from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.files import integrity, zip_records
 from fairseq_fastweights.files.bounded_loading import load, outline
 from fairseq_fastweights.files.digests import with_digests

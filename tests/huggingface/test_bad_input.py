@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
 from tests.conversion.test_bad_input import Harmful
 

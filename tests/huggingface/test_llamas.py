@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fairseq_fastweights.huggingface  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.weight_files import WeightFiles
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from tests.conftest import import_plugin
 from tests.conversion import llamas, sources
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
 

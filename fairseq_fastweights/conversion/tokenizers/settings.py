@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from fairseq_fastweights.conversion.folders import ORIGINALS, RECORD, TEMPLATE, file_in, template_names
-from fairseq_fastweights.conversion.weight_files import read_json
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, TEMPLATE, file_in, template_names
+from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 

@@ -11,7 +11,8 @@ from fairseq.data import Dictionary
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fairseq_fastweights.conversion.folders import ORIGINALS, RECORD, original_files, original_mixers
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, original_files, original_mixers
+from fairseq_fastweights.conversion.files.weight_files import first_line, read_json
 from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
 from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
     END_OF_TEXT,
@@ -20,7 +21,6 @@ from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
     read_pieces,
     tokenizer_file,
 )
-from fairseq_fastweights.conversion.weight_files import first_line, read_json
 from fairseq_fastweights.files.text_files import open_text
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.tokenization import WordTokenizer

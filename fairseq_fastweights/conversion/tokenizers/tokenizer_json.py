@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
     END_OF_TEXT,
     PAIR,
@@ -15,7 +16,6 @@ from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
     read_pair,
     write_for_gpt2,
 )
-from fairseq_fastweights.conversion.weight_files import read_json
 from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
 

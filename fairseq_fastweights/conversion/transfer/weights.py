@@ -11,6 +11,7 @@ import torch
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
+from fairseq_fastweights.conversion.files.weight_files import text_table
 from fairseq_fastweights.conversion.transfer.base_model import BaseModel
 from fairseq_fastweights.conversion.transfer.groups import GROUPS, attention_of, count_layers, group_of
 from fairseq_fastweights.conversion.transfer.options import plain_value
@@ -22,7 +23,6 @@ from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     swap_recurrent,
 )
 from fairseq_fastweights.conversion.transfer.swap import Start, check_swap, lacks_scale, swap
-from fairseq_fastweights.conversion.weight_files import text_table
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention

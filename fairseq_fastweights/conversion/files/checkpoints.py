@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import fairseq_fastweights.models.fast_weight_lm  # noqa: F401  registers the architecture
-from fairseq_fastweights.conversion.weight_files import load_safely
+from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.files.digests import with_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.weight_files import check_regular, read_json
+from fairseq_fastweights.conversion.files.weight_files import check_regular, read_json
 from fairseq_fastweights.invalid_input import InvalidInput
 
 RECORD, ORIGINALS = "conversion.json", "huggingface"

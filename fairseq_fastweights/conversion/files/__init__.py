@@ -1,0 +1,1 @@
+"""The files of a model on disk: folders, checkpoints of fairseq, weights."""
