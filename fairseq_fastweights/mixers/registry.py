@@ -107,6 +107,7 @@ MIXERS: dict[str, Kind] = {
         "fast_weight_heads",
         "decays it by a constant per head, and normalises and gates the output (RetNet)",
         Retention.papers_map,
+        fixed=_NO_BIASES,  # a base model without biases has it; retention's own biases follow `bias`
     ),
     "softmax": Kind(SoftmaxAttention, ("dropout", *_ROTARY, *projections.SETTINGS)),
     "local": Kind(LocalAttention, ("dropout", "bias")),
