@@ -72,7 +72,7 @@ struct Fragment {
         each([&](int, int, float& x) { x *= by; });
     }
 
-    // What rounding to To leaves: the low half of a split into two numbers of 16 bits.
+    // The remainder after rounding to To: the low half of a split into two numbers of 16 bits.
     template <typename To>
     DEVICE Fragment low_half() const {
         Fragment left = *this;

@@ -68,7 +68,7 @@ struct LowerTriangle {
     }
 };
 
-// Where a column of T is stored in its block: of each 8 the even ones come first, so that ldmatrix gives each lane the
+// The place of a column of T in its block: of each 8 the even ones come first, so that ldmatrix gives each lane the
 // elements that it multiplies by.
 __host__ DEVICE constexpr int place_in_inverse(int column) { return column / 8 * 8 + column % 2 * 4 + column % 8 / 2; }
 
