@@ -7,9 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
 from fairseq_fastweights.ops import RULES
-from tests.conftest import import_plugin
+from tests.conftest import SMALL_MODEL, TASK, import_plugin
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "native", "cpu", "cuda", "docs", "examples", "fairseq_fastweights", "tests")
@@ -157,6 +158,53 @@ def test_folders_import_from_those_further_down_the_list_alone() -> None:
         name = path.relative_to(ROOT / "fairseq_fastweights").parts[0].removesuffix(".py")
         for other in set(imported(path)) if name != "__init__" else ():
             assert place[name] <= place[other], f"{path}: {other}"
+
+
+def figure(name: str) -> list[tuple[str, str]]:
+    """The files and functions of a figure of CONTRIBUTING, from top to bottom."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(f"<!-- the way of {name}:")[2]
+    return re.findall(r"^  ([\w/]+\.py) +([\w.]+)", text.split("```")[1], flags=re.MULTILINE)
+
+
+def calls_during(run: Callable[[], object]) -> Iterator[tuple[str, str]]:
+    """The files and functions of the package that run, in their order."""
+    package, calls = f"{ROOT / 'fairseq_fastweights'}/", list[tuple[str, str]]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append((frame.f_code.co_filename.removeprefix(package), frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return iter(calls)
+
+
+def test_the_ways_of_a_tensor_and_of_an_option_are_as_drawn(tmp_path: Path) -> None:
+    """Each function of CONTRIBUTING's two figures runs, and in that order."""
+    from fairseq import options, tasks
+    from fairseq.data import Dictionary
+
+    def build() -> None:
+        words = [str(tmp_path), *TASK, *SMALL_MODEL, "--mixers", "gated-delta"]
+        args = options.parse_args_and_arch(options.get_training_parser(), words)
+        tasks.setup_task(args).build_model(args)
+
+    import_plugin()
+    Dictionary().save(str(tmp_path / "dict.txt"))
+    layer, x = import_module("fairseq_fastweights.mixers.gated_delta").GatedDelta(64, 4), torch.randn(32, 2, 64)
+    layer(x)
+    ways = {"a tensor": lambda: layer(x), "an option": build}
+    if import_module("fairseq_fastweights.ops.backends").why_not("cpu", torch.float32):
+        del ways["a tensor"]  # without kernels it goes another way
+    for name, run in ways.items():
+        drawn, called = figure(name), calls_during(run)
+        assert len(drawn) > 8
+        for file, function in drawn:
+            assert (file, function.rpartition(".")[2]) in called, (name, file, function)
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
