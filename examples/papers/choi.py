@@ -71,7 +71,7 @@ TABLES = {
     ),
     # The weights transferred into RetNet-430M stay frozen, always or for a time (LIT).
     "choi-table3": Table(
-        title="Choi 2024, Table 3: accuracy in six tests, what is transferred is frozen",
+        title="Choi 2024, Table 3: accuracy in six tests, transferred weights frozen",
         folder="xatl",
         measures=MEASURES,
         rows={
