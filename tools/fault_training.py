@@ -1,13 +1,19 @@
-"""Small trainings for `faults.py`: they end or are interrupted, go on, and are compared bit by bit."""
+"""Small trainings for `faults.py`: they end or are interrupted, go on, and are compared bit by bit; logs that break."""
 
 import atexit
+import fcntl
 import multiprocessing
 import os
+import pty
 import random
+import select
 import signal
 import sys
+import termios
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +41,7 @@ class Training:
         self.starts, self.rank = 0, 0
 
     def start(self, prepare: Callable[["Training"], None] | None = None) -> list[Any]:
-        """Processes that train, once they have done what `prepare` says; forked, so that fairseq is imported once."""
+        """Forks processes that call `prepare` and train; the parent has imported fairseq."""
         self.starts += 1
         started = [
             multiprocessing.get_context("fork").Process(target=self._run, args=(rank, prepare))
@@ -45,9 +51,14 @@ class Training:
             process.start()
         return started
 
-    def finish(self) -> list[int | None]:
-        """Goes on to the end; the exit codes."""
-        return self.run()
+    def finish(self) -> None:
+        """Goes on to the end."""
+        assert set(self.run()) == {0}, f"it did not go on to the end; its logs are in {self.folder}"
+
+    def check_log(self, start: int, text: str) -> None:
+        """Checks that the log of this start, counted from 1, has the text."""
+        said = (self.folder / f"{start}-0.log").read_text()
+        assert text in said, f"it says {said[-200:]}"
 
     def run(self, prepare: Callable[["Training"], None] | None = None) -> list[int | None]:
         """Starts and waits; the exit codes."""
@@ -63,7 +74,7 @@ class Training:
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (they may have gone elsewhere)
-        atexit._clear()  # the parent's, one of which removes its folder; the plugin runs what there is after a signal
+        atexit._clear()  # the parent's functions: one removes the folder, and the plugin runs all after a signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
         batch = ["--batch-size", str(4 // self.processes)]
@@ -75,7 +86,7 @@ class Training:
         sys.argv = ["fairseq-train", *arguments]
         updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
         if rank == 0:
-            self.after_update(lambda number: os.pwrite(updates, str(number).encode(), 0))
+            self._after_step(lambda trainer, _: os.pwrite(updates, str(trainer.get_num_updates()).encode(), 0))
         if prepare is not None:
             prepare(self)
         try:
@@ -86,9 +97,9 @@ class Training:
             traceback.print_exc()
             os._exit(1)
 
-    def after_update(self, act: Callable[[int], object]) -> None:
-        """Has `act` done, in this process, after each update."""
-        self._after_step(lambda trainer, samples: act(trainer.get_num_updates()))
+    def at_update(self, number: int, act: Callable[[], object]) -> None:
+        """Calls `act`, in this process, after the update of this number."""
+        self._after_step(lambda trainer, samples: act() if trainer.get_num_updates() == number else None)
 
     def note_samples(self) -> None:
         """Notes which samples this process reads."""
@@ -167,3 +178,59 @@ def write_corpus(folder: Path) -> Path:
     process.start()
     process.join()
     return data
+
+
+def _put(file: int) -> None:
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _read_until_told(source: int) -> Callable[[], object]:
+    """Reads by a thread, which closes the file at its end."""
+    told = threading.Event()
+
+    def read() -> None:
+        while not told.is_set():
+            if select.select([source], [], [], 0.01)[0]:
+                os.read(source, 2**16)
+        os.close(source)
+
+    threading.Thread(target=read, daemon=True).start()
+    return told.set
+
+
+def _pipe_with_reader() -> Callable[[], object]:
+    """A pipe, whose reader ends a moment later."""
+    source, sink = os.pipe()
+    _put(sink)
+    return _read_until_told(source)
+
+
+def _full_pipe() -> Callable[[], object]:
+    """A pipe, which is full from then on."""
+    _, sink = os.pipe()
+    _put(sink)
+
+    def fill() -> None:
+        # The other end of the same pipe, which may wait or not by itself.
+        other = os.open("/dev/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(other, b"x")
+
+    return fill
+
+
+def _terminal() -> Callable[[], object]:
+    """The terminal of a session of its own, which is closed: the system sends SIGHUP."""
+    os.setsid()
+    controller, file = pty.openpty()
+    fcntl.ioctl(file, termios.TIOCSCTTY, 0)
+    _put(file)
+    return _read_until_told(controller)
+
+
+LOGS = {"reader": _pipe_with_reader, "full": _full_pipe, "terminal": _terminal}
+"""Each takes the place of stdout and stderr, and returns a function that breaks it."""

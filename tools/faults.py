@@ -1,4 +1,4 @@
-"""Puts faults into trainings that then go on, and compares them, bit for bit, with one that nothing happened to.
+"""Injects faults into trainings that then go on, and compares them, bit for bit, with an undisturbed one.
 
     python tools/faults.py [--count 10] [--seed 1] [--folder FOLDER] [FAULT ...]
 
@@ -22,45 +22,42 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from fault_logs import LOGS
-from fault_training import INTERVAL, LINES, ROOT, UPDATES, Training, differences, outcome, trained, write_corpus
+from fault_training import INTERVAL, LINES, LOGS, ROOT, UPDATES, Training, differences, outcome, trained, write_corpus
 
 NOBODY = 65534
 CARRIED = "--task fast_weight_language_modeling --carry-over-state"
 APART = "--task language_modeling --sample-break-mode eos --disable-validation"
 
 
-def _signalled(
-    number: signal.Signals,
+def signalled(
     training: Training,
     draw: random.Random,
+    number: signal.Signals = signal.SIGTERM,
     log: str | None = None,
     begin: Callable[[Training], None] = lambda _: None,
 ) -> int:
+    """Sends a signal at a random time after a random update, when its `log` breaks, too."""
     last, delay = draw.randrange(INTERVAL, UPDATES // 2), draw.uniform(0, 0.05)
 
     def prepare(training: Training) -> None:
         begin(training)
-        spoil = int if log is None else LOGS[log]()
+        spoil = LOGS[log]() if log else int
 
         def act() -> None:
             spoil()
-            if log != "terminal":  # where the system sends it
+            if log != "terminal":  # the system sends SIGHUP itself
                 os.kill(os.getpid(), number)
 
-        def after(done: int) -> None:
-            if done == last:
-                threading.Timer(delay, act).start()
-
         if training.rank == 0:
-            training.after_update(after)
+            training.at_update(last, threading.Timer(delay, act).start)
 
     started = training.start(prepare)
     started[0].join(300)
-    # What died without a word is noticed by torchrun, which ends the others.
+    # torchrun ends the other processes where one dies without a word, as by SIGKILL.
     patience = 300 if started[0].exitcode in (0, 128 + number) else 0.1
     for process in started:
         process.join(patience)
@@ -73,35 +70,26 @@ def _signalled(
     return lost
 
 
-def killed(training: Training, draw: random.Random) -> int:
-    """SIGKILL (`kill -9`) at a random time after a random update"""
-    return _signalled(signal.SIGKILL, training, draw)
-
-
 def killed_while_writing(training: Training, draw: random.Random) -> int:
-    """SIGKILL while a checkpoint is written, at a random byte"""
     left = draw.randrange(100_000, 700_000)
 
     def prepare(training: Training) -> None:
         original = torch.save
 
         def save(state: Any, file: Any) -> None:
-            nonlocal left
+            write = file.write
 
-            class Dying:
-                def write(self, data: Any) -> Any:
-                    nonlocal left
-                    left -= len(data)
-                    if left < 0:
-                        file.write(data[: len(data) // 2])
-                        file.flush()
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return file.write(data)
-
-                def flush(self) -> None:
+            def write_or_die(data: Any) -> Any:
+                nonlocal left
+                left -= len(data)
+                if left < 0:
+                    write(data[: len(data) // 2])
                     file.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return write(data)
 
-            original(state, Dying())  # type: ignore[arg-type]
+            # Without the file's other methods, torch writes through Python.
+            original(state, SimpleNamespace(write=write_or_die, flush=file.flush))
 
         torch.save = save  # type: ignore[assignment]
 
@@ -111,52 +99,19 @@ def killed_while_writing(training: Training, draw: random.Random) -> int:
     return training.updates_lost()
 
 
-def interrupted(training: Training, draw: random.Random) -> int:
-    """SIGINT (Ctrl-C) at a random time after a random update"""
-    return _signalled(signal.SIGINT, training, draw)
-
-
-def terminated(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time after a random update"""
-    return _signalled(signal.SIGTERM, training, draw)
-
-
-def without_remainder(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time, of a training with `--skip-remainder-batch`, into its second epoch"""
-    return _signalled(signal.SIGTERM, training, draw)
-
-
-def unread(training: Training, draw: random.Random) -> int:
-    """SIGINT at a random time, when what reads the log ends, too (`tee`, and Ctrl-C)"""
-    return _signalled(signal.SIGINT, training, draw, "reader")
-
-
-def not_read(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time, when the log is a full pipe that nobody reads"""
-    return _signalled(signal.SIGTERM, training, draw, "full")
-
-
-def hung_up(training: Training, draw: random.Random) -> int:
-    """a terminal is closed at a random time (SIGHUP)"""
-    return _signalled(signal.SIGHUP, training, draw, "terminal")
-
-
 def clock_jumps(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time, and the clock jumps after a random update, of a training with `--stop-time-hours`"""
     clock, ahead = draw.choice(("time", "monotonic")), draw.uniform(-1, 1) * 10 ** draw.uniform(4, 9)
     number = draw.randrange(1, INTERVAL)
 
     def begin(training: Training) -> None:
         right = getattr(time, clock)
-        jump = partial(setattr, time, clock, lambda: right() + ahead)
-        training.after_update(lambda done: jump() if done == number else None)
+        training.at_update(number, partial(setattr, time, clock, lambda: right() + ahead))
 
-    return _signalled(signal.SIGTERM, training, draw, begin=begin)
+    return signalled(training, draw, begin=begin)
 
 
 def other_batches(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time, and other batches then: each sample is read once; then as they were"""
-    lost = _signalled(signal.SIGTERM, training, draw, begin=Training.note_samples)
+    lost = signalled(training, draw, begin=Training.note_samples)
     choices = ("--batch-size 6", "--batch-size 1", "--max-tokens 30", "--seed 2", "--update-freq 2", "--num-workers 1")
     flags = " ".join([*training.flags, *draw.sample(choices, 2), "--max-update 0 --max-epoch 1"])
     other = Training(training.data, training.folder / "other", draw.choice((1, 2)), flags)
@@ -168,14 +123,12 @@ def other_batches(training: Training, draw: random.Random) -> int:
 
 
 def patient(training: Training, draw: random.Random) -> int:
-    """SIGTERM at a random time, of a training that `--patience` ends"""
-    lost = _signalled(signal.SIGTERM, training, draw)
-    assert training.run() == [0], "it did not go on to the end"
+    lost = signalled(training, draw)
+    training.finish()
     return lost  # and then the same command once more changes nothing
 
 
 def not_a_number(training: Training, draw: random.Random) -> int:
-    """a random validation's loss is NaN, and SIGTERM after it"""
     at = draw.randrange(2 * INTERVAL, UPDATES, INTERVAL)
 
     def prepare(training: Training) -> None:
@@ -195,7 +148,6 @@ def not_a_number(training: Training, draw: random.Random) -> int:
 
 
 def fails_once(training: Training, draw: random.Random) -> int:
-    """a random save fails once, at a random byte"""
     number, size, calls = draw.randrange(1, UPDATES // INTERVAL), draw.randrange(1, 20_000), 0
 
     def prepare(training: Training) -> None:
@@ -219,22 +171,20 @@ def fails_once(training: Training, draw: random.Random) -> int:
 
 
 def wrong_dates(training: Training, draw: random.Random) -> int:
-    """a random bit of the last checkpoint flipped, when all files have random dates"""
     lost = bit_flipped(training, draw)
     found = list(training.save_dir.glob("*.pt"))
     for path in found:
         os.utime(path, (draw.randrange(10**9),) * 2)
     damaged = training.last.exists() and import_module("fairseq.integrity").why_damaged(training.last)
     numbers = [trained(path.parent, path.name)["num_updates"] for path in found if path != training.last]
-    assert training.run() == [0], "it did not go on to the end"
-    if damaged:  # the bit may have been one of those between the records, which mean nothing
+    training.finish()
+    if damaged:  # not where the bit lies between the archive's records, where none counts
         *_, taken_up, _ = torch.load(training.last, weights_only=True)["optimizer_history"]
         assert taken_up["num_updates"] == max(numbers), f"it went on from update {taken_up['num_updates']}"
     return lost
 
 
 def links(training: Training, draw: random.Random) -> int:
-    """links in the folder to a file elsewhere, under names that a training writes"""
     precious, lock = training.folder / "precious", training.save_dir / ".training.lock"
     precious.write_text("precious")
     lock.symlink_to(precious)
@@ -245,87 +195,62 @@ def links(training: Training, draw: random.Random) -> int:
         (training.save_dir / f"{name}.tmp").symlink_to(precious)
     lost = bit_flipped(training, draw)
     (training.save_dir / "checkpoint_last.pt.damaged").symlink_to(precious)
-    assert training.run() == [0], "it did not go on to the end"
+    training.finish()
     assert precious.read_text() == "precious", "it has written to the file elsewhere"
     return lost
 
 
 def data_changed(training: Training, draw: random.Random) -> int:
-    """data cut short, or written over, after a random update, and put back"""
     path, number = training.data / "train.bin", draw.randrange(1, UPDATES - 1)
     before = path.read_bytes()
     after = draw.choice((before[: draw.randrange(len(before) // 8)], before[::-1]))
-
-    def prepare(training: Training) -> None:
-        training.after_update(lambda done: path.write_bytes(after) if done == number else None)
-
     try:
-        assert training.run(prepare) == [1], "it did not end"
+        ended = training.run(lambda training: training.at_update(number, partial(path.write_bytes, after)))
+        assert ended == [1], "it did not end"
     finally:
         path.write_bytes(before)
-    said = (training.folder / "1-0.log").read_text()
-    assert f"FileError: {path} has changed while it was read" in said, f"it says {said[-200:]}"
+    training.check_log(1, f"FileError: {path} has changed while it was read")
     lost = training.updates_lost()
     assert lost == 0, f"{lost} updates are lost"
     return lost
 
 
 def disk_full(training: Training, draw: random.Random) -> int:
-    """disk full after a random update, at a random byte of the next checkpoint"""
     number, size = draw.randrange(1, UPDATES), draw.randrange(100, 20_000)
-
-    def prepare(training: Training) -> None:
-        def limit(done: int) -> None:
-            if done == number:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
-
-        training.after_update(limit)
-
-    [process] = training.start(prepare)
-    process.join(300)
-    assert process.exitcode == 1, f"exit code {process.exitcode}"
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1))
+    ended = training.run(lambda training: training.at_update(number, limit))
+    assert ended == [1], f"exit code {ended[0]}"
     return training.updates_lost()
 
 
 def read_only(training: Training, draw: random.Random) -> int:
-    """folder read-only after a random update, and at the next start"""
     number = draw.randrange(1, UPDATES)
 
-    def become_nobody() -> None:
-        if os.getuid() == 0:  # who may write everywhere
+    def forbid() -> None:
+        training.save_dir.chmod(0o555)
+        if os.getuid() == 0:  # root may write everywhere
             os.setuid(NOBODY)
-
-    def forbid(training: Training) -> None:
-        def after(done: int) -> None:
-            if done == number:
-                training.save_dir.chmod(0o555)
-                become_nobody()
-
-        training.after_update(after)
 
     def begin_so(training: Training) -> None:
         checkpoints: Any = import_module("fairseq.checkpoint_utils")
         original = checkpoints.verify_checkpoint_directory
 
         def verify(save_dir: str) -> None:
-            become_nobody()
+            forbid()
             original(save_dir)
 
         checkpoints.verify_checkpoint_directory = verify
 
-    for prepare in (forbid, begin_so):
-        [process] = training.start(prepare)
-        process.join(300)
-        assert process.exitcode == 1, f"exit code {process.exitcode}"
-    refused = (training.folder / "2-0.log").read_text()
-    assert "which cannot be written to (Permission denied)" in refused, f"it says {refused[-200:]}"
+    for prepare in (lambda training: training.at_update(number, forbid), begin_so):
+        ended = training.run(prepare)
+        assert ended == [1], f"exit code {ended[0]}"
+    training.check_log(2, "which cannot be written to (Permission denied)")
     training.save_dir.chmod(0o755)
     return training.updates_lost()
 
 
 def bit_flipped(training: Training, draw: random.Random) -> int:
-    """a random bit of the last checkpoint flipped, after SIGKILL"""
-    lost = killed(training, draw)
+    lost = signalled(training, draw, signal.SIGKILL)
     if training.last.exists():
         content = bytearray(training.last.read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -334,45 +259,72 @@ def bit_flipped(training: Training, draw: random.Random) -> int:
 
 
 class Fault(NamedTuple):
-    """A fault: its act, the number of processes of the training that it happens to, and their options."""
+    """A fault: its act, which returns the updates that it lost, the training's number of processes and its options."""
 
+    title: str
     happen: Callable[[Training, random.Random], int]
     processes: int = 1
     flags: str = f"{CARRIED} --disable-validation"
 
-    @property
-    def title(self) -> str:
-        return str(self.happen.__doc__) + (", of two processes" if self.processes == 2 else "")
+
+def _signal(number: signal.Signals, log: str | None = None) -> Callable[[Training, random.Random], int]:
+    return partial(signalled, number=number, log=log)
 
 
+AT_RANDOM = "at a random time after a random update"
 FAULTS = {
-    "kill": Fault(killed),
-    "kill-writing": Fault(killed_while_writing),
-    "kill-two": Fault(killed, 2),
-    "int": Fault(interrupted),
-    "term": Fault(terminated),
-    "term-two": Fault(terminated, 2),
-    "disk-full": Fault(disk_full),
-    "read-only": Fault(read_only),
-    "bit": Fault(bit_flipped),
-    "unread": Fault(unread),
-    "full-log": Fault(not_read),
-    "hang-up": Fault(hung_up),
-    "save-once": Fault(fails_once),
-    "nan": Fault(not_a_number, flags=f"{CARRIED} --maximize-best-checkpoint-metric"),
-    "patience": Fault(patient, flags=f"{CARRIED} --patience 2 --lr 1e-30 --stop-min-lr -1"),
-    "dates": Fault(wrong_dates),
-    "links": Fault(links),
-    "data": Fault(data_changed),
-    "clock": Fault(clock_jumps, flags=f"{CARRIED} --disable-validation --stop-time-hours 1"),
-    "remainder": Fault(without_remainder, flags=f"{APART} --skip-remainder-batch --update-freq 3"),
-    "batches": Fault(other_batches, flags=APART),
+    "kill": Fault(f"SIGKILL (`kill -9`) {AT_RANDOM}", _signal(signal.SIGKILL)),
+    "kill-writing": Fault("SIGKILL while a checkpoint is written, at a random byte", killed_while_writing),
+    "kill-two": Fault(f"SIGKILL (`kill -9`) {AT_RANDOM}, of two processes", _signal(signal.SIGKILL), 2),
+    "int": Fault(f"SIGINT (Ctrl-C) {AT_RANDOM}", _signal(signal.SIGINT)),
+    "term": Fault(f"SIGTERM {AT_RANDOM}", signalled),
+    "term-two": Fault(f"SIGTERM {AT_RANDOM}, of two processes", signalled, 2),
+    "disk-full": Fault("disk full after a random update, at a random byte of the next checkpoint", disk_full),
+    "read-only": Fault("folder read-only after a random update, and at the next start", read_only),
+    "bit": Fault("a random bit of the last checkpoint flipped, after SIGKILL", bit_flipped),
+    "unread": Fault(
+        "SIGINT at a random time, when what reads the log ends, too (`tee`, and Ctrl-C)",
+        _signal(signal.SIGINT, "reader"),
+    ),
+    "full-log": Fault(
+        "SIGTERM at a random time, when the log is a full pipe that nobody reads", _signal(signal.SIGTERM, "full")
+    ),
+    "hang-up": Fault("a terminal is closed at a random time (SIGHUP)", _signal(signal.SIGHUP, "terminal")),
+    "save-once": Fault("a random save fails once, at a random byte", fails_once),
+    "nan": Fault(
+        "a random validation's loss is NaN, and SIGTERM after it",
+        not_a_number,
+        flags=f"{CARRIED} --maximize-best-checkpoint-metric",
+    ),
+    "patience": Fault(
+        "SIGTERM at a random time, of a training that `--patience` ends",
+        patient,
+        flags=f"{CARRIED} --patience 2 --lr 1e-30 --stop-min-lr -1",
+    ),
+    "dates": Fault("a random bit of the last checkpoint flipped, when all files have random dates", wrong_dates),
+    "links": Fault("links in the folder to a file elsewhere, under names that a training writes", links),
+    "data": Fault("data cut short, or written over, after a random update, and put back", data_changed),
+    "clock": Fault(
+        "SIGTERM at a random time, and the clock jumps after a random update, of a training with `--stop-time-hours`",
+        clock_jumps,
+        flags=f"{CARRIED} --disable-validation --stop-time-hours 1",
+    ),
+    "remainder": Fault(
+        "SIGTERM at a random time, of a training with `--skip-remainder-batch`, into its second epoch",
+        signalled,
+        flags=f"{APART} --skip-remainder-batch --update-freq 3",
+    ),
+    "batches": Fault(
+        "SIGTERM at a random time, and other batches then: each sample is read once; then as they were",
+        other_batches,
+        flags=APART,
+    ),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Tries every fault `--count` times, and prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Puts faults into trainings, and compares them when they have ended.")
+    parser = argparse.ArgumentParser(description="Injects faults into trainings, and compares their ends.")
     parser.add_argument("faults", nargs="*", default=[], metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--count", type=int, default=10, help="tries of each fault")
     parser.add_argument("--seed", type=int, default=1, help="for times and places")
@@ -402,7 +354,7 @@ def try_all(options: argparse.Namespace, folder: Path) -> int:
         kind = fault.processes, fault.flags
         if kind not in undisturbed:
             whole = Training(data, folder / f"whole-{len(undisturbed)}", *kind)
-            assert set(whole.finish()) == {0}, f"the undisturbed training failed; its logs are in {whole.folder}"
+            whole.finish()
             undisturbed[kind] = outcome(whole)
         wanted = undisturbed[kind]
         survived, most = 0, 0
@@ -410,7 +362,7 @@ def try_all(options: argparse.Namespace, folder: Path) -> int:
             training = Training(data, folder / f"{name}-{number}", *kind)
             try:
                 lost = fault.happen(training, random.Random(f"{options.seed} {name} {number}"))
-                assert set(training.finish()) == {0}, "it did not go on to the end"
+                training.finish()
                 found = differences(wanted, outcome(training))
                 assert not found, f"other bits in {', '.join(found[:3])}"
                 survived, most = survived + 1, max(most, lost)
