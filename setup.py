@@ -51,7 +51,7 @@ class BuildNative(Command):
         files = [
             path for part in ("native", "cpu", "cuda") for path in sorted((ROOT / part).rglob("*")) if path.is_file()
         ]
-        files += [*sorted((ROOT / "tools").glob("native_*.py")), ROOT / "tools" / "lock_file.py"]
+        files += sorted((ROOT / "tools").glob("native_*.py"))
         return [os.path.relpath(path, ROOT) for path in files]
 
     def get_outputs(self) -> list[str]:

@@ -3,12 +3,12 @@
     python tools/native_build.py [--into FOLDER] [--sanitize]
 
 They go beside the package's modules with ``_native_build.json``, the record that `fairseq_fastweights.ops.libraries`
-reads. FASTWEIGHTS_BUILD says what is built:
+reads. FASTWEIGHTS_BUILD chooses the parts:
 
-- ``auto`` (the default): what can be, CUDA kernels only for the GPUs that are there. A part that cannot leaves one line
-  that says why and how to mend it.
-- ``cpu`` or ``cuda``: that, and cuda includes cpu; what cannot be built is an error. With cuda, TORCH_CUDA_ARCH_LIST
-  (as "8.0;9.0") names GPUs in the place of those that are there.
+- ``auto`` (the default): all that can be built, CUDA kernels only for this machine's GPUs. Any other part leaves one
+  line that says why and how to mend it.
+- ``cpu`` or ``cuda``: that part, and cuda includes cpu; if it cannot be built, that is an error. With cuda,
+  TORCH_CUDA_ARCH_LIST (as "8.0;9.0") replaces this machine's GPUs.
 - ``none``.
 
 FASTWEIGHTS_BUILD_ISA says for which of the instruction sets in `VARIANTS` the CPU kernels are compiled: ``here`` (the
@@ -17,10 +17,11 @@ or some by name, as in "avx2 avx512". Kernels of which the processor has none ar
 
 MAX_JOBS is how many compilers run at a time, by default one for each core.
 
-Objects are kept in build/native, under names made from all that went into them: only what changed is compiled again.
+Objects are kept in build/native, under names made from all that went into them: only changes are compiled again.
 """
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -32,9 +33,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from lock_file import wait_for
 from native_toolchain import (
     STABLE_ABI,
     STABLE_ABI_FLAG,
@@ -49,7 +49,7 @@ from native_toolchain import (
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = {"auto": (), "cpu": ("cpu",), "cuda": ("cpu", "cuda"), "none": ()}
-"""What FASTWEIGHTS_BUILD may say, and the parts without which that fails."""
+"""Values of FASTWEIGHTS_BUILD, and the parts without which each fails."""
 
 CPU_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -Wall -DNDEBUG -O3 -fno-math-errno -ffp-contract=fast".split()
 HEADERS = (".h", ".hpp", ".inl", ".cuh")
@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 
 
 def instruction_sets(compiler: HostCompiler, listed: str) -> list[str]:
-    """Chooses from `VARIANTS` what `listed` asks for, as FASTWEIGHTS_BUILD_ISA does; `Unavailable` if it is unknown."""
+    """The `VARIANTS` that `listed` asks for, as FASTWEIGHTS_BUILD_ISA does; `Unavailable` if it is unknown."""
     known = list(VARIANTS) if is_x86() else ["baseline"]
     if listed == "all":
         return known
@@ -123,22 +123,17 @@ def plan_cpu(torch: Torch, sanitize: bool) -> Plan:
     listed = "all" if sanitize else os.environ.get("FASTWEIGHTS_BUILD_ISA") or "here"
     variants = instruction_sets(compiler, listed)
     flags = [*CPU_FLAGS, *(SANITIZERS if sanitize else ())]
-    # By source the titles of its objects, with the flags of each and what else they depend on.
+    # By source the titles of its objects, with the flags of each and the versions that they depend on.
     # Without a stable ABI, torch's own headers start its threads.
     stable = torch.has_stable_abi
     of_torch = (*torch.include_flags, *torch.compile_flags, STABLE_ABI_FLAG if stable else "-fopenmp")
+
+    def defines(name: str, numbers: str) -> tuple[str, str]:
+        return f"-DFAST_WEIGHTS_ISA={name}", f"-DFAST_WEIGHTS_NUMBERS={numbers}"
+
     special = {
         "kernels": [
-            (
-                f"kernels, {name}, {numbers}",
-                (
-                    *VARIANTS[name],
-                    *(() if sanitize else more),
-                    f"-DFAST_WEIGHTS_ISA={name}",
-                    f"-DFAST_WEIGHTS_NUMBERS={numbers}",
-                ),
-                "",
-            )
+            (f"kernels, {name}, {numbers}", (*VARIANTS[name], *(() if sanitize else more), *defines(name, numbers)), "")
             for name in variants
             for numbers, more in NUMBERS.items()
         ],
@@ -244,7 +239,7 @@ def compile_all(part: str, wanting: dict[Path, Compilation], plan: Plan) -> None
 def run(command: list[str], target: Path, log: Path) -> None:
     """Runs a compiler whose output is `target`, which is there whole or not at all.
 
-    Raises `Unavailable` if it fails, with one line of what it said and the likely remedy; the log has the whole.
+    Raises `Unavailable` if it fails, with one line of its output and the likely remedy; the log has the whole.
     """
     new = target.with_suffix(".new")
     command = [*command, "-o", str(new)]
@@ -260,7 +255,7 @@ def run(command: list[str], target: Path, log: Path) -> None:
     remedies = {
         "unsupported (GNU|clang) version": "name an older host compiler with CXX=...",
         "Killed|[Oo]ut of memory": "let MAX_JOBS be 1",
-        "cannot find -l|No such file": "install what it misses",
+        "cannot find -l|No such file": "install the missing library or file",
         "": "try another compiler with CXX=...",
     }
     remedy = next(remedy for pattern, remedy in remedies.items() if re.search(pattern, text))
@@ -285,8 +280,17 @@ def jobs() -> int:
     return max(1, int(asked)) if asked.isdigit() else cores or 1
 
 
+def wait_for(lock: IO[str], holder: str) -> None:
+    """Takes the lock; if another process has it, says that it waits for the `holder`. It is released with the file."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"waiting for {holder} to end ...", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Builds, says what was not built, and returns the exit status."""
+    """Builds, names parts that were not built, and returns the exit status."""
     parser = argparse.ArgumentParser(description="Builds the compiled kernels that can be built here.")
     parser.add_argument("--into", type=Path, help="default: into the package in this checkout")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan, the CPU part alone")

@@ -1,6 +1,6 @@
 """Finds the tools that the kernels are compiled with and for: the installed torch, a C++ compiler, nvcc.
 
-What is missing raises `Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds, also where
+A missing tool raises `Unavailable`. `torch.utils.cpp_extension` is not used: importing it takes seconds, also where
 there is nothing to do, needs setuptools, and does not keep to the architectures that the nvcc at hand knows.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 OLDEST_TORCH = (2, 6)
 STABLE_ABI = "2.10"
 STABLE_ABI_FLAG = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-"""The first torch whose stable ABI has what cpu/binding.cpp calls, and what asks newer headers for no more."""
+"""The first torch whose stable ABI has all that cpu/binding.cpp calls; the flag that asks newer headers for no more."""
 OLDEST_GCC = 9
 DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 
@@ -91,7 +91,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """The C++ compiler: CXX, or the first of c++, g++ and clang++; and the first line of what --version prints."""
+    """The C++ compiler: CXX, or the first of c++, g++ and clang++; and the first line that --version prints."""
 
     command: tuple[str, ...]
     version: str
@@ -102,12 +102,14 @@ class HostCompiler:
         commands = (candidate.split() for candidate in ([named] if named else ["c++", "g++", "clang++"]))
         command = next((command for command in commands if shutil.which(command[0])), None)
         if command is None:
-            what = f"C++ compiler {named}, which CXX names" if named else "C++ compiler"
-            raise Unavailable(f"there is no {what}; install one (Debian and Ubuntu: apt install g++) and build again")
+            missing = f"C++ compiler {named}, which CXX names" if named else "C++ compiler"
+            raise Unavailable(
+                f"there is no {missing}; install one (Debian and Ubuntu: apt install g++) and build again"
+            )
         version = first_line([*command, "--version"])
         if "clang" not in version and numbers(first_line([*command, "-dumpfullversion"]))[0] < OLDEST_GCC:
-            what = f"{' '.join(command)} is {version or 'no compiler that runs'}"
-            raise Unavailable(f"{what}; name g++ {OLDEST_GCC} or later or clang with CXX=... and build again")
+            problem = f"{' '.join(command)} is {version or 'no compiler that runs'}"
+            raise Unavailable(f"{problem}; name g++ {OLDEST_GCC} or later or clang with CXX=... and build again")
         return cls(tuple(command), version)
 
     @property
@@ -133,12 +135,12 @@ class Nvcc:
         release = re.search(r"release (\d+\.\d+)", output([command, "--version"])) if command else None
         major = numbers(cuda)[0] if cuda else None
         if command is None or release is None:
-            what = f"{command} does not run" if command else "there is no nvcc in CUDA_HOME or on PATH"
+            problem = f"{command} does not run" if command else "there is no nvcc in CUDA_HOME or on PATH"
             wanted = f" {major} (torch is for CUDA {cuda})" if cuda else ""
-            raise Unavailable(f"{what}; install the CUDA toolkit{wanted} and build again")
+            raise Unavailable(f"{problem}; install the CUDA toolkit{wanted} and build again")
         if cuda and major != numbers(release[1])[0]:
-            what = f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}"
-            raise Unavailable(f"{what}; let CUDA_HOME name a CUDA {major} toolkit and build again")
+            problem = f"{command} is of CUDA {release[1]} and torch is for CUDA {cuda}"
+            raise Unavailable(f"{problem}; let CUDA_HOME name a CUDA {major} toolkit and build again")
         # nvcc may be a script that starts another one: it alone knows where its headers are.
         dry_run = output([command, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
         top = re.search(r"^#\$ TOP=(.+)$", dry_run, re.MULTILINE)
@@ -175,8 +177,8 @@ class Nvcc:
             # A GPU runs machine code for itself and for earlier ones of its first digit, and PTX for all earlier ones.
             newest = max((number for number in self.supported if number <= gpu), default=None)
             if newest is None:
-                what = f"{self.command} compiles for {known} and a GPU here is of {gpu // 10}.{gpu % 10}"
-                raise Unavailable(f"{what}; let CUDA_HOME name an older CUDA toolkit and build again")
+                problem = f"{self.command} compiles for {known} and a GPU here is of {gpu // 10}.{gpu % 10}"
+                raise Unavailable(f"{problem}; let CUDA_HOME name an older CUDA toolkit and build again")
             found.append(self.machine_code(str(newest)) if newest // 10 == gpu // 10 else f"compute_{newest}")
         if not found:
             asked = "FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"

@@ -1,10 +1,10 @@
-"""Makes `.venv`, the environment in which the tests and the demo run: what `make setup` does.
+"""Makes `.venv`, the environment of tests and demos, for `make setup`.
 
     python tools/setup_environment.py [--torch VERSION] [--any-python] [--any-torch]
 
-The last thing that is written into a finished `.venv` is a stamp, which says what it was made from. A run that finds
-the stamp it would write is done at once; one that finds another, or none, makes it anew. Every run builds what changed
-of the compiled kernels, which lie in the sources' folder (tools/native_build.py).
+The last file that is written into a finished `.venv` is a stamp of the versions and sources that it was made from. A
+run that finds the stamp it would write is done at once; one that finds another, or none, makes it anew. Every run
+builds changes of the compiled kernels, which lie in the sources' folder (tools/native_build.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fairseq_patches import PATCHES, SHARED
-from lock_file import wait_for
+from native_build import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "setup.py"
@@ -32,15 +33,13 @@ SETUP = ROOT / "setup.py"
 SOURCES = (
     *("constraints.txt", "pyproject.toml", "setup.py", "tools/build_fairseq.py", "tools/setup_environment.py"),
     "tools/fairseq_patches.py",
-    *sorted(
-        path.relative_to(ROOT).as_posix() for path in PATCHES.rglob("*") if path.suffix != ".pyc" and path.is_file()
-    ),
+    *sorted(x.relative_to(ROOT).as_posix() for x in PATCHES.rglob("*") if x.suffix != ".pyc" and x.is_file()),
     *(f"fairseq_fastweights/{name}" for name in SHARED),
 )
-"""The files that decide what is in the environment."""
+"""The files that the environment depends on."""
 STAMP, LOG = "setup-finished.json", "setup.log"
 BASE_PYTHON = str(getattr(sys, "_base_executable", sys.executable))
-"""What made this one's environment, which may be an outdated `.venv`; this one, if it is of none."""
+"""The Python that made this one's environment, which may be an outdated `.venv`; this one, if it has none."""
 
 
 class SetupError(Exception):
@@ -89,7 +88,7 @@ def stamp_of(torch: str) -> dict[str, str]:
 
 
 def is_finished(folder: Path, stamp: dict[str, str], free: set[str]) -> bool:
-    """True if a set-up ran to its end here and would not be another one today, but for what is `free`; says so."""
+    """True if a set-up ran to its end here and would give the same today, but for the `free` versions; says so."""
     try:
         found: dict[str, str] = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):
@@ -108,7 +107,7 @@ def check_torch(torch: str, oldest: str) -> None:
     oldest = oldest or re.findall(r'"torch>=([\d.]+)"', SETUP.read_text())[0]
     numbers = [[int(number) for number in re.findall(r"\d+", version)[:2]] for version in (torch, oldest)]
     if numbers[0] < numbers[1]:
-        raise SetupError(f"TORCH={torch} is too old; it must be {oldest} or later, and 2.13.0 is what is tested")
+        raise SetupError(f"TORCH={torch} is too old; it must be {oldest} or later, and 2.13.0 is tested")
 
 
 def check_data(folder: Path) -> None:
@@ -122,7 +121,7 @@ def check_data(folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raises `SetupError` if the Python that runs this cannot make the environment, or what is there is none."""
+    """Raises `SetupError` if this Python cannot make the environment, or the folder holds something else."""
     version, hint = platform.python_version(), "choose another one with `make setup PYTHON=...`"
     if not (3, 10) <= sys.version_info[:2] <= (3, 13):
         raise SetupError(f"{sys.executable} is Python {version}; 3.10 to 3.13 will do: {hint}")
@@ -167,9 +166,8 @@ def step(title: str, command: list[str], log: Path) -> None:
         print("$", *command, file=file, flush=True)
         # Kernels are compiled at the end, where it shows.
         environment = os.environ | {"FASTWEIGHTS_BUILD": "none"}
-        result = subprocess.run(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, close_fds=False, env=environment
-        )
+        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+        result = subprocess.run(command, cwd=ROOT, close_fds=False, **output)  # which keep the lock open
     print(f"{time.monotonic() - started:.0f} s" if result.returncode == 0 else "failed", flush=True)
     if result.returncode:
         print("\n".join(log.read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)

@@ -14,8 +14,7 @@ import native_build
 import native_toolchain
 import pytest
 import torch
-from lock_file import wait_for
-from native_build import LIBRARIES
+from native_build import LIBRARIES, wait_for
 from native_toolchain import HostCompiler, Nvcc, Torch, Unavailable
 
 from fairseq_fastweights.ops import backends, libraries
