@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels for each architecture that counts, and reads ptxas's report and the PTX. Needs no GPU.
+"""Compiles the CUDA kernels for several architectures, and reads ptxas's report and the PTX. Needs no GPU.
 
     python tools/check_cuda_kernels.py [--architectures 80 90 100 120] [FILE ...]
 
@@ -33,7 +33,7 @@ SMALL_SPILLS = {
     "pass_states<__": 28,
     "pass_states<float, ": 180,
 }
-"""Bytes that kernels whose names begin so may spill, stored and loaded together. What it costs is unmeasured."""
+"""Bytes that kernels whose names begin so may spill, stored and loaded together. Their cost is unmeasured."""
 
 
 class Kernel(NamedTuple):
@@ -86,9 +86,8 @@ def read_ptx(text: str) -> list[str]:
             others = re.sub(r"wgmma\.mma_async[^;]*;", "", group)
             if re.search(r"\bbra\b|^\$L", others, re.MULTILINE):
                 faults.append(f"{name}: a branch within a group of wgmma")
-            if written := accessed.intersection(
-                re.findall(r"^\s*(?:@\S+\s+)?[a-z][\w.]*\s+(%[fr]\d+)", others, re.MULTILINE)
-            ):
+            targets = re.findall(r"^\s*(?:@\S+\s+)?[a-z][\w.]*\s+(%[fr]\d+)", others, re.MULTILINE)
+            if written := accessed.intersection(targets):
                 faults.append(f"{name}: writes {min(written)} of wgmma after wgmma.fence")
     return faults
 

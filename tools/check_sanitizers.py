@@ -2,9 +2,9 @@
 
     python tools/check_sanitizers.py [PYTEST OPTIONS ...]
 
-Builds the kernels with both into build/sanitized, and runs on them those tests of tests/ops that take a way of their
-own through the kernels; those of threads start threads of their own. What was never written reads as NaN. The first
-error of either sanitizer ends the run. Leaks are not looked for: Python frees little of what it holds at its end.
+Builds the kernels with both into build/sanitized, and runs on them those tests of tests/ops that reach different paths
+of the kernels; tests of threads start their own. New memory reads as NaN. The first error of either sanitizer ends the
+run. Leaks are not reported: Python frees little of its memory at its end.
 """
 
 from __future__ import annotations
@@ -27,23 +27,15 @@ FILES = (
     *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py", "tests/ops/test_features.py"),
     *("tests/ops/test_gating.py", "tests/ops/test_steps.py", "tests/mixers/test_short_convolution.py"),
 )
-# Sizes and what fills chunks; dtypes, regimes and what is not finite; strides, threads, steps and instruction sets.
-PATHS = (
-    *("papers_sizes", "fill_chunks", "empty_batches", "states_are_kept"),
-    *("dtype", "regime", "magnitude", "gates_and_write_strengths", "not_finite"),
-    *("strides", "windows", "where_they_lie", "threads", "step", "instruction_set", "documents_are", "heads_that"),
-    *(
-        "kernel_is_the_definition",
-        "are_their_definition",
-        "layouts",
-        "stays_in_its_vector",
-        "underflowed",
-        "operators_refuse",
-    ),
-)
+# Sizes and full chunks; dtypes, regimes, infinities and NaN; strides, threads, steps and instruction sets.
+PATHS = """
+    papers_sizes fill_chunks empty_batches states_are_kept dtype regime magnitude gates_and_write_strengths not_finite
+    strides windows where_they_lie threads step instruction_set documents_are heads_that kernel_is_the_definition
+    are_their_definition layouts stays_in_its_vector underflowed operators_refuse
+""".split()
 ELSEWHERE = ("compile", "per_step", "4096_steps", "chunkwise")
-# All memory starts as NaN, torch's too: a result that was not written everywhere, or was made from what was not, fails
-# its test.
+# New memory, torch's too, is full of NaN: a result that was not written everywhere, or that was made from unwritten
+# memory, fails its test.
 ASAN_OPTIONS = "detect_leaks=0:halt_on_error=1:abort_on_error=0:max_malloc_fill_size=2147483647:malloc_fill_byte=255"
 
 
@@ -52,20 +44,19 @@ def runtime_libraries(compiler: HostCompiler) -> list[Path]:
 
     Raises `Unavailable` where the compiler came without them.
     """
-    # libstdc++ too: AddressSanitizer looks for what throws exceptions when it starts, and Python brings none along.
+    # libstdc++ too: AddressSanitizer looks for its function that throws when it starts, and Python does not load it.
     found = []
     for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
         path = Path(first_line([*compiler.command, f"-print-file-name={name}"]))
         if not path.is_absolute():
-            raise Unavailable(
-                f"{compiler.name} has no {name}; install g++ with its sanitizers, or name it with CXX=..."
-            )
+            remedy = "install g++ with its sanitizers, or name it with CXX=..."
+            raise Unavailable(f"{compiler.name} has no {name}; {remedy}")
         found.append(path.resolve())
     return found
 
 
 def environment(preloaded: list[Path]) -> dict[str, str]:
-    """That of a Python that loads the sanitized kernels."""
+    """The environment of a Python that loads the sanitized kernels."""
     return {
         **os.environ,
         "FASTWEIGHTS_NATIVE_CPU": str(FOLDER / LIBRARIES.library("cpu").name),
@@ -73,7 +64,7 @@ def environment(preloaded: list[Path]) -> dict[str, str]:
         "ASAN_OPTIONS": ASAN_OPTIONS,
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "OMP_NUM_THREADS": "2",
-        "OMP_WAIT_POLICY": "passive",  # threads that wait must not keep the cores from those that other tests have
+        "OMP_WAIT_POLICY": "passive",  # waiting threads leave the cores to other tests
     }
 
 
@@ -87,7 +78,7 @@ def main(arguments: list[str]) -> int:
     build = [sys.executable, "tools/native_build.py", "--sanitize", "--into", str(FOLDER)]
     if subprocess.run(build, cwd=ROOT).returncode:
         return 1
-    # Kernels that cannot be loaded would leave tests that skip themselves.
+    # Tests skip themselves where the kernels cannot be loaded.
     probe = (
         "import sys, torch; from fairseq_fastweights.ops import libraries; "
         "sys.exit(libraries.load('cpu') or (None if torch.empty(1000).isnan().all() else 'memory is not NaN'))"

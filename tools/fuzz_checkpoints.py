@@ -4,7 +4,7 @@
 
 A file is an archive or in the format from before torch 1.6. Its pickle is torch.save's of random values, or
 a program from a grammar of opcodes, names and arguments; its records and its directory are whole, or lie. Whatever is
-loaded must be the value that was written, or, of a program, what torch's own loader makes of it. Each function that
+loaded must be the value that was written, or, of a program, the value by torch's own loader. Each function that
 reads checkpoints must end within a second of CPU time and within 4 times the file's size and 32 MiB of memory.
 """
 
@@ -444,7 +444,7 @@ def made(seed: int, index: int) -> Case:
     return Case(f"an archive {lie}", archive(opened(content), lies[lie]), state)
 
 
-# What must hold.
+# Checks.
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -1,14 +1,13 @@
-"""All that is to be done on a GPU, unattended: what `make gpu-check` runs.
+"""Checks the compiled kernels on a GPU, unattended, for `make gpu-check`.
 
     python tools/gpu_check.py [--minutes 9] [STAGE ...]
 
-Builds the kernels for the GPU that is there, runs the operations' tests on it, trains small models if there is a
-fairseq, captures and compares small programs, lets compute-sanitizer watch every operator, and measures. It needs
-CUDA's compiler, a torch with CUDA and pytest, and no network. Each stage has a time limit of its own and none stops the
-others. Where a machine is lent for minutes, --minutes ends it in time; what was built stays, and another run can be of
-some stages only. What came of the stages goes to ``benchmarks/results/<device>.json``, with whatever else that file
-holds, what was measured beside it, and the output of each to ``build/gpu-check``. The exit status is 1 if a stage
-failed.
+Builds the kernels for this machine's GPU, runs the operations' tests on it, trains small models if there is a fairseq,
+captures and compares small programs, lets compute-sanitizer watch every operator, and measures. It needs CUDA's
+compiler, a torch with CUDA and pytest, and no network. Each stage has its own time limit, and none stops the others.
+On a machine lent for minutes, --minutes ends it in time; libraries that were built stay, and another run can have some
+stages only. The stages' results go to ``benchmarks/results/<device>.json``, whose other contents stay, beside the
+measurements, and the output of each to ``build/gpu-check``. The exit status is 1 if a stage failed.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 
 
 class Stage(NamedTuple):
-    """A command that may take `limit` seconds, or what is left if that is less."""
+    """A command that may take `limit` seconds, or the time left if that is less."""
 
     name: str
     command: Sequence[str]
@@ -44,7 +43,7 @@ class Stage(NamedTuple):
 
 
 def stages(device: str) -> list[Stage]:
-    """The stages, in this order. The limits end what hangs; each is several times what it should take."""
+    """The stages, in this order. The limits end stages that hang; each is several times the usual time."""
     python = sys.executable
     # The reference that results are held against takes cores; but each process takes memory of the GPU for itself.
     parallel = ["-n", str(min(10, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
@@ -58,34 +57,33 @@ def stages(device: str) -> list[Stage]:
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), *(f"{home}/bin" for home in homes if home)])
     sanitizer = [shutil.which("compute-sanitizer", path=places) or "compute-sanitizer", "--error-exitcode", "86"]
     sanitizer += ["--print-limit", "20", "--tool"]
-    # Within a block of torch's own allocator nothing is out of bounds, and what one call left there is no longer new
-    # to the next: each tensor gets memory of its own.
+    # torch's allocator would hide accesses out of bounds within its blocks, and reuse memory that one call has written:
+    # each tensor gets memory of its own.
     own_memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     benchmark = [python, *"benchmarks/kernels.py --device cuda --budget 880 --out".split()]
     training = [python, *"benchmarks/training.py --device cuda --precision bf16 --budget 340 --out".split()]
+    build = {"FASTWEIGHTS_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": ""}
     has_fairseq = importlib.util.find_spec("fairseq") is not None
     return [
-        # For one architecture it takes 10 to 20 minutes of one core, which may be all there is: twice that.
-        # No list: containers come with one of all that there are.
-        Stage(
-            "build", [python, "tools/native_build.py"], 2400, {"FASTWEIGHTS_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": ""}
-        ),
+        # Twice the 10 to 20 minutes that one core, which may be the only one, takes for one architecture. No list of
+        # architectures: containers come with one of all.
+        Stage("build", [python, "tools/native_build.py"], 2400, build),
         Stage("environment", [python, "-m", "fairseq_fastweights.env", "--json"], 60),
-        # What auto takes, and then the tensor cores wherever they can, which for small sizes it would not.
+        # The automatic choice, and then the tensor cores also at small sizes, where it would not take them.
         Stage("tests", tests, 1200, on_gpu),
         Stage("tests, chunked", [*tests, "-k", "native"], 900, {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}),
         *([Stage("models", [*pytest, *models, "-k", "on_a_gpu"], 600, on_gpu)] if has_fairseq else []),
         Stage("CUDA graph", [*exercise, "graph"], 120),
         Stage("determinism", [*exercise, "determinism"], 180),
         *(Stage(tool, [*sanitizer, tool, *exercise, "memory"], 900, own_memory) for tool in SANITIZERS),
-        # Both keep what they have by then.
+        # At their limit both keep the results so far.
         Stage("kernels", [*benchmark, str(RESULTS / f"{device}-kernels.json")], 900),
         *([Stage("training", [*training, str(RESULTS / f"{device}-training.json")], 600)] if has_fairseq else []),
     ]
 
 
 def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
-    """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns what came of it.
+    """Runs a stage, its output in the file `log`, for no longer than `left` seconds; returns its result.
 
     "status" is "passed", "failed" or "timed out", "summary" its last line of output.
     """
@@ -102,7 +100,7 @@ def run(stage: Stage, left: float, log: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             status = "timed out"
         finally:
-            # What it started may outlive it, and would disturb the stages that follow.
+            # Processes that it started may outlive it, and would disturb the next stages.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -129,7 +127,7 @@ def slug(name: str) -> str:
 def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[str]:
     """Runs all stages within so many seconds; returns the names of those that did not pass.
 
-    Every outcome is in the file `results`, in the place of an earlier one, before the next stage begins.
+    Every result replaces an earlier one in the file `results` before the next stage begins.
     """
     deadline = time.monotonic() + seconds
     for folder in (WORK, results.parent):
@@ -156,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="that it may take in all (default: any number)")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {'; '.join(names)} (default: all)")
     options = parser.parse_args(arguments)
-    if not options.minutes > 0:  # nor is NaN
+    if not options.minutes > 0:  # rejects NaN, too
         parser.error(f"--minutes is {options.minutes}; it must be positive")
     if unknown := set(options.stages) - set(names):
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {'; '.join(names)}")

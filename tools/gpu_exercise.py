@@ -80,7 +80,7 @@ def memory(device: str) -> list[str]:
 
 
 def determinism(device: str) -> list[str]:
-    """True if two runs give the same bits, over memory that held other things."""
+    """The calls of which a second run gives other bits, over memory that held NaN."""
     differing = []
     shapes = (*SMALL_SHAPES, *(LARGE_SHAPES if device == "cuda" else ()))
     for title, rule, inputs, state in calls(DTYPES[:3], shapes, device):
@@ -88,7 +88,7 @@ def determinism(device: str) -> list[str]:
         poison = [torch.full_like(x, torch.nan) for x in first]
         del poison
         second = differentiated(rule, inputs, state)
-        # As bytes: what is beyond float16 may be NaN, which is equal to nothing.
+        # As bytes: numbers beyond float16 may be NaN, which equals nothing.
         pairs = ((x.contiguous().view(torch.uint8) for x in pair) for pair in zip(first, second, strict=True))
         if not all(torch.equal(*pair) for pair in pairs):
             differing.append(title)
@@ -96,11 +96,11 @@ def determinism(device: str) -> list[str]:
 
 
 def graph(device: str) -> list[str]:
-    """True if steps captured in a CUDA graph give, replayed on new inputs, the bits of ordinary calls."""
+    """The steps that, captured in a CUDA graph and replayed on new inputs, give other bits than ordinary calls."""
     differing = []
     for title, rule, inputs, state in calls(DTYPES[:3], [Shape("step", 4, 8, 1, 64, 64)], device):
         expected_state = state.clone()
-        step(rule, inputs, state.clone())  # what is only done once is not to be captured
+        step(rule, inputs, state.clone())  # work of the first call alone is not captured
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             out = step(rule, inputs, state)

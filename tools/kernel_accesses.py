@@ -1,4 +1,4 @@
-"""Counts what the chunked CUDA kernels ask of memory, without a GPU: the emulator of the tests runs them.
+"""Counts memory accesses of the chunked CUDA kernels, without a GPU: the emulator of the tests runs them.
 
     python tools/kernel_accesses.py delta "gated delta" --keys 64 --values 64 --lines 8
 
@@ -105,9 +105,8 @@ def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
     found = places(library, sorted({row[0] + 1 for row in rows} | {row[1] for row in rows}))
     kernels: dict[int, Kernel] = {}
     for kernel, address, blocks, shared, count in rows:
-        name = re.sub(
-            r"fairseq_fastweights::|\(anonymous namespace\)::|__nv_|^void |\((?!Side).*", "", found[kernel + 1][0][0]
-        )
+        noise = r"fairseq_fastweights::|\(anonymous namespace\)::|__nv_|^void |\((?!Side).*"
+        name = re.sub(noise, "", found[kernel + 1][0][0])
         known = kernels.setdefault(kernel, Kernel(name, blocks, defaultdict(Count)))
         lines = [line for _, line in found[address] if not re.match(r"emulation/.*\.(h|cpp):", line)]
         known.lines[shared, " < ".join(lines[:4])] += count
@@ -125,7 +124,7 @@ def count(rule: Any, keys: int, values: int, dtype: torch.dtype, time: int = 256
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Counts what the chunked CUDA kernels ask of memory, without a GPU.")
+    parser = argparse.ArgumentParser(description="Counts memory accesses of the chunked CUDA kernels, without a GPU.")
     parser.add_argument("rules", nargs="*", default=["delta"], help=f"of {', '.join(RULE)} (default: delta)")
     parser.add_argument("--keys", type=int, default=64)
     parser.add_argument("--values", type=int, default=64)

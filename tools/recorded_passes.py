@@ -72,7 +72,7 @@ def is_recorded(name: str, root: Path = ROOT) -> bool:
 
 
 def run(name: str, changed: bool, root: Path) -> int:
-    """Runs a check, unless only what is `changed` is to run and it is not; returns the exit status.
+    """Runs a check, unless only `changed` ones are to run and it passed with these files; returns the exit status.
 
     A compiler that is missing is an error in CI alone; nothing is recorded without one.
     """

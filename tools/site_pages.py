@@ -1,9 +1,9 @@
-"""A hook of MkDocs: brings pages that lie outside of docs/ into the site, and makes what follows from the code.
+"""A hook of MkDocs: brings pages from outside docs/ into the site, and makes tables and derivations from the code.
 
     python tools/site_pages.py    writes the tables of options, architectures and public names into docs/
 
-mkdocs.yml names this file. Links are written as they work in the repository; here they become the site's. What a link
-leads to and the site does not have, a source file or a record, is named instead.
+mkdocs.yml names this file. Links are written as they work in the repository; here they become the site's. A link to a
+source file or a record, which the site does not have, becomes its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from html import escape
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ SITE = {
     **{f"examples/{name}/README.md": f"experiments/{name}.md" for name in EXAMPLES},
     **{f"benchmarks/results/{path.name}": f"{path.name}" for path in (ROOT / "benchmarks" / "results").glob("*.png")},
 }
-"""What lies outside of docs/, by its path in the repository, and its place in the site."""
+"""Files outside docs/, by their path in the repository, and their place in the site."""
 
 REPOSITORY = {place: path for path, place in SITE.items()}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what lies outside of docs/."""
+    """Adds the files outside docs/."""
     from mkdocs.structure.files import File
 
     for path, place in SITE.items():
@@ -55,7 +55,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
-    """Changes what is not a block of code."""
+    """Changes all but blocks of code."""
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
@@ -84,20 +84,19 @@ def site_links(text: str, place: str) -> str:
 
 
 def language_model_options(own: bool) -> str:
-    """Makes the table of what language models add to fairseq's: options of `own` mixers, or all others."""
+    """Makes the table of options that language models add to fairseq's: those of `own` mixers, or all others."""
     from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 
     from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModelConfig
     from fairseq_fastweights.models.fast_weight_options import MixerOptions
 
     mixers = {field.name for field in fields(MixerOptions)}
-    inherited = {field.name for field in fields(TransformerLanguageModelConfig)}
-    added = [field for field in fields(FastWeightLanguageModelConfig) if field.name not in inherited]
+    added = added_fields(FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
     return options(field for field in added if (field.name in mixers) == own)
 
 
 def translation_model_options() -> str:
-    """Makes the table of what translation models have that language models do not, or otherwise."""
+    """Makes the table of options that only translation models have, or with another help text."""
     from fairseq_fastweights.models.fast_weight_options import FastWeightOptions
     from fairseq_fastweights.models.fast_weight_transformer import FastWeightTransformerOptions
 
@@ -107,13 +106,18 @@ def translation_model_options() -> str:
 
 
 def task_options() -> str:
-    """Makes the table of what the language modelling task adds to fairseq's."""
+    """Makes the table of options that the language modelling task adds to fairseq's."""
     from fairseq.tasks.language_modeling import LanguageModelingConfig
 
     from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingConfig
 
-    inherited = {field.name for field in fields(LanguageModelingConfig)}
-    return options(field for field in fields(FastWeightLanguageModelingConfig) if field.name not in inherited)
+    return options(added_fields(FastWeightLanguageModelingConfig, LanguageModelingConfig))
+
+
+def added_fields(config: Any, base: Any) -> list[Any]:
+    """The fields of a dataclass that fairseq's does not have."""
+    inherited = {field.name for field in fields(base)}
+    return [field for field in fields(config) if field.name not in inherited]
 
 
 def options(shown: Iterable[Any]) -> str:
@@ -154,7 +158,11 @@ def derivations() -> str:
     sections = []
     for folder in ("cpu", "cuda"):
         for path in sorted((ROOT / folder).rglob("*")):
-            comment = head(path) if path.suffix in (".h", ".cuh", ".cu", ".cpp") else ""
+            is_code = path.suffix in (".h", ".cuh", ".cu", ".cpp")
+            lines = takewhile(
+                lambda line: line.startswith("//"), path.read_text("utf-8").splitlines() if is_code else ()
+            )
+            comment = "\n".join(line[2:].removeprefix(" ").rstrip() for line in lines)
             if "=" in comment:
                 sections.append(f"## {path.relative_to(ROOT)}\n\n{as_markdown(comment)}\n")
     return "\n".join(sections)
@@ -165,20 +173,9 @@ def as_markdown(comment: str) -> str:
     parts: list[str] = []
     for indented, lines in groupby(comment.split("\n"), key=lambda line: line.startswith("  ")):
         text = "\n".join(lines)
-        parts.append(
-            f"```text\n{text}\n```" if indented else re.sub(r"([\\*_`\[\]])", r"\\\1", escape(text, quote=False))
-        )
+        escaped = re.sub(r"([\\*_`\[\]])", r"\\\1", escape(text, quote=False))
+        parts.append(f"```text\n{text}\n```" if indented else escaped)
     return "\n\n".join(parts)
-
-
-def head(path: Path) -> str:
-    """The comment at the head of a file."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("//"):
-            break
-        lines.append(line.removeprefix("//").removeprefix(" ").rstrip())
-    return "\n".join(lines)
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -188,7 +185,7 @@ def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def public_names(page: str) -> str:
-    """Makes the table of what a page of the reference describes, for readers of the sources."""
+    """Makes the table of the names that a page of the reference describes, for readers of the sources."""
     rows = []
     for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE):
         shown = importlib.import_module(name.rpartition(".")[0]).__dict__[name.rpartition(".")[2]]
@@ -218,7 +215,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "architectures": lambda page: architectures(),
     "public names": public_names,
 }
-"""What stands between the comments `<!-- NAME -->` and `<!-- /NAME -->` of a page in docs/."""
+"""Makes the text between the comments `<!-- NAME -->` and `<!-- /NAME -->` of a page in docs/."""
 
 
 def with_tables(page: str) -> str:
