@@ -77,6 +77,7 @@ class Training:
         atexit._clear()  # the parent's functions: one removes the folder, and the plugin runs all after a signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
+        # Two processes share the batch of one, so that their updates are comparable.
         batch = ["--batch-size", str(4 // self.processes)]
         arguments = [str(self.data), *MODEL, *batch, *self.flags, "--save-dir", str(self.save_dir)]
         if self.processes > 1:
@@ -84,6 +85,7 @@ class Training:
             arguments += ["--distributed-init-method", f"file://{self.folder}/meeting-{self.starts}"]
             arguments += ["--distributed-world-size", str(self.processes), "--distributed-rank", str(rank)]
         sys.argv = ["fairseq-train", *arguments]
+        # A file holds the number of the last update: it outlives SIGKILL.
         updates = os.open(self.folder / "updates", os.O_WRONLY | os.O_CREAT)
         if rank == 0:
             self._after_step(lambda trainer, _: os.pwrite(updates, str(trainer.get_num_updates()).encode(), 0))

@@ -57,7 +57,7 @@ def signalled(
 
     started = training.start(prepare)
     started[0].join(300)
-    # torchrun ends the other processes where one dies without a word, as by SIGKILL.
+    # Rank 0 alone gets the signal. torchrun ends the other processes where one dies without a word, as by SIGKILL.
     patience = 300 if started[0].exitcode in (0, 128 + number) else 0.1
     for process in started:
         process.join(patience)
@@ -352,6 +352,7 @@ def try_all(options: argparse.Namespace, folder: Path) -> int:
     for name in options.faults or FAULTS:
         fault = FAULTS[name]
         kind = fault.processes, fault.flags
+        # Faults with the same options share an undisturbed training.
         if kind not in undisturbed:
             whole = Training(data, folder / f"whole-{len(undisturbed)}", *kind)
             whole.finish()

@@ -165,11 +165,14 @@ class Program:
         return content + b"u" + (b"." if self.rng.random() < 0.98 else b"")
 
     def put(self) -> bytes:
+        # A few indices are wrong, or ask for a memo of gigabytes.
         self.memo += 1
         index = self.memo - 1 if self.rng.random() < 0.99 else self.rng.choice((0, 2**20, 2**31 - 1, 2**32 - 1))
         return b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
-    def get(self, index: int) -> bytes:
+    def get(self) -> bytes:
+        """The last value that was put into the memo."""
+        index = self.memo - 1
         return b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
 
     def many(self) -> int:
@@ -177,14 +180,8 @@ class Program:
 
     def plain(self) -> bytes:
         plain = (None, True, False, 0.5, (), self.rng.randrange(-(10**10), 10**10))
-        choices = [
-            *(pickle.dumps(value, 2)[2:-1] for value in plain),
-            b"]",
-            b"}",
-            text("x" * self.many()),
-            shape((1, 2)),
-        ]
-        return self.rng.choice(choices)
+        pickles = [pickle.dumps(value, 2)[2:-1] for value in plain]
+        return self.rng.choice([*pickles, b"]", b"}", text("x" * self.many()), shape((1, 2))])
 
     def storage(self) -> bytes:
         key, size = self.rng.choice(list(self.storages.items()))
@@ -193,16 +190,9 @@ class Program:
         size = size if self.rng.random() < 0.9 else self.rng.choice((0, size + 1, 10**9, -1, 2**62))
         key = key if self.rng.random() < 0.95 else self.rng.choice(("9", "../version", ""))
         self.used[key] = None
-        return (
-            b"("
-            + text("storage")
-            + name(f"torch.{kind}Storage")
-            + text(key)
-            + text("cpu")
-            + number(size)
-            + self.view
-            + b"tQ"
-        )
+        # The persistent id of a storage: its kind, key, device and number of elements.
+        parts = (text("storage"), name(f"torch.{kind}Storage"), text(key), text("cpu"), number(size), self.view)
+        return b"(" + b"".join(parts) + b"tQ"
 
     def tensor(self) -> bytes:
         sizes = self.rng.choice(((2, 2), (), (0, 5), (1,), (4,), (10**9,), (2**20, 2**20), (2**40, 2**40), (1,) * 70))
@@ -234,9 +224,9 @@ class Program:
         ]
         path, argument, call = self.rng.choice(calls)
         content = name(path) + self.put()
-        function = self.get(self.memo - 1)
+        function = self.get()
         content += argument + self.put()
-        last = self.get(self.memo - 1)
+        last = self.get()
         again = function + last + call if call else function + b")\x81" + last + b"b"  # an empty object, then its state
         return content + b"\x86](" + again * self.many() + b"e\x86"
 
@@ -249,9 +239,9 @@ class Program:
         """Tuples or lists of tuples or lists, each twice: a value, a key, a shape."""
         content = text("x" * self.many()) + self.put()
         for _ in range(self.rng.choice((2, 9, 40))):
-            last = self.get(self.memo - 1) * 2
+            last = self.get() * 2
             content += self.rng.choice((last + b"\x86", b"](" + last + b"e")) + self.put()
-        last = self.get(self.memo - 1)
+        last = self.get()
         content = b"](" + content
         uses = [b"", b"}" + last + b"Ns", name("torch.Size") + last + b"\x85R", b"}" + last + b"Ns" + last]
         uses += [name("torch._utils._rebuild_tensor_v2") + b"(" + self.storage() + b"K\0" + last * 2 + b"\x89}tR"]
@@ -263,7 +253,7 @@ class Program:
 
     def itself(self) -> bytes:
         content = b"]" + self.put()
-        return content + self.get(self.memo - 1) + b"a"
+        return content + self.get() + b"a"
 
     def opcode(self) -> bytes:
         """Opcodes that torch.save never writes, or with lengths beyond the file."""
@@ -275,12 +265,14 @@ class Program:
 
     def collisions(self) -> bytes:
         """Keys that all have the same hash."""
+        # Python hashes integers modulo 2**61 - 1.
         keys = (number(i * (2**61 - 1)) for i in range(1, self.many()))
         return b"}(" + b"".join(key + b"N" for key in keys) + b"u"
 
     def array(self) -> bytes:
         sizes = self.rng.choice(((2,), (10**12,), (-1, -2), (0, 2**62), (1,) * 99))
         kind = self.rng.choice(("f8", "i8", "O", "V10", "1000000000f8", "f8,f8", "S1000000000", "<f8"))
+        # The arguments by which NumPy pickles arrays and scalars: a dtype, and its bytes as a Latin-1 text.
         dtype = name("numpy.dtype") + text(kind) + b"\x89\x88\x87R"
         data = name("_codecs.encode") + text("\0" * self.rng.choice((16, 0, 8))) + text("latin1") + b"\x86R"
         if self.rng.random() < 0.3:
@@ -347,6 +339,7 @@ def changes(rng: Random) -> dict[str, Change]:
     def zip64(count: int) -> Callable[[dict[str, Any]], bytes]:
         def locator(end: dict[str, Any]) -> bytes:
             at = end["offset"] + len(end["directory"])
+            # The end of a zip64 archive and its locator, which both stand before the usual end.
             numbers = (44, 20, 20, 0, 0, end["count"] + count, end["count"] + count, end["size"], end["offset"])
             return b"PK\6\6" + struct.pack("<QHHIIQQQQ", *numbers) + b"PK\6\7" + struct.pack("<IQI", 0, at, 1)
 
@@ -404,6 +397,7 @@ def legacy(pickle: bytes, storages: dict[str, bytes], rng: Random) -> bytes:
     """A file in the format from before torch 1.6."""
     keys, lie = list(storages), rng.choice(("none", "none", "none", "empty", "twice", "other", "numel", "cut"))
     keys = {"empty": [], "twice": keys * 2, "other": [*keys, "9"]}.get(lie, keys)
+    # Magic number, protocol and system, then the pickle, the keys of its storages, and the bytes of each.
     head = saved(1, zipped=False)
     content = head[: head.rindex(b"\x80\x02K\x01.")] + pickle + b"\x80\x02](" + b"".join(map(text, keys)) + b"e."
     for key in keys:
@@ -485,7 +479,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def faults_of(case: Case, path: Path) -> Iterator[str]:
-    """The fault in the way in which a file is read."""
+    """Faults in the way that each reader reads a file: its value, time, memory and message."""
     path.write_bytes(case.content)
     allowed = MULTIPLE * len(case.content) + MORE
     for reader, read in READERS.items():
