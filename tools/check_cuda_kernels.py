@@ -3,13 +3,12 @@
     python tools/check_cuda_kernels.py [--architectures 80 90 100 120] [FILE ...]
 
 Prints registers and spills, a line for each kernel and architecture. Fails on errors, on warnings, and on registers
-that are spilled to memory, except in kernels whose name says `generic`, which take every shape and are the slow way out
-for those that nothing is tuned for, or `double`, which is there to check gradients with. In PTX it fails if a group of
-`wgmma` is interrupted by a branch, or if a register that the group accesses is written after its fence, which PTX calls
-undefined.
+that are spilled to memory, except in kernels whose name has `generic`, the slow fallback for shapes without a tuned
+kernel, or `double`, which checks gradients. In PTX it fails if a branch interrupts a group of `wgmma`, or if a register
+that the group accesses is written after its fence, which PTX calls undefined.
 
-By default that is sm_80 and sm_90a, which take some five minutes of a core each.
-A file that has not changed is not compiled again: reports are kept in build/native/reports.
+The default is sm_80 and sm_90a, which take some five minutes of a core each. Files that have not changed are not
+compiled again: reports are kept in build/native/reports.
 """
 
 import argparse
@@ -81,6 +80,7 @@ def read_ptx(text: str) -> list[str]:
     for kernel in re.split(r"(?=\.entry )", re.sub("//.*", "", text))[1:]:
         name = kernel.split()[1].partition("(")[0]
         for group in re.findall(r"wgmma\.fence\.sync\.aligned;(.*?)wgmma\.commit_group", kernel, re.DOTALL):
+            # The accumulators and fragments of the group's products: other instructions may not write them.
             products = re.findall(r"wgmma\.mma_async[^;]*;", group)
             accessed = {register for product in products for register in re.findall(r"%[fr]\d+", product)}
             others = re.sub(r"wgmma\.mma_async[^;]*;", "", group)
@@ -102,6 +102,7 @@ def check(nvcc: Nvcc, source: Path, architecture: int) -> tuple[list[Kernel], li
     if not kept.is_file():
         reports.mkdir(parents=True, exist_ok=True)
         target, new = kept.with_suffix(".o"), kept.with_suffix(".new")
+        # The PTX is an intermediate file, which nvcc would delete.
         with tempfile.TemporaryDirectory() as folder:
             command = [*work.command, "--keep", f"--keep-dir={folder}", "-c", str(source), "-o", str(target)]
             result = subprocess.run(

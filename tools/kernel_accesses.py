@@ -87,6 +87,7 @@ def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str,
     start = next(int(line.split("-")[0], 16) for line in mapped if line.endswith(str(library.resolve())))
     words = ["addr2line", "-afiC", "-e", str(library), *(hex(address - start - 1) for address in addresses)]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    # For each address: itself (-a), then a function and a place for each level of inlining (-i).
     found: list[list[str]] = []
     for line in lines:
         if re.fullmatch("0x[0-9a-f]+", line):
@@ -101,6 +102,7 @@ def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str,
 
 def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
     """The counts since `emulation_count`, by kernel."""
+    # A kernel's address is that of its function's first byte, and `places` looks one byte before a return address.
     rows = list(counted(emulator))
     found = places(library, sorted({row[0] + 1 for row in rows} | {row[1] for row in rows}))
     kernels: dict[int, Kernel] = {}

@@ -3,11 +3,10 @@
     python tools/kernel_instructions.py [--architecture 90] [FILE ...]
 
 Reads the listing of the machine code (nvcc, and nvdisasm beside it, on PATH or from the package nvidia-cuda-nvdisasm).
-Of each kernel that stores 16 bytes in a loop it takes the way through one pass of that loop that computes the most
-exponentials and makes the most of these stores, the cheapest of these, and divides its instructions by the
-exponentials, of which each element takes one. Predicated instructions count, and nothing that a call without documents
-and odd sizes leaves out: of a gate it is that of a sigmoid, of a norm that of vectors which a thread has alone. "once"
-are the fewest instructions of a thread outside of the loop.
+In each kernel that stores 16 bytes in a loop it finds the paths through the loop's body with the most exponentials and
+stores, takes the cheapest, and divides its instructions by its exponentials: each element takes one. Predicated
+instructions count; paths for documents and odd sizes do not. A gate's path is that of a sigmoid, a norm's that of
+vectors within one thread. "once" is the smallest number of a thread's instructions outside the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STORE, EXPONENTIAL = re.compile(r"STG\.E(\.\w+)*\.128"), re.compile(r"MUFU\.EX2"
 
 
 class Count(NamedTuple):
-    """A kernel, its instructions for an element, and those of a thread outside of the loop."""
+    """A kernel, its instructions for an element, and those of a thread outside the loop."""
 
     kernel: str
     of_element: float
@@ -41,7 +40,7 @@ class Count(NamedTuple):
 
 
 class Listing:
-    """A kernel's instructions, and those that may come after each."""
+    """A kernel's instructions, and the indices of those that may come after each."""
 
     def __init__(self, text: str) -> None:
         labels: dict[str, int] = {}
@@ -55,11 +54,13 @@ class Listing:
         for i, instruction in enumerate(self.code):
             jumps = re.search(r"\bBR[AX]\b", instruction)
             targets = [labels[label] for label in re.findall(r"\.L\w+", instruction)] if jumps else []
+            # An instruction under a predicate (@P0) may also go on to the next.
             always = re.match(r"(BRA(\.U)? `|BRX|EXIT|RET)", instruction)
             self.after.append(targets if always or i + 1 == len(self.code) else [i + 1, *targets])
 
     def cheapest(self, start: int, ends: set[int]) -> dict[tuple[int, int], int]:
         """The fewest instructions from `start` to before any of `ends`, by the stores and exponentials among them."""
+        # Dijkstra's algorithm; a state is a place in the code with the stores and exponentials on the way to it.
         marks = [(bool(STORE.search(code)), bool(EXPONENTIAL.search(code))) for code in self.code]
         most = tuple(map(sum, zip(*marks, strict=True)))
         found: dict[tuple[int, int], int] = {}
@@ -83,6 +84,7 @@ class Listing:
         backward = [(i, after) for i, all_ in enumerate(self.after) for after in all_ if after <= i]
         stores = [i for i, instruction in enumerate(self.code) if STORE.search(instruction)]
         heads = {head for end, head in backward if any(head <= i <= end for i in stores)}
+        # A head is the target of a jump back over a store; its passes lead from it to itself.
         passes = [(*most[::-1], -cost, head) for head in heads for most, cost in self.cheapest(head, {head}).items()]
         computed, stored, cost, head = max(passes, default=(0, 0, 0, 0))
         return (head, computed, -cost) if computed and stored else None
@@ -121,6 +123,7 @@ def count_of(text: str) -> Count | None:
     if loop is None:
         return None
     head, elements, cost = loop
+    # The way out of the loop begins at its head, so that a whole pass is subtracted from it.
     before = min(listing.cheapest(0, {head}).values())
     after = min(listing.cheapest(head, {-1}).values()) - min(listing.cheapest(head, {head}).values())
     return Count(kernel, cost / elements, before + max(after, 0))

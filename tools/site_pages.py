@@ -56,6 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
     """Changes all but blocks of code."""
+    # With a group in its pattern, split() also returns the separators, at odd places.
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
@@ -201,6 +202,7 @@ def with_mixers(page: str) -> str:
 
     if "::: fairseq_fastweights.mixers.registry." not in page:
         return page
+    # Several names of the registry may make one class.
     classes = dict.fromkeys(kind._made for kind in MIXERS.values())
     lines = [f"::: {mixer.__module__}.{mixer.__qualname__}\n" for mixer in classes]
     end = page.rindex("-->")

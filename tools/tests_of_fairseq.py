@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     left_out = [name for name in NOT_RUN if "xformers" not in name or find_spec("xformers") is None]
     with tempfile.TemporaryDirectory(prefix="fairseq-tests-") as folder:
         shutil.copytree(options.checkout / "tests", Path(folder, "tests"))
+        # The tests read both folders by relative paths; a package has no scripts.
         Path(folder, "examples").symlink_to(Path(installed.origin).parent / "examples")
         Path(folder, "scripts").symlink_to(options.checkout.resolve() / "scripts")
         os.chdir(folder)
