@@ -1,4 +1,4 @@
-"""ptxas says what a kernel takes; registers that spill where a shape is tuned for are a fault."""
+"""ptxas reports the registers of a kernel; spilled registers of a tuned kernel are a fault."""
 
 import os
 import re
@@ -29,8 +29,8 @@ kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
 """
 
 
-def test_what_ptxas_says_is_read_and_warnings_and_spills_are_faults() -> None:
-    """Spills, but where no shape is tuned for, and where they are small and known."""
+def test_the_report_of_ptxas_is_read_and_warnings_and_spills_are_faults() -> None:
+    """Spills are, except in generic kernels, and where they are small and known."""
     (tuned, generic), (serialized, warning, spill) = read_compiler_output(OUTPUT)
     assert tuned.name in ("tuned<4>", "_ZN19fairseq_fastweights5tunedILi4EEEvPf")  # without a c++filt
     assert tuned == Kernel(tuned.name, "sm_80", 128, 4, 12)
@@ -81,7 +81,7 @@ def nvcc() -> None:
         pytest.skip(str(reason))
 
 
-def test_what_does_not_compile_fails(nvcc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_sources_that_do_not_compile_fail(nvcc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     source = tmp_path / "broken.cu"
     monkeypatch.setattr(check_cuda_kernels, "ROOT", tmp_path)
     for text, status, says in (("no_such_thing();", 1, "broken.cu, sm_80: does not compile"), ("", 0, "sm_80")):
@@ -126,7 +126,7 @@ LISTING = """\
 
 
 def test_instructions_are_counted_on_the_way_that_computes_and_stores_most() -> None:
-    """Not those of another branch; by exponentials; and a kernel without such a loop has no count."""
+    """A kernel without a loop that stores 16 bytes has no count."""
     listing = Listing(LISTING)
     assert listing.loop() == (1, 2, 5)
     assert min(listing.cheapest(0, {-1}).values()) == 7

@@ -1,4 +1,4 @@
-"""Tools that run checks: what is left out and recorded, trainings with faults, fairseq's own tests, a GPU's stages."""
+"""Tools that run checks: records of passes, trainings with faults, fairseq's own tests, a GPU's stages."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with two checks, of which the first ends with what the file `status` says."""
+    """A repository with two checks; the first ends with the number in the file `status`."""
     checks = {"emulated": Check(("cuda/*.cu", "cuda/**/*.h"), ("-c", WORDS)), "other": Check(("status",), ("-c", ""))}
     monkeypatch.setattr(recorded_passes, "CHECKS", checks)
     monkeypatch.setattr(HostCompiler, "find", lambda: None)
@@ -69,7 +69,7 @@ def test_a_check_is_left_out_while_its_files_are_those_that_passed(root: Path, c
     assert not ran(root, status=1) and "no file is called cuda/**/*.h any more" in capsys.readouterr().err
 
 
-def test_a_failure_and_what_cannot_be_run_are_not_recorded(root: Path, monkeypatch) -> None:
+def test_failures_and_checks_that_cannot_run_are_not_recorded(root: Path, monkeypatch) -> None:
     (root / "status").write_text("5")
     assert ran(root, status=5) and ran(root, "--changed", status=5)
     (root / "status").write_text(str(recorded_passes.NOT_RUN))
@@ -114,7 +114,7 @@ PYTHON = [sys.executable, "-S", "-c"]
 
 
 def test_a_stage_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch) -> None:
-    os.mkfifo(path := tmp_path / "held")  # open as long as what the stage starts lives
+    os.mkfifo(path := tmp_path / "held")  # open as long as the stage's processes live
     read = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     wait = subprocess.Popen.wait
 

@@ -40,7 +40,7 @@ def source(our_fairseq: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: Path, monkeypatch) -> None:
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     names |= {path.relative_to(FILES).as_posix() for path in FILES.rglob("*.*") if path.suffix != ".pyc"}
-    # Neither a repository around the source nor what git is told otherwise counts.
+    # A repository around the source and git's variables change nothing.
     git("init", folder=source.parent, doing="make a repository")
     monkeypatch.setenv("GIT_DIR", f"{source.parent}/.git")
     apply_patches(source)
@@ -63,7 +63,7 @@ def test_calls_that_would_run_code_are_replaced() -> None:
 
 
 A, B, NEW = "ImportError: a", "ImportError: b", "download install"
-# The version that is there, its failure, that of the new one, options, what pip does, what is there then and is said.
+# The installed version, its failure, the new one's failure, options, pip's calls, the version left, and the message.
 INSTALLATIONS = [
     (None, None, None, "", NEW, VERSION, f"fairseq {VERSION} is installed\n"),
     # One that works is left alone.
@@ -71,7 +71,7 @@ INSTALLATIONS = [
     ("1.0.0a0", None, None, "", "", "1.0.0a0", "left as it is"),
     ("0.10.2", None, None, "", "", "0.10.2", "error: fairseq 0.10.2 is installed, and 0.12"),
     ("0.10.2", None, None, "--force", NEW, VERSION, ""),
-    # One that does not work is replaced; what is new and does not work is taken out again.
+    # A broken one is replaced; a new one that is broken is removed again.
     (VERSION, A, None, "", NEW, VERSION, f"({A}); replacing"),
     ("0.12.2", A, B, "", f"{NEW} uninstall", None, f"error: .*{B}; .* now: None\n"),
     (None, None, None, "--constraint no/such", "", None, "error: --constraint no/such: there is no"),
@@ -80,7 +80,7 @@ INSTALLATIONS = [
 
 
 @pytest.mark.parametrize("case", INSTALLATIONS)
-def test_installs_what_is_needed_and_says_what_is_left(case: tuple, tmp_path, capsys, monkeypatch) -> None:
+def test_fairseq_is_installed_where_needed_and_its_state_is_printed(case: tuple, tmp_path, capsys, monkeypatch) -> None:
     version, before, after, arguments, calls, left, says = case
     environment, patched, made = {"version": version, "failure": before}, Mock(), []
     (tmp_path / "fairseq-0.12.2").mkdir()
@@ -136,8 +136,8 @@ def test_patches_are_edited_as_commits(source: Path, tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """In a checkout at `root` the titles of the steps `taken`, which do next to nothing, and that of one to interrupt;
-    what builds the kernels, and what waits."""
+    """In a checkout at `root` the titles of the steps `taken`, which do next to nothing; the title to be `interrupted`;
+    mocks of the kernels' build and of the wait for another set-up."""
     build = Mock(return_value=Mock(returncode=0))
     steps = SimpleNamespace(root=tmp_path, taken=[], interrupted="none", build=build, wait=Mock())
     for source in map(tmp_path.joinpath, setup_environment.SOURCES):
@@ -191,7 +191,7 @@ def test_an_environment_is_left_alone_unless_files_or_versions_changed(steps, mo
     assert setup_environment.main([]) == 1 and "FASTWEIGHTS_BUILD" in capsys.readouterr().err
 
 
-# What is in .venv, what is otherwise than usual, what is typed, and what is said of it.
+# A file in .venv, an attribute and its value, the arguments, and the message.
 UNUSABLE = [
     ("pyvenv.cfg", "sys.version_info", (3, 14, 0), "", "; 3.10 to 3.13"),
     ("pyvenv.cfg", "importlib.util.find_spec", lambda name: name != "ensurepip" or None, "", "-venv): install it"),
@@ -206,7 +206,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_what_will_not_do_is_named_in_one_line_and_removes_nothing(case, steps, monkeypatch, capsys) -> None:
+def test_unusable_input_is_named_in_one_line_and_removes_nothing(case, steps, monkeypatch, capsys) -> None:
     there, name, value, typed, says = case
     (steps.root / ".venv").mkdir()
     (steps.root / ".venv" / there).touch()

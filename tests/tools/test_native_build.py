@@ -1,4 +1,4 @@
-"""The kernels are built from what changed, refused where they do not fit, and never in the way where they cannot be."""
+"""Changed kernels are built anew; those that do not fit are refused; a build that is impossible is no error."""
 
 import ctypes
 import fcntl
@@ -41,7 +41,7 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "cl
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with small sources; what is built is built in it."""
+    """A checkout with small sources, in which the kernels are built."""
     for name in "FASTWEIGHTS_BUILD FASTWEIGHTS_BUILD_ISA FASTWEIGHTS_NATIVE_CPU CXX MAX_JOBS".split():
         monkeypatch.delenv(name, raising=False)
     root = tmp_path / "checkout"
@@ -113,7 +113,7 @@ def test_a_build_that_fails_leaves_a_line_and_a_log_until_it_is_mended(root: Pat
     assert "which this processor does not have; build them with" in reason and "\n" not in reason
 
 
-# The environment, the exit status, and what is said.
+# The environment, the exit status, and the message.
 WITHOUT = r"""
 PATH=none 0 CPU kernels: not built: .*no C\+\+ compiler.*apt install g\+\+
 CXX=old 0 CPU .*old is old \(GCC\) 8.5.0; name g\+\+ 9 or later
@@ -172,12 +172,12 @@ NVCC = """[ "$1" != --version ] || echo "Cuda compilation tools, release 13.0, V
 [ "$1" != --list-gpu-arch ] || printf 'compute_%s\\n' 75 80 90 100 103 120"""
 
 
-# The CUDA that torch is of, the list, the GPUs, and what is said.
+# torch's version of CUDA, the list, the GPUs, and the architectures or the message.
 CUDA = [
     # This nvcc has no names for some, and the last is of a later kind.
     ("13.0", "", [80, 86, 89, 121, 130], "^sm_80 sm_120 compute_120$"),
     ("13.0", "8.0;9.0a+PTX", [75], "^sm_80 sm_90a compute_90a$"),
-    # For a GPU of 9.0, with what others lack; where a list has 9.0, without.
+    # For a GPU of 9.0 with instructions that others lack; where a list has 9.0, without.
     ("13.0", "9.0+PTX", [90], "^sm_90 compute_90$"),
     ("13.0", "", [90], "^sm_90a$"),
     ("13.0", "", [], "no GPU here .* FASTWEIGHTS_BUILD=cuda TORCH_CUDA_ARCH_LIST='8.0;9.0'"),
@@ -190,7 +190,7 @@ CUDA = [
 
 
 @pytest.mark.parametrize("case", CUDA)
-def test_cuda_kernels_are_for_the_gpus_here_or_what_misses_is_named(case: tuple, root, tmp_path, monkeypatch) -> None:
+def test_cuda_kernels_are_for_the_gpus_here_or_the_problem_is_named(case: tuple, root, tmp_path, monkeypatch) -> None:
     cuda, listed, gpus, found = case
     if "no nvcc" not in found:
         script(tmp_path / "cuda/bin/nvcc", NVCC)
