@@ -17,12 +17,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,26 +36,22 @@ DTYPES = ("bfloat16", "float16", "float32")
 PLAN = "columns=64"
 
 
-@dataclass
-class Count:
+class Count(NamedTuple):
     """Counts of one instruction, or of several: accesses of warps; wavefronts or sectors, and those that would do."""
 
-    accesses: int = 0
-    asked: int = 0
-    needed: int = 0
-
-    def __iadd__(self, other: Count) -> Count:
-        self.accesses += other.accesses
-        self.asked += other.asked
-        self.needed += other.needed
-        return self
+    accesses: int
+    asked: int
+    needed: int
 
     def of_block(self, blocks: int) -> str:
         return f"{self.asked / blocks:.0f} ({(self.asked - self.needed) / blocks:.0f})"
 
 
-@dataclass
-class Kernel:
+def total(counts: Iterable[Count]) -> Count:
+    return Count(*map(sum, zip(Count(0, 0, 0), *counts, strict=True)))
+
+
+class Kernel(NamedTuple):
     """A kernel's blocks, and its counts of shared and of global memory, by lines of code, the innermost first."""
 
     name: str
@@ -65,20 +59,7 @@ class Kernel:
     lines: dict[tuple[bool, str], Count]
 
     def sum(self, shared: bool) -> Count:
-        total = Count()
-        for (of_shared, _), count in self.lines.items():
-            if of_shared == shared:
-                total += count
-        return total
-
-
-def counted(emulator: Any) -> Iterator[tuple[int, int, int, bool, Count]]:
-    """Each instruction that was counted: kernel, address, the kernel's blocks, if it is of shared memory, count."""
-    row = (ctypes.c_int64 * 7)()
-    for i in range(emulator.library.emulation_counted()):
-        emulator.library.emulation_count_of(i, row)
-        kernel, address, blocks, accesses, asked, needed, shared = row
-        yield kernel, address, blocks, bool(shared), Count(accesses, asked, needed)
+        return total(count for (of_shared, _), count in self.lines.items() if of_shared == shared)
 
 
 def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str, str]]]:
@@ -103,15 +84,18 @@ def places(library: Path, addresses: Sequence[int]) -> dict[int, list[tuple[str,
 def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
     """The counts since `emulation_count`, by kernel."""
     # A kernel's address is that of its function's first byte, and `places` looks one byte before a return address.
-    rows = list(counted(emulator))
+    row, rows = (ctypes.c_int64 * 7)(), []
+    for i in range(emulator.library.emulation_counted()):
+        emulator.library.emulation_count_of(i, row)
+        rows.append(tuple(row))
     found = places(library, sorted({row[0] + 1 for row in rows} | {row[1] for row in rows}))
+    noise = r"fairseq_fastweights::|\(anonymous namespace\)::|__nv_|^void |\((?!Side).*"
     kernels: dict[int, Kernel] = {}
-    for kernel, address, blocks, shared, count in rows:
-        noise = r"fairseq_fastweights::|\(anonymous namespace\)::|__nv_|^void |\((?!Side).*"
-        name = re.sub(noise, "", found[kernel + 1][0][0])
-        known = kernels.setdefault(kernel, Kernel(name, blocks, defaultdict(Count)))
+    for kernel, address, blocks, accesses, asked, needed, shared in rows:
+        known = kernels.setdefault(kernel, Kernel(re.sub(noise, "", found[kernel + 1][0][0]), blocks, {}))
         lines = [line for _, line in found[address] if not re.match(r"emulation/.*\.(h|cpp):", line)]
-        known.lines[shared, " < ".join(lines[:4])] += count
+        key, one = (bool(shared), " < ".join(lines[:4])), Count(accesses, asked, needed)
+        known.lines[key] = total((known.lines[key], one)) if key in known.lines else one
     return list(kernels.values())
 
 
