@@ -113,15 +113,18 @@ def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int,
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """A line for each way to do a call, with the median in milliseconds; the file is there whole or not at all."""
+    """A line for each plan of a call, with medians in milliseconds; the file is there whole or not at all."""
     names = ("dtype", "shape", "rule", "pass", "interval")
     new = path.with_name(f".{path.name}.new")
     with new.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*names, *NUMBERS, "ms"])
+        writer.writerow([*names, "recurrent ms", *NUMBERS, "ms"])
+        recurrent = {tuple(row[name] for name in names): row for row in rows if row["plan"] is None}
         for row in rows:
-            plan = [(row["plan"] or {}).get(number, "") for number in NUMBERS]
-            writer.writerow([*(row[name] for name in names), *plan, f"{median(row) * 1e3:.4g}"])
+            if row["plan"] is not None:
+                call = tuple(row[name] for name in names)
+                steps, chunks = (f"{median(way) * 1e3:.4g}" for way in (recurrent[call], row))
+                writer.writerow([*call, steps, *(row["plan"][number] for number in NUMBERS), chunks])
     new.replace(path)
 
 

@@ -4,7 +4,6 @@ python benchmarks/report.py [--results FOLDER] [--page FILE]
 """
 
 import csv
-import json
 import math
 import os
 import re
@@ -25,7 +24,7 @@ SECTIONS = {name: (title, " ".join(text.split())) for name, title, text in zip(*
 
 def find_records(folder: Path) -> list[tuple[Path, Record]]:
     """The results in a folder, by program, device and date. A file is a record, or an object that holds some."""
-    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    files = [(path, records.read(path)) for path in sorted(folder.glob("*.json"))]
     found = [(path, record) for path, content in files for record in (content, *content.values())]
     known = [(path, x) for path, x in found if isinstance(x, dict) and x.get("program") in SECTIONS]
     order = list(SECTIONS)
@@ -77,9 +76,10 @@ def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     with path.open() as file:
         for row in csv.DictReader(file):
             if row["dtype"] == "bfloat16":
-                way = "{columns}, {segments}".format(**row) if row["columns"] else "step by step"
                 times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
-                times[way] = min(float(row["ms"]), times.get(way, math.inf))
+                times["step by step"] = float(row["recurrent ms"])
+                plan = "{columns}, {segments}".format(**row)
+                times[plan] = min(float(row["ms"]), times.get(plan, math.inf))
     return calls
 
 
@@ -87,8 +87,6 @@ def plans(path: Path) -> str:
     """The fastest ways to do the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
     for (shape, rule), passes in ways(path).items():
-        if any("step by step" not in times or len(times) == 1 for times in passes.values()):
-            continue  # measured by chunks alone, or step by step
         fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
         cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
         pair = (

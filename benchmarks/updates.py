@@ -63,7 +63,7 @@ def main() -> None:
             update = watch(data, model, precision, way)
             parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS, "other")}
             row = {"model": model, "precision": precision, "way": way, "operators": update.total, "parts": parts}
-            rows.append(row | {"compiled": update.compiled, "waits": update.waits, "most": dict(update.most)})
+            rows.append(row | {"compiled": update.compiled, "waits": update.waits})
     finish(records.save("updates", options, rows=rows), options)
 
 

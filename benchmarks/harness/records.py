@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -18,6 +19,9 @@ PACKAGES = "torch numpy fairseq pytorch-fast-transformers flash-linear-attention
 
 # One more where a program measures something in another way than before; 1 for the others.
 METHODS = {"generation": 3, "kernels": 2, "training": 2}
+
+# The facts that rows of one comparison share; a file has them once.
+COMPARISON = "part shape sizes dtype pass time beam source length first last way".split()
 
 
 def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
@@ -53,22 +57,41 @@ def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """Writes a record whole or not at all: each fact on a line, and each row. Numbers that JSON has no word for are
-    refused.
+    """Writes a record whole or not at all: a line for each fact, and for each comparison with all of its rows.
+
+    Floats get eight significant digits. Raises `ValueError` for infinity and NaN, which JSON lacks.
     """
+    text = json.dumps(record, allow_nan=False)
+    rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.8g}"))
 
-    def dump(value: Any) -> str:
-        return json.dumps(value, allow_nan=False)
+    def lines(name: str, value: Any) -> str:
+        if name not in ("rows", "whole"):
+            return json.dumps(value)
+        groups = itertools.groupby(value, key=lambda row: {fact: row[fact] for fact in COMPARISON if fact in row})
+        compared = [
+            json.dumps(shared | {"rows": [{fact: row[fact] for fact in row if fact not in shared} for row in rows]})
+            for shared, rows in groups
+        ]
+        return "[\n  " + ",\n  ".join(compared) + "\n ]"
 
-    def lines(value: Any) -> str:
-        rows = isinstance(value, list) and value
-        return "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]" if rows else dump(value)
-
-    text = "{\n" + ",\n".join(f" {dump(name)}: {lines(value)}" for name, value in record.items()) + "\n}"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(f"{text}\n")
+    new.write_text("{\n" + ",\n".join(f' "{name}": {lines(name, rounded[name])}' for name in rounded) + "\n}\n")
     new.replace(path)
+
+
+def read(path: Path) -> Any:
+    """A file's JSON, in which each row has again the facts that it shares with others of its comparison."""
+
+    def divide(found: dict[str, Any]) -> dict[str, Any]:
+        for name in ("rows", "whole"):
+            if not isinstance(found.get(name), list):
+                continue
+            groups = [(group, group.pop("rows", [{}])) for group in found[name]]
+            found[name] = [shared | row for shared, rows in groups for row in rows]
+        return found
+
+    return json.loads(path.read_text(), object_hook=divide)
 
 
 def is_current(record: dict[str, Any]) -> bool:

@@ -61,11 +61,6 @@ class Update:
         """How many of them are kernels that torch.compile has made."""
         return sum(n for counter in self.operators.values() for name, n in counter.items() if _COMPILED in name)
 
-    @property
-    def most(self) -> list[tuple[str, int]]:
-        """The ten operators that were started most often."""
-        return sum(self.operators.values(), Counter()).most_common(10)
-
 
 @contextmanager
 def watched(after: int = 5) -> Iterator[Update]:

@@ -1,7 +1,6 @@
 """The programs run, on tiny cases, leave results that can be read, and measure tokens as generation makes them."""
 
 import itertools
-import json
 import re
 from copy import deepcopy
 from functools import cache, partial
@@ -16,6 +15,7 @@ import report
 import torch
 import translation
 from generation import TRANSFORMER, Generation
+from harness import records
 from torch.utils._pytree import tree_map
 
 FACTS = ("part", "name", "model", "pass", "implementation", "rule")
@@ -27,7 +27,7 @@ def contestants(record: dict[str, Any]) -> set[str]:
 
 
 def committed(name: str) -> set[str]:
-    return contestants(json.loads((report.RESULTS / f"{name}.json").read_text()))
+    return contestants(records.read(report.RESULTS / f"{name}.json"))
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     monkeypatch.setattr(all_cpu, "run", run_quickly)
     monkeypatch.setattr(all_cpu, "RESULTS", tmp_path)
     assert run("all_cpu", "--threads", 1) == ""
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    found = {path.stem: records.read(path) for path in tmp_path.glob("*.json")}
     assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
@@ -61,7 +61,7 @@ def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypa
     before = dict(vars(qwen))
     monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
-    record = json.loads((tmp_path / "out.json").read_text())
+    record = records.read(tmp_path / "out.json")
     assert contestants(record) >= committed(subject)
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"

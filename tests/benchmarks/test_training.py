@@ -1,6 +1,5 @@
 """Trainings that take turns: fairseq-train's, beside one in plain PyTorch of the same model, and what is recorded."""
 
-import json
 import math
 import re
 import warnings
@@ -12,7 +11,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from harness import plain_training, trainee, training_turns
+from harness import plain_training, records, trainee, training_turns
 from harness.timing import Budget
 from harness.trainee import UpdateBlocks
 from harness.training_turns import Lost, Trainee, groups
@@ -208,7 +207,7 @@ def test_trainings_are_processes_whose_results_are_recorded(tmp_path: Path, monk
     monkeypatch.setattr(training_turns, "TURN_SECONDS", {"cpu": 0.1})
     options = ["--parts", "lm-small", "--models", "delta", "--implementations", PLUGIN, FLA, "--rounds", 1]
     assert run("training", "--quick", *options, "--out", tmp_path / "out.json") == ""
-    own, other = json.loads((tmp_path / "out.json").read_text())["rows"]
+    own, other = records.read(tmp_path / "out.json")["rows"]
     assert own["status"] == "measured" and own["words per second"]["median"] > 0 and own["operators"] > 20
     assert (other["status"], other["message"]) == ("unavailable", "ModuleNotFoundError: No module named 'fla'")
     page = capsys.readouterr().out
