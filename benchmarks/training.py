@@ -21,33 +21,12 @@ import torch
 from harness import records
 from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget
-from harness.training_data import write_text
 from harness.training_turns import measure
-from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, PLUGIN, REPLAYED, Training
+from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, REPLAYED, Training
 
-MODELS = ("softmax", "delta", "decay", "gated", "sum")
-"""Of which benchmarks/updates.py counts the operators."""
 UPDATES = 150
 """For which there is text; then it is read again."""
 QUICK_UPDATES = 40
-
-
-def prepare(folder: Path, settings: dict[str, int]) -> Path:
-    """Text with as many words as the updates read."""
-    return write_text(folder, settings["types"], settings["batch"] * settings["length"] * (settings["updates"] + 1))
-
-
-def training_flags(model: str, settings: dict[str, int], options: argparse.Namespace) -> list[str]:
-    """The options of `fairseq-train`, beside the data, for the paper's small language model with these settings."""
-    flags = PARTS["lm-small"].flags_of(model, PLUGIN, options.backend, options.quick)
-    return [
-        *("--user-dir", "fairseq_fastweights", *flags, *(["--cpu"] if options.device == "cpu" else [])),
-        *([] if options.precision == "fp32" else [f"--{options.precision}"]),
-        *("--tokens-per-sample", str(settings["length"]), "--batch-size", str(settings["batch"])),
-        *("--max-update", str(settings["updates"]), "--log-interval", str(settings["log interval"])),
-        *"--distributed-world-size 1 --optimizer adam --lr 0.00025 --disable-validation --no-save".split(),
-        *"--num-workers 0 --log-format json --no-progress-bar".split(),
-    ]
 
 
 def chosen(options: argparse.Namespace, folder: Path) -> list[tuple[Training, int]]:

@@ -10,16 +10,16 @@ makes for a CPU may be others than those for a GPU, and a replay of a CUDA graph
 import itertools
 import sys
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
 import torch
-import training
-from harness import ROOT, records
-from harness.graphs_on_a_cpu import stand_in_graphs
+from harness import records
 from harness.program import finish, make_parser, parse
-from harness.updates import PARTS, Update, watched
+from harness.trainee import options_of
+from harness.trainings import PARTS, PLUGIN, Training, write_text
+from harness.updates import PARTS as PARTS_OF_AN_UPDATE
+from harness.updates import Update, stand_in_graphs, watched
 
 # fairseq takes a package that is there, as this one's by then, for one whose tasks and models are registered.
 import fairseq_fastweights.models.fast_weight_lm
@@ -34,9 +34,11 @@ WAYS = {
     "cuda-graphs": "--cuda-graphs",
 }
 """Options of the layers."""
+MODELS = ("softmax", "delta", "decay", "gated", "sum")
+# fairseq-train takes the last value of an option that is given twice.
 SIZES = """--decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16 --decoder-ffn-embed-dim 32
-    --adaptive-input-cutoff 10,30,200 --adaptive-softmax-cutoff 10,30,200 --log-interval 100 --fp16-init-scale 4"""
-SETTINGS = {"types": 300, "batch": 2, "length": 16, "updates": 8, "log interval": 100}
+    --adaptive-input-cutoff 10,30,200 --adaptive-softmax-cutoff 10,30,200 --fp16-init-scale 4
+    --tokens-per-sample 16 --batch-size 2 --max-update 8 --log-interval 100"""
 
 
 def watch(data: Path, model: str, precision: str, way: str) -> Update:
@@ -44,24 +46,24 @@ def watch(data: Path, model: str, precision: str, way: str) -> Update:
     from fairseq_cli import train
 
     torch.compiler.reset()  # of the models before
-    options = Namespace(device="cpu", precision=precision, backend="auto", quick=False)
-    flags = [*training.training_flags(model, SETTINGS, options), *SIZES.split(), *WAYS[way].split()]
-    words = ["fairseq-train", str(data), *flags, "--user-dir", str(ROOT / "fairseq_fastweights")]
-    with mock.patch.object(sys, "argv", words), stand_in_graphs(), watched() as update:
+    flags = (*PARTS["lm-small"].flags_of(model, PLUGIN, "auto", quick=False), *WAYS[way].split())
+    words = options_of(Training("lm-small", model, PLUGIN, flags, data, "cpu", precision))
+    command = ["fairseq-train", *words, *SIZES.split()]
+    with mock.patch.object(sys, "argv", command), stand_in_graphs(), watched() as update:
         train.cli_main()
     return update
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "--threads", "--out", models=training.MODELS, precisions=PRECISIONS, ways=tuple(WAYS))
+    parser = make_parser(__doc__, "--threads", "--out", models=MODELS, precisions=PRECISIONS, ways=tuple(WAYS))
     parser.set_defaults(device="cpu", quick=False)
     options = parse(parser)
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        data = training.prepare(Path(name), SETTINGS)
+        data = write_text(Path(name), types=300, words=2 * 16 * 9)
         for way, model, precision in itertools.product(options.ways, options.models, options.precisions):
             update = watch(data, model, precision, way)
-            parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS, "other")}
+            parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS_OF_AN_UPDATE, "other")}
             row = {"model": model, "precision": precision, "way": way, "operators": update.total, "parts": parts}
             rows.append(row | {"compiled": update.compiled, "waits": update.waits})
     finish(records.save("updates", options, rows=rows), options)

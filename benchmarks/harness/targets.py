@@ -5,7 +5,7 @@ The targets are those of benchmarks/targets.json, a list of what is asked of a p
     where, unmeasured: where as a reader would say it; and the same, with the reason, where there are no results.
     cases: the values of each column of the rows that are compared; "*" for all of a run but softmax attention's, "of
         one length" for the source that a run's settings name. A target's own add to them.
-    what: the target as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
+    quantity: the target as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
     "at least" or "at most": the limit, for the worst of the cases, which are called by their label.
     slow, fast: what is changed in a case to find the two rows of which one's time is over the other's.
     number: otherwise, the name of a number of the row that `fast` finds, by default the native kernels'.
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     """A row of the table, in words. `verdict` begins with "met", "missed" or "unmeasured"."""
 
     where: str
-    what: str
+    quantity: str
     target: str
     measured: str
     verdict: str
@@ -89,12 +89,12 @@ def evaluate(records: Sequence[Record]) -> list[Verdict]:
         if record is not None:
             where = goals["where"].format(threads=count(record["threads"], "thread"), **record.get("settings", {}))
             span |= {name: f"{length:,}" for name, length in _span(record).items()}
-        for target in goals["targets"]:
+        for target in (goals.get("each", {}) | own for own in goals["targets"]):
             [sense] = {"at least", "at most"} & set(target)
             show = getattr(pages, target.get("show", "ratio"))
             cases = goals["cases"] | target.get("cases", {})
             found = judge(sense, target[sense], show, _compare(target, cases, record) if record else [("", absent)])
-            verdicts.append(Verdict(where, target["what"].format(**span), f"{sense} {show(target[sense])}", *found))
+            verdicts.append(Verdict(where, target["quantity"].format(**span), f"{sense} {show(target[sense])}", *found))
     return verdicts
 
 

@@ -122,8 +122,8 @@ def covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def words_of(training: Training) -> list[str]:
-    """The words of fairseq-train's command line, all but its name."""
+def options_of(training: Training) -> list[str]:
+    """The arguments of `fairseq-train` on the command line."""
     return [
         *(str(training.data), *training.flags, "--user-dir", str(ROOT / "fairseq_fastweights")),
         *(["--cpu"] if training.device == "cpu" else []),
@@ -148,12 +148,12 @@ def train(training: Training, blocks: UpdateBlocks) -> None:
         if training.implementation in (PLAIN, FLA):
             from harness import plain_training
 
-            plain_training.train(training, words_of(training), blocks.update)
+            plain_training.train(training, options_of(training), blocks.update)
         else:
             with fairseq_in_blocks(blocks):
                 from fairseq_cli import train
 
-                with mock.patch.object(sys, "argv", ["fairseq-train", *words_of(training)]):
+                with mock.patch.object(sys, "argv", ["fairseq-train", *options_of(training)]):
                     train.cli_main()
 
 

@@ -96,7 +96,7 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
 
     monkeypatch.chdir(ROOT)
     import_plugin()
-    words = trainee.words_of(training_of(part, "softmax", PLAIN, tmp_path))
+    words = trainee.options_of(training_of(part, "softmax", PLAIN, tmp_path))
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)

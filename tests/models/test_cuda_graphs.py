@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.graphs_on_a_cpu import StandInGraph, stand_in_graphs
-from benchmarks.harness.updates import _OnGpu
+from benchmarks.harness.updates import StandInGraph, _OnGpu, stand_in_graphs
 from fairseq_fastweights.mixers.registry import MIXERS
 from fairseq_fastweights.models import cuda_graphs, mixer_layers
 from tests.conftest import train

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.graphs_on_a_cpu import stand_in_graphs
-from harness.updates import watched
+from harness.updates import stand_in_graphs, watched
 
 from fairseq_fastweights.models import mixer_layers
 from tests.conftest import train
