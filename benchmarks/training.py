@@ -21,8 +21,8 @@ import torch
 from harness import records
 from harness.program import COMMON, finish, make_parser, parse
 from harness.timing import Budget
-from harness.training_turns import measure
 from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, REPLAYED, Training
+from harness.workers import measure
 
 UPDATES = 150
 """For which there is text; then it is read again."""

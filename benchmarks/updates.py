@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 from harness import records
 from harness.program import finish, make_parser, parse
-from harness.trainee import options_of
 from harness.trainings import PARTS, PLUGIN, Training, write_text
 from harness.updates import PARTS as PARTS_OF_AN_UPDATE
 from harness.updates import Update, stand_in_graphs, watched
+from harness.workers import options_of
 
 # fairseq takes a package that is there, as this one's by then, for one whose tasks and models are registered.
 import fairseq_fastweights.models.fast_weight_lm

@@ -16,6 +16,7 @@ from harness.cases import DTYPES, Shape, draw_inputs
 from harness.contestants import Contestant, Refusal, Work, all_contestants
 from harness.limits import limit_of, measure_rates
 from harness.memory import peak
+from harness.pages import brief
 from harness.timing import Budget, Call, Clock, clock_for, first_calls, time_in_turns
 
 # Contestants that say they compute the same must agree to this, by norms: far above rounding, far below a mistake.
@@ -89,8 +90,7 @@ def compare(
                 continue
             row["status"], row["message"] = reason.args
         except Exception as error:  # a peer's errors are results, whatever they are
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            row |= {"status": "failed", "message": text if len(text) <= 200 else f"{text[:197]}..."}
+            row |= {"status": "failed", "message": brief(error)}
         rows[label] = row
     references.clear()
 

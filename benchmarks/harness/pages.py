@@ -1,7 +1,8 @@
-"""The results of every program as Markdown, from its record: tables by column, and what stands beside them."""
+"""The record of a program as Markdown: tables, absent implementations and cut rounds."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from harness.cases import RULES
@@ -10,7 +11,8 @@ from harness.trainings import PLAIN
 
 Record = dict[str, Any]
 Row = dict[str, Any]
-Columns = dict[str, Callable[[Row], str]]
+Columns = dict[str, str | Callable[[Row], str]]
+"""By a column's title its cells: a format of the row's facts, or a function of the row."""
 
 PEERS = ("chunkwise", "reference", CAUSAL_PRODUCT, SOFTMAX, FLASH_LINEAR_ATTENTION)
 
@@ -21,8 +23,9 @@ def render(record: Record) -> str:
 
 
 def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
-    """A line for each row; `columns` has a cell's text by the column's title. The first `left` of them are text."""
-    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+    """A line for each row. The first `left` columns are text."""
+    cells = [[cell.format(**row) if isinstance(cell, str) else cell(row) for cell in columns.values()] for row in rows]
+    return markdown(list(columns), cells, left)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -42,29 +45,21 @@ def significant(value: float) -> str:
 
 
 def spread(measured: dict[str, float], scale: float) -> str:
-    """Median and quartiles, so many times as large."""
-    middle, lower, upper = (significant(measured[what] * scale) for what in ("median", "lower", "upper"))
+    """Median and quartiles, multiplied by `scale`."""
+    middle, lower, upper = (significant(measured[name] * scale) for name in ("median", "lower", "upper"))
     return f"{middle} ({lower} – {upper})"
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{significant(seconds * 1e3)} ms"
+def _in_unit(unit: str, size: float, value: float) -> str:
+    return f"{significant(value / size)} {unit}"
 
 
-def mebibytes(size: float) -> str:
-    return f"{significant(size / 2**20)} MiB"
-
-
-def gigabytes(size: float) -> str:
-    return f"{significant(size / 1e9)} GB"
+milliseconds, gigabytes = partial(_in_unit, "ms", 1e-3), partial(_in_unit, "GB", 1e9)
+mebibytes, ratio = partial(_in_unit, "MiB", 2**20), partial(_in_unit, "x", 1)
 
 
 def speed(value: float) -> str:
-    return f"{value:,.0f} words/s"
-
-
-def ratio(value: float) -> str:
-    return f"{significant(value)} x"
+    return f"{value:,.0f} tokens/s"
 
 
 def share(value: float) -> str:
@@ -75,8 +70,14 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + "s" * (number != 1)
 
 
-def median(row: Row, what: str = "seconds") -> float:
-    return row[what]["median"]
+def median(row: Row, fact: str = "seconds") -> float:
+    return row[fact]["median"]
+
+
+def brief(error: BaseException) -> str:
+    """An error as the message of a row, of 200 characters at most."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:
@@ -84,7 +85,7 @@ def _unique(items: Iterable[Any]) -> list[Any]:
 
 
 def _kernels(record: Record) -> Iterator[str]:
-    """A table for each dtype and pass; after them the machine's rates, who took no part, and what was cut."""
+    """A table for each dtype and pass, the machine's rates, absent implementations and cut rounds."""
     for dtype, kind in _unique((row["dtype"], row["pass"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["dtype"], row["pass"]) == (dtype, kind)]
         yield f"**{kind}, {dtype}**\n\n{_rules(rows)}"
@@ -99,7 +100,7 @@ def _kernels(record: Record) -> Iterator[str]:
 
 
 def _rules(rows: Sequence[Row]) -> str:
-    """Rules by shape: the native kernels where they ran, chunkwise elsewhere, and the others' time over it."""
+    """Rules by shape: times of the native kernels, or of chunkwise without them, and times of others over these."""
     header = ["shape", "B x H, T, K, V", "rule", "backend", "median (quartiles), ms", "of the limit", *PEERS]
     lines = []
     for shape, rule in itertools.product(_unique(row["shape"] for row in rows), RULES):
@@ -111,20 +112,21 @@ def _rules(rows: Sequence[Row]) -> str:
         sizes = "{batch} x {heads}, {time:,}, {key_dim}, {value_dim}".format(**own["sizes"])
         limit = f"{own['limit']['seconds'] / median(own) * 100:.0f}% of {own['limit']['binding']}"
         others = []
-        for name in PEERS:  # the fastest function of each
+        for name in PEERS:
+            # A peer may have several functions for a rule; the fastest counts.
             functions = [row for row in done.values() if row is not own and row["implementation"].split()[0] == name]
             best = min(functions, key=median, default=None)
             function = "" if best is None else best["implementation"].removeprefix(name)
             times = "–" if best is None else ratio(median(best) / median(own))
             others.append(times + (f" ({function.strip()})" if function else ""))
         lines.append([shape, sizes, rule, own["implementation"], spread(own["seconds"], 1e3), limit, *others])
-    # A peer that nowhere took part has no column.
+    # A peer that measured nothing has no column.
     kept = [i for i in range(len(header)) if header[i] not in PEERS or any(line[i] != "–" for line in lines)]
     return markdown([header[i] for i in kept], [[line[i] for i in kept] for line in lines], left=4)
 
 
 def _absent(rows: Sequence[Row]) -> str:
-    """Who took no part, why, and where, one line for each reason."""
+    """A line for each reason why an implementation was not measured, with the number of its cases."""
     places: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "measured":
@@ -139,7 +141,7 @@ def _absent(rows: Sequence[Row]) -> str:
 
 
 def _generation(record: Record) -> Iterator[str]:
-    """Time and memory of the next token by model and length, and the Transformer's time over each."""
+    """Time and memory of a decode step by model and length, and the Transformer's time over it."""
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
     fewest = {row["model"]: median(row) for row in record["rows"] if row["length"] == min(base)}
 
@@ -148,12 +150,12 @@ def _generation(record: Record) -> Iterator[str]:
         return "–" if row["model"] == "transformer" else ratio((fewest["transformer"] + moved) / fewest[row["model"]])
 
     def beside(row: Row) -> str:
-        what = "seconds beside other lengths"
-        return significant(median(row, what) * 1e3) if what in row else "–"
+        fact = "seconds beside other lengths"
+        return significant(median(row, fact) * 1e3) if fact in row else "–"
 
     columns: Columns = {
-        "model": lambda row: row["model"],
-        "tokens before (first – last timed)": lambda row: f"{row['length']:,} ({row['first']:,} – {row['last']:,})",
+        "model": "{model}",
+        "tokens before (first – last timed)": "{length:,} ({first:,} – {last:,})",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
         "Transformer over it": lambda row: ratio(median(base[row["length"]]) / median(row)),
         "expected": expected,
@@ -167,16 +169,16 @@ def _generation(record: Record) -> Iterator[str]:
 
 
 def _translation(record: Record) -> Iterator[str]:
-    """A table for each beam, one of whole translations, and what was cut."""
+    """A table for each beam, one of whole translations, and cut rounds."""
     rows, settings = record["rows"], record["settings"]
     models = _unique(row["model"] for row in rows)
-    # All lengths with the one source, then those with a source of their own.
+    # Lengths with the common source come first, then those with a source of their own.
     rows = sorted(rows, key=lambda row: (models.index(row["model"]), row["source"] != settings["source"]))
     base = {(row["beam"], row["source"], row["length"]): median(row) for row in rows if row["model"] == "transformer"}
     columns: Columns = {
-        "model": lambda row: row["model"],
-        "source": lambda row: f"{row['source']:,}",
-        "tokens before": lambda row: f"{row['length']:,}",
+        "model": "{model}",
+        "source": "{source:,}",
+        "tokens before": "{length:,}",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
         "Transformer over it": lambda row: ratio(base[row["beam"], row["source"], row["length"]] / median(row)),
         "state of a hypothesis": lambda row: mebibytes(row["state bytes"] / settings["hypotheses"]),
@@ -189,7 +191,7 @@ def _translation(record: Record) -> Iterator[str]:
     [alone] = [median(row) for row in whole if row["model"] == "transformer"]
     beam, source, length = (whole[0][name] for name in ("beam", "source", "length"))
     columns = {
-        "model": lambda row: row["model"],
+        "model": "{model}",
         "median (quartiles), s": lambda row: spread(row["seconds"], 1),
         "ms for a token": lambda row: significant(median(row) / row["length"] * 1e3),
         "Transformer over it": lambda row: ratio(alone / median(row)),
@@ -202,7 +204,7 @@ def _translation(record: Record) -> Iterator[str]:
 
 
 def _training_length(record: Record) -> Iterator[str]:
-    """Medians by contestant and length, who took no part, and what was cut."""
+    """Medians by implementation and length, absent implementations and cut rounds."""
     times = {
         (f"{row['implementation']}, {row['rule']}", row["sizes"]["time"]): significant(median(row) * 1e3)
         for row in record["rows"]
@@ -216,23 +218,25 @@ def _training_length(record: Record) -> Iterator[str]:
 
 
 def _training(record: Record) -> Iterator[str]:
-    """A table for each part: speed, over the compiled Transformer in plain PyTorch, memory, what an update starts."""
+    """A table for each part: speed, also over that of plain PyTorch, memory, operators and waits of an update."""
     for part, settings in record["parts"].items():
         rows = [row for row in record["rows"] if row["part"] == part]
         done = [row for row in rows if row["status"] == "measured"]
         plain = [median(row) for row in done if row["implementation"] == PLAIN]
         columns: Columns = {
-            "model": lambda row: row["model"],
-            "trained by": lambda row: row["implementation"],
-            "words/s (quartiles)": lambda row: spread(row["words per second"], 1),
+            "model": "{model}",
+            "trained by": "{implementation}",
+            "tokens/s (quartiles)": lambda row: spread(row["tokens per second"], 1),
             "over plain PyTorch": lambda row, plain=plain: ratio(plain[0] / median(row)) if plain else "–",
             "peak memory": lambda row: gigabytes(row["peak bytes"]),
             "GPU busy": lambda row: "–" if row["busy"] is None else share(row["busy"]),
-            "operators": lambda row: f"{row['operators']:,}",
+            "operators": "{operators:,}",
             "on the GPU": lambda row: "–" if row["kernels"] is None else f"{row['kernels']:,}",
             "waits": lambda row: "–" if row["waits"] is None else str(len(row["waits"])),
         }
-        sizes = f"batches of {settings['batch']} x {settings['length']:,} words, {settings['types']:,} types"
+        sizes = (
+            f"batches of {settings['batch']} x {settings['length']:,} tokens, {settings['types']:,} vocabulary entries"
+        )
         yield f"**{part}**: {sizes}, {record['precision']}, `{settings['flags']}`\n"
         yield table(columns, done, left=2) if done else ""
         others = [row for row in rows if row not in done]
@@ -242,25 +246,21 @@ def _training(record: Record) -> Iterator[str]:
     yield _cut(record)
 
 
-_LAYERS = {
-    "plain": "",
-    "compile": "compiled",
-    "compile and replay": "compiled, CUDA graphs",
-    "cuda-graphs": "CUDA graphs",
-}
-"""How the table calls the ways of benchmarks/updates.py."""
+# The ways of benchmarks/updates.py, as a table calls them.
+_LAYERS = {"plain": "", "compile": "compiled", "compile and replay": "compiled, CUDA graphs"}
+_LAYERS |= {"cuda-graphs": "CUDA graphs"}
 
 
 def _updates(record: Record) -> Iterator[str]:
     """Operators by model, precision and part of an update, and waits."""
     columns: Columns = {
-        "model": lambda row: row["model"],
-        "precision": lambda row: row["precision"],
+        "model": "{model}",
+        "precision": "{precision}",
         "layers": lambda row: _LAYERS[row["way"]],
-        "operators": lambda row: f"{row['operators']:,}",
-        "compiled": lambda row: f"{row['compiled']:,}",
-        "forward": lambda row: f"{row['parts']['forward']:,}",
-        "backward": lambda row: f"{row['parts']['backward']:,}",
+        "operators": "{operators:,}",
+        "compiled": "{compiled:,}",
+        "forward": "{parts[forward]:,}",
+        "backward": "{parts[backward]:,}",
         "all else": lambda row: f"{row['operators'] - row['parts']['forward'] - row['parts']['backward']:,}",
         "waits": lambda row: str(len(row["waits"])),
     }
@@ -268,11 +268,11 @@ def _updates(record: Record) -> Iterator[str]:
 
 
 def _in_turns(record: Record) -> Iterator[str]:
-    """A table for each part, with every contestant's time over that of the first."""
+    """A table for each part, with the time of each implementation over that of the first."""
     columns: Columns = {
-        "pass": lambda row: row["pass"],
-        "T": lambda row: f"{row['time']:,}",
-        "who": lambda row: row["name"],
+        "pass": "{pass}",
+        "T": "{time:,}",
+        "implementation": "{name}",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
         "times as long as the first": lambda row: ratio(row["ratio"]),
     }
@@ -286,9 +286,6 @@ def _cut(record: Record) -> str:
 
 _PARTS: dict[str, Callable[[Record], Iterator[str]]] = {
     **{"kernels": _kernels, "generation": _generation, "translation": _translation, "training": _training},
-    "updates": _updates,
-    **{
-        "training_length": _training_length,
-        **dict.fromkeys(("mixers", "gated_delta", "models", "converted"), _in_turns),
-    },
+    **{"updates": _updates, "training_length": _training_length},
+    **dict.fromkeys(("mixers", "gated_delta", "models", "converted"), _in_turns),
 }

@@ -214,7 +214,7 @@ _NUMBERS: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "speed over plain PyTorch": _over(PLAIN, model=SOFTMAX),
     "speed over stock": _over(STOCK),
     "speed over the fastest": _over_the_fastest,
-    "words per second": _of_the_faster(lambda row: median(row, "words per second")),
+    "tokens per second": _of_the_faster(lambda row: median(row, "tokens per second")),
     "busy": _of_the_faster(lambda row: "its profile has nothing of a GPU" if row["busy"] is None else row["busy"]),
     "peak memory": _of_the_faster(lambda row: row["peak bytes"]),
     "longest over shortest": _longest_over_shortest,

@@ -229,7 +229,7 @@ def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
     assert held({"a": [torch.zeros(3), None], "b": {"y": torch.zeros(2, dtype=torch.float64)}}) == 28
 
 
-# Of a GPU, in round numbers. Trainings: a model and a way, thousand words/s, GB, percent of time that it is busy.
+# Of a GPU, in round numbers. Trainings: a model and a way, thousand tokens/s, GB, percent of time that it is busy.
 TRAINED = """softmax/plugin/500/16/50 delta/plugin/800/12/90 delta/plugin,_compiled/1250/15/80 delta/stock/250/12/30
 softmax/plain_PyTorch/1000/12/90 sum/plugin/1100/13/100"""
 # Calls: a rule, shape, dtype and implementation, milliseconds, those of the limit, percent of memory beyond.
@@ -239,7 +239,7 @@ softmax/lm-small/bfloat16/SDPA/4/1/1"""
 # What is to be said of the targets: it can be checked in the head.
 SAID = """0.9 x (delta, lm-small), missed; 70% (delta, lm-small); median of 2: 70%, met; 3.00 x (delta, lm-small),
 missed; 30% (delta, lm-small), missed; 30% (delta, retnet), met; 2.00 ms (delta, forward+backward), met;
-1,250,000 words/s (delta), met; 5.00 x (delta), met; 2.20 x (sum); median of 2: 2.35 x, missed; 1.25 x (delta), met;
+1,250,000 tokens/s (delta), met; 5.00 x (delta), met; 2.20 x (sum); median of 2: 2.35 x, missed; 1.25 x (delta), met;
 0.88 x (sum); median of 2: 0.94 x, met; 50% (softmax); median of 3: 80%, missed; 15.0 GB (delta), missed;
 13.0 GB (sum), met; 16.0 GB (softmax), met"""
 LEAST, MOST = ("at least", 1.5), ("at most", 2.0)
@@ -256,7 +256,7 @@ def test_of_a_gpu_is_said_what_was_worked_out_by_hand() -> None:
     for model, name, *numbers in (x.replace("_", " ").split("/") for x in TRAINED.split()):
         speed, memory, busy = map(float, numbers)
         row = {"model": model, "implementation": name, "part": "lm-small", "status": "measured", "busy": busy / 100}
-        row |= {"words per second": {"median": 1e3 * speed}, "seconds": {"median": 24.576 / speed}}
+        row |= {"tokens per second": {"median": 1e3 * speed}, "seconds": {"median": 24.576 / speed}}
         rows["training"].append(row | {"peak bytes": 1e9 * memory})
     verdicts = targets.evaluate([{"program": x, "device": "cuda", "threads": 1, "rows": rows[x]} for x in rows])
     lines = [f"{x.measured}, {x.verdict.split(':')[0]}" for x in verdicts if x.where == "GPU" and x.measured != "–"]

@@ -11,11 +11,10 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from harness import plain_training, records, trainee, training_turns
+from harness import plain_training, records, workers
 from harness.timing import Budget
-from harness.trainee import UpdateBlocks
-from harness.training_turns import Lost, Trainee, groups
 from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
+from harness.workers import Lost, UpdateBlocks, Worker, groups
 from torch import nn
 
 from tests.conftest import ROOT, import_plugin
@@ -42,18 +41,18 @@ def test_every_part_is_trained_in_blocks(named: tuple[str, str, str], tmp_path: 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)
     connection, answers = asking(("time", 2), ("profile", 1))
-    trainee.train(training_of(*named, tmp_path), UpdateBlocks(connection, "cpu"))
+    workers.train(training_of(*named, tmp_path), UpdateBlocks(connection, "cpu"))
     loaded, timed, profiled = answers
-    assert loaded["words"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
+    assert loaded["tokens"] == 0 and timed["seconds"] > 0 and timed["memory"] > 2**20
     if not PARTS[named[0]].translates:  # whose batches are of any size
-        assert (timed["words"], profiled["words"]) == (2 * 2 * 16, 2 * 16)
+        assert (timed["tokens"], profiled["tokens"]) == (2 * 2 * 16, 2 * 16)
     assert 50 < profiled["operators"] < 2000 and "kernels" not in profiled
 
 
 def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
-    monkeypatch.setattr(trainee.time, "perf_counter", Mock(side_effect=[0.0, 10.0, 13.0, 20.0, 21.0]))
+    monkeypatch.setattr(workers.time, "perf_counter", Mock(side_effect=[0.0, 10.0, 13.0, 20.0, 21.0]))
     gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     # Three kernels, and what is none. Time that several cover counts once.
     rows = [("a", 0, 10, gpu, False), ("b", 5, 20, gpu, False), ("b", 6, 7, gpu, False)]
@@ -65,7 +64,7 @@ def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch
     found.events.return_value = [SimpleNamespace(name=n, cpu_parent=None, device_type=x) for n, x in operators]
     events = [Mock(**dict(zip(facts, row, strict=True))) for row in rows]
     found.profiler.kineto_results.events.return_value = events
-    monkeypatch.setattr(trainee, "profile", lambda activities: found)
+    monkeypatch.setattr(workers, "profile", lambda activities: found)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode := Mock())
     connection, answers = asking(("time", 2), ("profile", 1))
     blocks, made = UpdateBlocks(connection, "cuda"), []
@@ -75,14 +74,21 @@ def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch
         warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
         warnings.warn("another", stacklevel=1)
 
-    with pytest.raises(trainee.Finished), warnings.catch_warnings():
+    with pytest.raises(workers.Finished), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(9):
             blocks.update(step, 100)
     assert made == [0, 0, 0, 0, 1] and mode.call_count == 2  # one more than was asked for, twice
-    assert answers[1] == {"seconds": 3.0, "words": 200, "memory": 7}
+    assert answers[1] == {"seconds": 3.0, "tokens": 200, "memory": 7}
     assert answers[2].pop("waits")[0].startswith(f"{__file__}:")
-    assert answers[2] == {"seconds": 1, "words": 100, "memory": 7, "operators": 1, "kernels": 3, "kernel seconds": 2e-8}
+    assert answers[2] == {
+        "seconds": 1,
+        "tokens": 100,
+        "memory": 7,
+        "operators": 1,
+        "kernels": 3,
+        "kernel seconds": 2e-8,
+    }
 
 
 NAMES = {"mixer.out": "self_attn.out_proj", "norms.0": "self_attn_layer_norm", "norms.1": "final_layer_norm"}
@@ -96,7 +102,7 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
 
     monkeypatch.chdir(ROOT)
     import_plugin()
-    words = trainee.options_of(training_of(part, "softmax", PLAIN, tmp_path))
+    words = workers.options_of(training_of(part, "softmax", PLAIN, tmp_path))
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)
@@ -118,7 +124,7 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
     torch.testing.assert_close(plain.eval()(words, batch["target"]), expected.squeeze(), rtol=1e-5, atol=1e-5)
 
 
-LOADED, WARM, TURN = {"words": 0}, {"seconds": 2.0}, {"seconds": 2.0, "words": 100, "memory": 5}
+LOADED, WARM, TURN = {"tokens": 0}, {"seconds": 2.0}, {"seconds": 2.0, "tokens": 100, "memory": 5}
 PROFILE = {"operators": 9, "kernels": 3, "kernel seconds": 0.05, "waits": ["here"]}
 
 
@@ -133,7 +139,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def measure(names: str, scripts: dict[str, list[Any]], rounds: int = 3, **how: Any) -> Any:
         happened: list[str] = []
 
-        class Fake(Trainee):
+        class Fake(Worker):
             """Answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
 
             def __init__(self, training: Training, log: Path) -> None:
@@ -156,9 +162,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             def end(self) -> None:
                 self.tell("ends")
 
-        monkeypatch.setattr(training_turns, "Trainee", Fake)
+        monkeypatch.setattr(workers, "Worker", Fake)
         how, rows = {"device": "cpu", "budget": Budget(None), "memory": math.inf} | how, []
-        training_turns.measure(list(map(named, names)), tmp_path, rounds=rounds, save=rows.append, **how)
+        workers.measure(list(map(named, names)), tmp_path, rounds=rounds, save=rows.append, **how)
         return happened, rows, how["budget"].cut
 
     return measure
@@ -170,7 +176,7 @@ def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) ->
     starts = ["a starts", "b starts", "a time 5", "a is warm", "b time 5", "b is warm"]
     turns = [f"{name} time {updates}" for updates in (8, 12, 18) for name in "ab"]
     assert happened == [*starts, *turns, "a profile 1", "a ends", "b profile 1", "b ends"]
-    assert [row["words per second"]["median"] for row in rows] == [50.0, 50.0] and cut == []
+    assert [row["tokens per second"]["median"] for row in rows] == [50.0, 50.0] and cut == []
     assert [rows[0][name] for name in ("peak bytes", "operators", "kernels")] == [6, 9, 3]
 
 
@@ -194,8 +200,8 @@ def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> Non
 
 
 def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any, monkeypatch) -> None:
-    monkeypatch.setattr(training_turns, "FEWEST_PROCESSES", 2)
-    monkeypatch.setattr(training_turns.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
     now = iter([0.0, 1.0, *[99.0] * 99])
     happened, [rows], cut = measured("abc", {}, budget=Budget(10, lambda: next(now)))
     assert [row["model"] for row in rows] == ["a", "b"] and "c starts" not in happened
@@ -204,11 +210,11 @@ def test_a_budget_that_ends_leaves_out_the_later_groups_and_rounds(measured: Any
 
 @pytest.mark.slow
 def test_trainings_are_processes_whose_results_are_recorded(tmp_path: Path, monkeypatch, run, capsys) -> None:
-    monkeypatch.setattr(training_turns, "TURN_SECONDS", {"cpu": 0.1})
+    monkeypatch.setattr(workers, "TURN_SECONDS", {"cpu": 0.1})
     options = ["--parts", "lm-small", "--models", "delta", "--implementations", PLUGIN, FLA, "--rounds", 1]
     assert run("training", "--quick", *options, "--out", tmp_path / "out.json") == ""
     own, other = records.read(tmp_path / "out.json")["rows"]
-    assert own["status"] == "measured" and own["words per second"]["median"] > 0 and own["operators"] > 20
+    assert own["status"] == "measured" and own["tokens per second"]["median"] > 0 and own["operators"] > 20
     assert (other["status"], other["message"]) == ("unavailable", "ModuleNotFoundError: No module named 'fla'")
     page = capsys.readouterr().out
     assert re.search(r"^\| delta +\| plugin ", page, re.MULTILINE) and "fla, unavailable: Module" in page
