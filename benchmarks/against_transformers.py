@@ -1,4 +1,4 @@
-"""Against what Hugging Face's Transformers runs on a CPU: contestants take turns, and ratios are of medians.
+"""Kernels, layers and models of this project beside Hugging Face's Transformers, in turns; ratios are of medians.
 
     .venv/bin/python benchmarks/against_transformers.py SUBJECT [--threads 1] [--rounds 5] [--out results.json]
 
@@ -9,9 +9,9 @@ for each head; beside them the plain delta rule, and the rule with a gate for ea
 models: random models of the real classes, Qwen3-Next and Kimi-Linear of about 100 million parameters, before and after
 `integrations.transformers.install`: a prompt, and a token after it. Their logits are compared first. "no rule" is the
 same without the rule's work, which no implementation of the rule can beat.
-converted: the next word of a random model in the shape of SmolLM2-135M after so many words, by transformers' class, by
-this package, and with memories in some of its layers, or in all. Times are those of the processor, with one thread, or
-with --device cuda those of a GPU.
+converted: a decode step of a random model in the shape of SmolLM2-135M, by transformers' class, by this package, and
+with linear attention in some of its layers, or in all. Times are CPU times, with one thread, or with --device cuda
+those of a GPU.
 --compiled NAME ... adds compiled steps of these models for a batch of one, which takes minutes each.
 """
 
@@ -39,16 +39,15 @@ from fairseq_fastweights.mixers.registry import build_mixer
 
 Calls = dict[str, Callable[[], Any]]
 Comparison = tuple[str, str, int, Calls]
-"""What is compared; its pass, "forward+backward", which differentiates what a call returns (a tensor, or the first of
-several), or the name of a pass in which nothing is differentiated; how many steps a call has; the calls by name, of
-which the first is what the others are compared with."""
+"""Part, pass, time steps of a call, and calls by name, of which the first is the base of the ratios. The pass
+"forward+backward" differentiates the tensor that a call returns, or the first of several; no other pass does."""
 PEER = "transformers"
 # The scan's backward pass goes over all steps as often as there are steps, which for many takes minutes.
 LONGEST_BACKWARD_OF_PEER = 64
 HEADS, STEPS = 8, 100  # of the gated delta rule
 ALL_MODELS = {"num_attention_heads": 8, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 ALL_MODELS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 352}
-# By model what its configuration has beside the sizes and what all have.
+# The settings of each model beside the sizes and ALL_MODELS.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-Next": {
         **{"num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
@@ -123,7 +122,7 @@ def rules(batch: int, time: int, dim: int) -> Calls:
         "Kimi delta": partial(ops.gated_delta_rule, q, k, v, beta, by_key, **ours),
         PEER: partial(call, q, k, v, g=by_head, beta=beta, **peer),
     }
-    # One step alone would pay for what the contestant before it left in the cache.
+    # A single step would start with the caches that another implementation has filled.
     return calls if time > 1 else {name: lambda c=c: [c() for _ in range(STEPS)] for name, c in calls.items()}
 
 
@@ -149,7 +148,7 @@ def models(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
 
 
 def no_rule(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Takes the place of a rule, and next to no time."""
+    """Stands in for a rule, in next to no time."""
     batch, _, heads, value_dim = value.shape
     return value, value.new_zeros(batch, heads, key.shape[-1], value_dim)
 
@@ -164,7 +163,7 @@ def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
     prefill, token, logits = {}, {}, []
 
     def call(functions: dict[str, Any], text: Tensor, **options: Any) -> Tensor:
-        # To put functions in their places takes microseconds; all that `install` does, milliseconds.
+        # Only the functions are exchanged here, which takes microseconds; `install` takes milliseconds.
         vars(module).update(functions)
         return model(text, **options).logits
 
@@ -176,7 +175,7 @@ def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
             first = model(text, use_cache=True)
         logits.append(first.logits)
         prefill[way] = partial(call, functions, text)
-        # One more token, which joins the cache: it grows alike in both.
+        # Each call appends a token to its cache, which grows alike in both.
         token[way] = partial(call, functions, text[:, :1], past_key_values=first.past_key_values)
     ours, theirs, _ = logits
     check_alike(ours, theirs)
@@ -184,7 +183,7 @@ def both_ways(name: str, model: Any, prompt: int) -> list[Comparison]:
 
 
 def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
-    """By the number of texts, the numbers of words that were read before."""
+    """Decode steps of a batch of texts after a number of tokens, by `sizes["lengths"]`."""
     shape = sizes["shape"]
     peer = converted.llama(shape).to(sizes["device"])
     models = {"source": converted.converted(peer, "", ""), PEER: peer}
@@ -205,10 +204,10 @@ def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
 
 
 def check_alike(ours: Tensor, theirs: Tensor) -> None:
-    """Ends the program where what is measured is not the same."""
+    """Raises `RuntimeError` for logits that differ: the two models are not the same."""
     error = float((ours - theirs).abs().max())
     if not error <= 1e-3:
-        raise RuntimeError(f"logits differ by {error:g}: what is measured is not the same")
+        raise RuntimeError(f"logits differ by {error:g}: the models that are measured are not the same")
 
 
 # By subject its comparisons, their sizes, and tiny ones.
@@ -253,9 +252,7 @@ def compare(comparison: Comparison, rounds: int, clock: Clock) -> list[dict[str,
 def main() -> None:
     parser = make_parser(__doc__, "--device", "--threads", "--rounds", "--out", "--quick", rounds=5)
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument(
-        "--compiled", nargs="+", metavar="NAME", help="of converted: models that torch.compile makes, too"
-    )
+    parser.add_argument("--compiled", nargs="+", metavar="NAME", help="of converted: models to compile, too")
     options = parse(parser)
     is_converted = options.subject == "converted"
     given = "--compiled" if options.compiled else "--device cuda" if options.device == "cuda" else None
@@ -265,7 +262,7 @@ def main() -> None:
     comparisons, *sizes = SUBJECTS[options.subject]
     chosen = sizes[options.quick] | ({"compiled": options.compiled} if options.compiled else {})
     where = {"device": options.device} if is_converted else {}
-    # With all its weights a token takes many milliseconds, and other work on the machine would be in them.
+    # A decode step that reads all weights takes many milliseconds: CPU time leaves out other work on the machine.
     clock = ProcessorClock() if is_converted and options.device == "cpu" else clock_for(options.device)
     rows = [row for x in comparisons(chosen | where, options.quick) for row in compare(x, options.rounds, clock)]
     finish(records.save(options.subject, options, sizes=chosen, rows=rows), options)

@@ -2,9 +2,9 @@
 
     python benchmarks/build_causal_product.py
 
-The one extension that is compared is compiled with -O3 -march=native -ffast-math -fopenmp (the package's own flags are
--fopenmp -ffast-math and what Python was built with) and put into build/peers, where the benchmarks look for it; nothing
-is installed. Needs this Python's torch, setuptools and ninja, a C++ compiler and PyPI, and about a minute.
+The extension is compiled with -O3 -march=native -ffast-math -fopenmp (the package's own flags are -fopenmp -ffast-math
+and those of Python's build) and put into build/peers, where the benchmarks look for it; nothing is installed. Needs
+this Python's torch, setuptools and ninja, a C++ compiler and PyPI, and about a minute.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.contestants import PEERS
+from harness.implementations import PEERS
 from harness.program import make_parser
 from torch.utils import cpp_extension
 

@@ -1,4 +1,4 @@
-"""The ways in which the CUDA kernels can do a call, against each other: what their choice by estimate loses.
+"""All plans of the CUDA kernels for a call, timed in turns: the cost of their choice by estimate.
 
     python benchmarks/cuda_plans.py [--shapes retnet long ...] [--rules delta ...] [--budget 60] [--out plans.csv]
 
@@ -27,18 +27,18 @@ from harness.timing import Budget, clock_for, first_calls, time_in_turns
 from fairseq_fastweights.ops import kernels
 
 ALGORITHM, PLAN = "FASTWEIGHTS_CUDA_ALGORITHM", "FASTWEIGHTS_CUDA_PLAN"
-# What may be asked for; what is no plan of a call is left out.
+# Requests; those that are no plan of a call are left out.
 CHOICES = {"columns": (16, 32, 64), "stages": (1, 2, 4)}
 DEVICE = "cuda"
 SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
-# Of a file's row, the numbers of a plan: none, where steps follow one another.
+# The numbers of a plan in a row of the file.
 NUMBERS = ("columns", "blocks", "stages", "threads", "segments")
 
 Row = dict[str, Any]
 
 
 class Way(NamedTuple):
-    """A way to do a call: the plan in full, None for step by step, and what asks for it."""
+    """A way to do a call: the plan in full, None for step by step, and the environment that requests it."""
 
     plan: dict[str, int] | None
     environment: dict[str, str]
@@ -83,7 +83,7 @@ def ways_of(call: Call, capability: tuple[int, int]) -> list[Way]:
     plans = [dict(zip(CHOICES, numbers, strict=True)) for numbers in itertools.product(*CHOICES.values())]
     if (ordinary := ways[2].plan) is not None:
         plans += [{**{name: ordinary[name] for name in CHOICES}, "segments": segments} for segments in SEGMENTS]
-    # What cannot be had falls back to step by step, which is there already.
+    # A plan that is not possible falls back to step by step, which is there already.
     texts = [" ".join(f"{name}={number}" for name, number in plan.items()) for plan in plans]
     return ways + [found(**{ALGORITHM: "chunked", PLAN: text}) for text in texts]
 
@@ -129,7 +129,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
 
 def render(rows: list[Row]) -> str:
-    """By call: what is chosen, what is the fastest, and how many times as long the former takes."""
+    """By call: the chosen plan, the fastest one, and the time of the former over that of the latter."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['shape']}, {row['rule']}, {row['pass']}", []).append(row)
@@ -152,7 +152,7 @@ def main() -> None:
         sys.exit("torch sees no GPU, and there is nothing to choose on a CPU")
 
     for name in (ALGORITHM, PLAN):
-        os.environ.pop(name, None)  # what the shell asks for
+        os.environ.pop(name, None)  # requests of the shell
     budget = Budget(options.budget)
     rows: list[Row] = []
     cases = list(itertools.product(options.shapes, options.rules, ("forward", "backward")))
@@ -169,7 +169,7 @@ def main() -> None:
     print(*budget.cut, sep="\n")
     if wrong := [row for row in rows if not row["difference"] <= AGREEMENT[row["dtype"]]]:
         where = ("{shape}, {rule}, {pass}, {way}: by {difference:.2g}".format(**row) for row in wrong)
-        sys.exit("\n".join(["error: these differ from what steps one by one give", *where]))
+        sys.exit("\n".join(["error: these differ from the results of the recurrent kernels", *where]))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The next token, by how many there are before it: Figure 1 of Mao (2022), with fairseq's Transformer for attention.
+"""Decode steps by the number of tokens before them: Figure 1 of Mao (2022), beside fairseq's Transformer.
 
-Models of one size take turns of some tokens, each going on where it stopped, in a range with the length in its
-middle; the page says what is measured. The lengths come one after the other: beside caches of other lengths a cache
-would find its memory taken, and get fresh pages where in generation it gets those that it left. From one length to the
-next the Transformer reads every token, where they are few; where they are many, its cache is filled with random keys
-and values. A fast weight model's state has the size that it has after any token.
+Models of one size take turns of some decode steps, each going on where it stopped, in a range around the length; the
+page describes the measurements. The lengths are measured one after the other: beside caches of other lengths, a KV
+cache would get fresh pages instead of those that it has released. Between lengths the Transformer reads every token,
+or, if they are many, its KV cache is filled with random keys and values. The state of linear attention has one size.
 
     python benchmarks/generation.py [--device cuda] [--batch 32] [--out results.json] [--figure figure.png]
 """
@@ -27,15 +26,14 @@ from torch import Tensor
 TRANSFORMER = "transformer"
 RULES = ("delta", "decay", "sum")
 LENGTHS = (64, 250, 500, 1000, 2000, 4000)
-# Tokens that are read to come to the next length; more would take minutes.
-MOST_READ = 500
+MOST_READ = 500  # tokens on the way to the next length; more would take minutes
 SETTINGS = {"layers": 6, "width": 512, "heads": 8, "feed-forward": 2048, "words": 10_000, "batch": 8}
 QUICK_SETTINGS = {"layers": 1, "width": 16, "heads": 2, "feed-forward": 16, "words": 20, "batch": 2}
 
 
 def build(name: str, settings: dict[str, int], backend: str, longest: int) -> Any:
     """fairseq's Transformer language model, or the fast weight model with that rule."""
-    flags: dict[str, object] = {f"decoder-{what}-dim": settings["width"] for what in ("embed", "input", "output")}
+    flags: dict[str, object] = {f"decoder-{part}-dim": settings["width"] for part in ("embed", "input", "output")}
     flags |= {"decoder-layers": settings["layers"], "decoder-attention-heads": settings["heads"]}
     flags |= {"decoder-ffn-embed-dim": settings["feed-forward"]}
     flags |= {"tokens-per-sample": longest, "max-target-positions": longest}
@@ -46,7 +44,7 @@ def build(name: str, settings: dict[str, int], backend: str, longest: int) -> An
 
 @dataclass
 class Generation:
-    """Rows of `tokens` that are generated token by token: `length` have been read, and left fairseq's `state`."""
+    """Decodes rows of `tokens`, (batch, time), of which `length` have been read into fairseq's incremental `state`."""
 
     model: Any
     tokens: Tensor
@@ -54,13 +52,13 @@ class Generation:
     state: dict[str, Any] = field(default_factory=dict)
 
     def advance(self) -> Tensor:
-        """Reads one more token of every row, and returns the logits of those that may follow."""
+        """A decode step of every row; returns its logits, (batch, 1, vocabulary)."""
         self.length += 1
         with torch.no_grad():
             return self.model(self.tokens[:, : self.length], incremental_state=self.state)[0]
 
     def go_on(self, name: str, length: int, most_read: int = 0) -> Generation:
-        """Brings it to where it goes on after `length` tokens; to read more than `most_read`, its cache is filled."""
+        """Advances to `length` tokens; for more than `most_read` the KV cache is filled with random ones."""
         if name == TRANSFORMER and length - self.length > most_read:
             self.state.clear()
             fill_cache(self.model.decoder.layers, self.state, len(self.tokens), length, self.tokens.device)
@@ -75,17 +73,14 @@ class Generation:
 
 
 def move_cache(state: dict[str, Any]) -> None:
-    """Does the least that fairseq's attention does with its cache: copies keys and values, and reads the copies."""
+    """The least work of fairseq's attention on its KV cache: copies keys and values, and reads the copies."""
     for buffer in state.values():
         buffer["prev_key"].clone().sum()
         buffer["prev_value"].clone().sum()
 
 
 def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> dict[str, int]:
-    """Bytes of the state after so many tokens, and the most that it and the tensors of one more token take at a time.
-
-    A cache that has been replaced by a longer one is gone, as it is in generation.
-    """
+    """Bytes of the state after `length` tokens, and the peak of the state and the tensors of a decode step."""
     size = held(Generation(model, tokens).go_on(name, length).state)
     most = peak(lambda: Generation(model, tokens).go_on(name, length), Generation.advance, device)
     return {"state bytes": size, "peak bytes": most}
@@ -97,7 +92,7 @@ def main() -> None:
     options = parse(parser)
     lengths, settings = ((16, 32), QUICK_SETTINGS) if options.quick else (LENGTHS, SETTINGS)
     settings = settings | {"batch": options.batch or settings["batch"]}
-    # A range begins a turn that does not count and half of the rounds before its length.
+    # A range begins before its length, by a turn that does not count and by half of the rounds.
     ahead = (2 + options.rounds) * (TOKENS_OF_A_TURN + 1) // 2
     most = (2 * min(lengths) - 1) // (TOKENS_OF_A_TURN + 1) - 2
     if options.rounds > most:
@@ -107,16 +102,16 @@ def main() -> None:
     names = (TRANSFORMER, *options.rules)
     models = {name: build(name, settings, options.backend, longest).to(options.device) for name in names}
     tokens = torch.randint(4, settings["words"], (settings["batch"], longest), device=options.device)
-    # All sizes come before all times, again for the sake of the memory that a cache finds.
+    # All sizes are measured before all times, so that a KV cache finds its own pages again.
     rows: dict[tuple[str, int], dict[str, Any]] = {
         (name, length): memory(models[name], name, tokens, length, options.device)
         for name, length in itertools.product(names, lengths)
     }
     generations = {name: Generation(model, tokens).go_on(name, 1) for name, model in models.items()}
 
-    def timed(going: dict[Any, Generation], parts: int, what: str) -> dict[Any, dict[str, float]]:
+    def timed(going: dict[Any, Generation], parts: int, label: str) -> dict[Any, dict[str, float]]:
         calls = {name: lambda g=g: g.advance for name, g in going.items()}
-        return time_tokens(calls, options.device, options.rounds, budget, parts, what)
+        return time_tokens(calls, options.device, options.rounds, budget, parts, label)
 
     for number, length in enumerate(lengths):
         begin = length - ahead
@@ -125,16 +120,16 @@ def main() -> None:
         parts = len(lengths) + len(options.rules) - number
         seconds = timed(generations, parts, f"after {length:,}")
         for name, generation in generations.items():
-            # After the turn that does not count, and the first token of the next.
+            # The first turn and the first decode step of a turn do not count.
             span = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
             rows[name, length] |= {"model": name, "length": length, **span, "seconds": seconds[name]}
-        # Not in turns with the tokens: copies between them would take the memory that the cache left, as another's do.
+        # Not in turns with decode steps: copies between these would take the pages that the KV cache has released.
         cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
         moved = time_tokens(cache, options.device, FEWEST_ROUNDS, budget, parts, "its cache")
         rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
-    generations.clear()  # and their caches
+    generations.clear()  # with their KV caches
     for number, name in enumerate(options.rules):
-        # A rule's lengths one beside the other.
+        # Without the Transformer: the lengths of a rule take turns.
         growth = {n: Generation(models[name], tokens).go_on(name, n - ahead) for n in lengths}
         for n, found in timed(growth, len(options.rules) - number, f"{name}, its lengths in turns").items():
             rows[name, n]["seconds beside other lengths"] = found

@@ -1,13 +1,13 @@
 """The rules against each other, against torch's attention and against other implementations, in one run.
 
-At every shape, dtype and pass all contestants take turns (A B C A B C ...); what is shown is medians, their spread,
-ratios of medians, and how far each is from what this machine's memory or arithmetic would allow. On this device:
+At every shape, dtype and pass all implementations take turns (A B C A B C ...). Shown are medians, quartiles, ratios of
+medians, and the share of the machine's limit, which is its bandwidth or its arithmetic.
 
     python benchmarks/kernels.py [--device cuda] [--budget 300] [--out results.json]
 
 --lengths measures training time against length instead: forward and backward of a call with the same number of tokens,
 cut into longer rows. causal_product, an optional peer on the CPU, is built by benchmarks/build_causal_product.py;
-flash-linear-attention, an optional one on a GPU, comes from PyPI. Who cannot take part is listed with the reason.
+flash-linear-attention, an optional one on a GPU, comes from PyPI. Absent implementations are listed with the reason.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from harness.program import COMMON, finish, make_parser, parse
 
 from fairseq_fastweights.freed_memory import keep_freed_memory
 
-# Slower calls are not worth waiting for, in seconds; of other lengths they are.
+# Seconds of a call, above which an implementation is left out.
 LONGEST_CALL, LONGEST_CALL_OF_LENGTHS = 3.0, 5.0
-# Of a budget that ends early the targets come first: on a GPU training in bfloat16 at all shapes, then in float32.
+# A budget may end early: the targets come first, on a GPU training in bfloat16 at all shapes, then in float32.
 ORDER_ON_GPU = ("forward+backward", "step", "forward")
 DTYPES_ON_GPU = ("bfloat16", "float32", "float16")
 # Heads and dimensions of the shape "long"; fewer heads on a CPU.
@@ -33,7 +33,7 @@ QUICK_LENGTHS = {"tokens": 64, "heads": 1, "key_dim": 8, "value_dim": 8}
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """In the order in which they are measured; on a CPU few are in half precision."""
+    """The cases in order of measurement; on a CPU only the first shape is in half precision."""
     on_cpu = options.device == "cpu"
     shapes = QUICK_SHAPES if options.quick else [SHAPES[name] for name in options.shapes]
     few = on_cpu and not options.quick

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the results in benchmarks/results and the words in benchmarks/page.md.
+"""Writes docs/performance.md from the results in benchmarks/results and the text in benchmarks/page.md.
 
 python benchmarks/report.py [--results FOLDER] [--page FILE]
 """
@@ -17,7 +17,7 @@ from harness.program import make_parser
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 
-# The head, and by program, in the page's order, a title and what is said under it.
+# The head, and by program, in the page's order, title and text of its section.
 HEAD, *_words = re.split(r"\n%% (\w+): (.*)\n", (ROOT / "benchmarks" / "page.md").read_text())
 SECTIONS = {name: (title, " ".join(text.split())) for name, title, text in zip(*[iter(_words)] * 3, strict=True)}
 
@@ -47,7 +47,7 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
             parts += [SECTIONS["cuda_peers"][1] + f" ([JSON]({link}))\n", peers(record, ways)]
             continue
         if not records.is_current(record):
-            was = f"[what it measured on {record['date'][:10]}]({link}) says something else"
+            was = f"[its results of {record['date'][:10]}]({link}) have another meaning"
             parts.append(f"Not measured as {record['program']} measures now; {was}.\n")
             continue
         machine, versions = record["machine"], record["versions"]
@@ -71,7 +71,7 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 
 def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
-    """The milliseconds of each way, for each call in bfloat16 and each pass in a file of benchmarks/cuda_plans.py."""
+    """Milliseconds by call in bfloat16, pass and plan, of a file of benchmarks/cuda_plans.py."""
     calls: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -84,7 +84,7 @@ def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
 
 
 def plans(path: Path) -> str:
-    """The fastest ways to do the calls in a file of benchmarks/cuda_plans.py."""
+    """The fastest plans of the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
     for (shape, rule), passes in ways(path).items():
         fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
@@ -99,7 +99,7 @@ def plans(path: Path) -> str:
 
 
 def peers(record: Record, path: Path) -> str:
-    """Peers' times in a record over those of the fastest ways, forwards and backwards, which a file measured later."""
+    """The times of peers in a record over those of the fastest plans, forward and backward together."""
     lines = []
     for (shape, rule), passes in ways(path).items():
         own = sum(min(times.values()) for times in passes.values()) / 1e3

@@ -1,8 +1,7 @@
 """Sliding-window evaluation against fairseq's own, on the same checkpoint with the same flags, in one run.
 
-A model of 2 layers of width 64 scores a text of 10,000 word types with windows of 64 tokens, one new token
-each. The two commands take turns, and what counts is the time that each process used, not the time that passed. Needs
-nothing but the environment that `make setup` makes:
+A model of 2 layers of width 64 scores a text over a vocabulary of 10,000 with windows of 64 tokens, one new token each.
+The two commands take turns; their CPU times are compared. Needs only the environment of `make setup`:
 
     .venv/bin/python benchmarks/sliding_window.py [--tokens 4000] [--rounds 3]
 """
@@ -26,10 +25,7 @@ TASKS = {"fairseq": "language_modeling", "fairseq_fastweights": "fast_weight_lan
 
 
 def fairseq(command: str, *arguments: str, **environment: str) -> tuple[str, float]:
-    """Runs `fairseq-<command>`; returns what it printed and the seconds of CPU time that it used.
-
-    Ends this program where it fails.
-    """
+    """Runs `fairseq-<command>`; returns its output and its CPU time in seconds. Ends this program if it fails."""
     start = f"import sys; from fairseq_cli.{command} import cli_main; sys.exit(cli_main())"
     words, env, before = [sys.executable, "-c", start, *arguments], os.environ | environment, os.times()
     result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
@@ -41,7 +37,7 @@ def fairseq(command: str, *arguments: str, **environment: str) -> tuple[str, flo
 
 
 def binarise(folder: Path, **texts: list[str]) -> Path:
-    """Writes the words of each split and binarises them; returns the folder of fairseq's data."""
+    """Writes and binarises the text of each split; returns the folder of fairseq's data."""
     prefixes = []
     for split, words in texts.items():
         (folder / f"{split}.txt").write_text(" ".join(words) + "\n")
@@ -51,7 +47,7 @@ def binarise(folder: Path, **texts: list[str]) -> Path:
 
 
 def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
-    """Makes a text with all word types in its training part, and a model that has seen a little of it."""
+    """Makes a text whose training part has the whole vocabulary, and a model after five updates."""
     draw = random.Random(1)
     words = [f"w{i}" for i in range(TYPES - 4)]
     data = binarise(folder, train=words, valid=draw.choices(words, k=50), test=draw.choices(words, k=tokens - 1))
@@ -65,8 +61,8 @@ def prepare(folder: Path, tokens: int) -> tuple[Path, Path]:
 
 
 def measure(data: Path, checkpoint: Path, task: str, window: bool) -> tuple[float, float]:
-    """The loss, and the seconds of CPU time."""
-    # Without a window each token is read once: next to nothing but the process's start, which both have.
+    """The loss, and the CPU time in seconds."""
+    # Without a window each token is read once: almost only the start of the process, which both have.
     flags = f"""--user-dir fairseq_fastweights --task {task} --path {checkpoint} --cpu --num-workers 0
         --no-progress-bar --batch-size {BATCH} --tokens-per-sample {LENGTH}
         {f"--context-window {LENGTH - 1}" if window else ""}"""

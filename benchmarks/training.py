@@ -1,10 +1,9 @@
-"""Whole trainings against what users would take instead: words per second, memory, how busy the GPU is, operators.
+"""Whole trainings beside peers: tokens per second, memory, how busy the GPU is, operators of an update.
 
-`fairseq-train` with this plugin, as it is, compiled (--compile --no-cuda-graphs), compiled and replayed (as --compile
-does by itself), and as fairseq was before ("stock": Adam goes parameter by parameter; what else was changed in fairseq
-has no switch); the same sizes as a compiled Transformer in plain PyTorch (`harness/plain_training.py` says what the
-loops share), and as DeltaNet by flash-linear-attention in the same loop, if that is installed. Each training is a
-process of its own. All get ready side by side, compilation included, and then they take turns.
+`fairseq-train` with this plugin: plain, compiled (--compile --no-cuda-graphs), compiled and replayed (--compile), and
+"stock" (Adam parameter by parameter; other changes of fairseq have no switch). The same sizes as a compiled Transformer
+in plain PyTorch (`harness/plain_training.py`), and as DeltaNet by flash-linear-attention in the same loop, if that is
+installed. Each training is a worker process. All get ready side by side, compilation included, and then take turns.
 
     python benchmarks/training.py --device cuda --precision bf16 [--parts lm-small] [--budget 340] [--out results.json]
 """
@@ -24,17 +23,15 @@ from harness.timing import Budget
 from harness.trainings import FLA, IMPLEMENTATIONS, NAMES, ON_CPU, PARTS, PLAIN, REPLAYED, Training
 from harness.workers import measure
 
-UPDATES = 150
-"""For which there is text; then it is read again."""
-QUICK_UPDATES = 40
+UPDATES, QUICK_UPDATES = 150, 40  # for which there is text; then it is read again
 
 
 def chosen(options: argparse.Namespace, folder: Path) -> list[tuple[Training, int]]:
-    """The trainings that the options ask for, with guesses of their memory; the text of each part is made for them."""
+    """The requested trainings, each with a guess of its GiB; writes the text of their parts."""
     found: list[tuple[Training, int]] = []
     for last, name in itertools.product((False, True), options.parts):
         part, data = PARTS[name], folder / name
-        for model, implementation in part.others if last else part.contestants:
+        for model, implementation in part.others if last else part.runs:
             if model in options.models and implementation in options.implementations:
                 flags = tuple(part.flags_of(model, implementation, options.backend, options.quick))
                 given = (name, model, implementation, flags, data, options.device, options.precision)
@@ -55,7 +52,7 @@ def main() -> None:
     options.parts = options.parts or [name for name in PARTS if (name in ON_CPU) == on_cpu]
     if options.precision == "fp16":
         options.implementations = [name for name in options.implementations if name not in (PLAIN, FLA)]
-    if on_cpu:  # which has no graphs
+    if on_cpu:  # no CUDA graphs
         options.implementations = [name for name in options.implementations if name != REPLAYED]
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -75,7 +72,7 @@ def main() -> None:
 
         def save(known: list[dict[str, Any]]) -> None:
             rows[:] = known
-            records.save("training", options, **facts, rows=known)  # if the next fails or is stopped, this is left
+            records.save("training", options, **facts, rows=known)  # if the next group is stopped, this is left
 
         measure(wanted, Path(name), options.device, options.rounds, budget, save, memory)
     finish(records.save("training", options, **facts, rows=rows), options)

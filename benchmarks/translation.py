@@ -1,9 +1,8 @@
-"""The next token of a translation, by how many there are before it, with fairseq's Transformer for attention.
+"""Decode steps of translation by the number of tokens before them, beside fairseq's Transformer.
 
-Models of one size, step by step as fairseq's `SequenceGenerator` goes, with its state after that many tokens: the
-Transformer's cache is filled with random keys and values of that length. Sources are of one length, or as long as the
-target is by then. Whole translations by `SequenceGenerator` itself, encoder and all, say whether the steps add up. The
-page says what is measured. Takes up to 5 GB of memory.
+Models of one size make the steps of fairseq's `SequenceGenerator`; the Transformer's KV cache is filled with random
+keys and values. Sources are of one length, or as long as the target so far. Whole translations by `SequenceGenerator`,
+encoder included, show whether the steps add up. The page describes the measurements. Takes up to 5 GB of memory.
 
     python benchmarks/translation.py [--out results.json]
 """
@@ -26,13 +25,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 TRANSFORMER = "transformer"
-# What the fast weight models are built with. Heads of 128 give 128, 512 and 256 features.
+# Settings of linear attention. Heads of 128 give 128, 512 and 256 features.
 MAPS = {
     "elu": {"feature-map": "elu"},
     "dpfp-2": {"feature-map": "dpfp", "dpfp-nu": 2},
     "favor-128": {"feature-map": "favor", "favor-features": 128},
 }
-# 1 comes first, because fairseq tells a model of larger beams only.
+# 1 comes first: fairseq informs a model of larger beams only.
 BEAMS = (1, 4)
 LENGTHS = (64, 256, 1024, 2048)
 # The size is that of fairseq's iwslt_de_en. There are `hypotheses` in all, of fewer sentences where the beam is wider.
@@ -83,7 +82,7 @@ class Hypotheses:
 
 
 def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, length: int, rows: int) -> Hypotheses:
-    """Its tensors after `length` tokens, of random values, in so many hypotheses of one source, encoded once."""
+    """Random tensors of the generator after `length` tokens, in `rows` hypotheses of one source."""
     ensemble, device = generator.model, source.device
     tokens = torch.randint(4, generator.vocab_size, (rows, length + 1), device=device)
     scores = -torch.rand(rows, length, device=device).cumsum(dim=1)
@@ -94,13 +93,13 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
         ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
     if name == TRANSFORMER:
         fill_cache(ensemble.single_model.decoder.layers, state, rows, length, device)
-    # Within a beam all change places.
+    # Within a beam all hypotheses change places.
     order = torch.arange(rows, device=device).view(-1, generator.beam_size).flip(1).flatten()
     return Hypotheses(tokens, scores, order, encoder_outs, [state])
 
 
 def advance(generator: SequenceGenerator, hypotheses: Hypotheses) -> Any:
-    """The generator's work for the next token, but for small work that is the same for all models."""
+    """A decode step of the generator, without small work that is the same for all models."""
     ensemble, beam = generator.model, generator.beam_size
     rows, step = hypotheses.scores.shape
     with torch.no_grad():
@@ -124,7 +123,7 @@ def main() -> None:
     draw_source = partial(torch.randint, 4, settings["words"], device=device)
     longest = max(*lengths, settings["whole"])
     models = {name: build(name, settings, longest) for name in (TRANSFORMER, *options.maps)}
-    # By name the lengths of sources and of what there is of their translations.
+    # By name pairs of lengths: of a source, and of its translation so far.
     sources = {
         "sources of one length": [(settings["source"], length) for length in lengths],
         "sources as long as the target": [(length, length) for length in lengths if length != settings["source"]],
@@ -136,22 +135,22 @@ def main() -> None:
             name: build_generator(model.to(device), dictionary, beam, settings["whole"])
             for name, (model, dictionary) in models.items()
         }
-        for what, cases in sources.items():
+        for label, cases in sources.items():
             take_ups, found = {}, {}
             for source_length, length in cases:
                 source = draw_source((source_length,))
                 for name, generator in generators.items():
                     hypotheses = hypotheses_after(generator, name, source, length, settings["hypotheses"])
-                    # Each call takes up the generation that goes on from these, which it leaves as they are. The most
-                    # bytes are of the call's own: what has been replaced is gone, as it is in generation.
+                    # Each call continues a generation from a copy of these tensors. The peak counts a call alone,
+                    # without tensors that it has replaced, as in generation.
                     key, step = f"{name} {source_length} {length}", partial(advance, generator)
                     take_ups[key] = lambda step=step, before=hypotheses: partial(step, before.clone())
                     found[key] = {"model": name, "beam": beam, "source": source_length, "length": length}
                     found[key] |= {**hypotheses.sizes(), "peak bytes": peak(hypotheses.clone, step, device)}
-            seconds = time_tokens(take_ups, device, options.rounds, budget, parts, f"beam {beam}, {what}")
+            seconds = time_tokens(take_ups, device, options.rounds, budget, parts, f"beam {beam}, {label}")
             rows += [row | {"seconds": seconds[key]} for key, row in found.items()]
             parts -= 1
-    # Whole translations. Whatever they take exactly, each is measured once in a round, and as seldom as is of use.
+    # Whole translations take long: each is measured once in a round, in few rounds.
     batch = sample(draw_source((settings["source"],)), settings["hypotheses"] // beam)
     calls = {name: partial(generator.generate, [], batch) for name, generator in generators.items()}
     rounds = min(options.rounds, FEWEST_ROUNDS)

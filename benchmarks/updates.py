@@ -1,8 +1,8 @@
-"""Operators that an update of training starts, and where it waits for a GPU, counted on a CPU.
+"""The operators of an update of training and its waits for a GPU, counted on a CPU.
 
-`fairseq-train` with the paper's small language model (Schlag et al. 2021), which is as deep as theirs and narrow: what
-is counted does not depend on sizes. See `harness/updates.py` for what counts as an operator. Kernels that torch.compile
-makes for a CPU may be others than those for a GPU, and a replay of a CUDA graph is that of a stand-in.
+`fairseq-train` with the paper's small language model (Schlag et al. 2021), as deep and narrow: counts do not depend on
+widths. `harness/updates.py` defines the operators that count. Compiled kernels for a GPU may differ from those for a
+CPU, and a CUDA graph is a stand-in.
 
     python benchmarks/updates.py [--models delta] [--precisions bf16] [--ways plain] [--out results.json]
 """
@@ -21,7 +21,7 @@ from harness.updates import PARTS as PARTS_OF_AN_UPDATE
 from harness.updates import Update, stand_in_graphs, watched
 from harness.workers import options_of
 
-# fairseq takes a package that is there, as this one's by then, for one whose tasks and models are registered.
+# A package that is imported already counts for fairseq as one whose tasks and models are registered.
 import fairseq_fastweights.models.fast_weight_lm
 import fairseq_fastweights.tasks.fast_weight_language_modeling
 import fairseq_fastweights.tasks.long_runs  # noqa: F401
@@ -45,10 +45,10 @@ def watch(data: Path, model: str, precision: str, way: str) -> Update:
     """Counts of an update of a model's training, in this process."""
     from fairseq_cli import train
 
-    torch.compiler.reset()  # of the models before
+    torch.compiler.reset()  # forgets earlier models
     flags = (*PARTS["lm-small"].flags_of(model, PLUGIN, "auto", quick=False), *WAYS[way].split())
-    words = options_of(Training("lm-small", model, PLUGIN, flags, data, "cpu", precision))
-    command = ["fairseq-train", *words, *SIZES.split()]
+    options = options_of(Training("lm-small", model, PLUGIN, flags, data, "cpu", precision))
+    command = ["fairseq-train", *options, *SIZES.split()]
     with mock.patch.object(sys, "argv", command), stand_in_graphs(), watched() as update:
         train.cli_main()
     return update
@@ -60,7 +60,7 @@ def main() -> None:
     options = parse(parser)
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        data = write_text(Path(name), types=300, words=2 * 16 * 9)
+        data = write_text(Path(name), types=300, tokens=2 * 16 * 9)
         for way, model, precision in itertools.product(options.ways, options.models, options.precisions):
             update = watch(data, model, precision, way)
             parts = {part: sum(update.operators.get(part, {}).values()) for part in (*PARTS_OF_AN_UPDATE, "other")}

@@ -1,4 +1,4 @@
-"""Modules that the programs of this folder share: cases, contestants, timing, limits, records, targets and pages."""
+"""Modules that the programs of this folder share."""
 
 import sys
 from pathlib import Path

@@ -17,13 +17,13 @@ RULES = {
     **{name.replace("-", "_"): rule for name, rule in ops.RULES.items() if name not in ("delta-mao", "fast-weight")},
     "kimi_delta": replace(ops.RULES["gated-delta"], gates=_KIMI),
 }
-"""By the names that they have in records, without those that run the kernels of others."""
+"""By their names in records, without rules that run the kernels of another one."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of (batch, time, heads, dim); on a CPU another batch, so that a call takes milliseconds and not seconds."""
+    """Sizes of (batch, time, heads, dim); `cpu_batch`, if given, is the batch on a CPU, for calls of milliseconds."""
 
     name: str
     batch: int
@@ -35,14 +35,13 @@ class Shape:
 
     @property
     def steps(self) -> bool:
-        """True for generation: one token, read from and written to a state, without gradients."""
+        """True for a decode step: one token, with a state and without gradients."""
         return self.time == 1
 
 
-# In the order in which they are measured: what a target depends on comes before what may be cut. They are those of
-# Schlag et al. (small and medium language models, WMT14, with DPFP or FAVOR+ where keys are longer), of Mao (GPT-2, and
-# WikiText-103), of Choi's RetNet, of generation, of contexts of 1024 and 16384 steps, and of heads of 128 as Gated
-# DeltaNet's.
+# In the order of measurement: shapes of a target come before those that may be cut. They are those of Schlag et al.
+# (language models, WMT14, with DPFP or FAVOR+ where keys are longer), of Mao (GPT-2, WikiText-103), of Choi's RetNet,
+# of decode steps, of contexts of 1,024 and 16,384 tokens, and of Gated DeltaNet's heads of 128.
 SHAPES = {
     name: Shape(name, *sizes)
     for name, *sizes in (
@@ -67,19 +66,19 @@ SHAPES = {
     )
 }
 
-# One of each kind, small: to see that a program runs.
+# For --quick, one of each kind.
 QUICK_SHAPES = (Shape("quick", 2, 2, 48, 8, 16, 1), Shape("quick-step", 2, 2, 1, 8, 16, 1))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all contestants, in the layout (batch, time, heads, dim), contiguous.
+    """The inputs of all implementations, in the layout (batch, time, heads, dim), contiguous.
 
     Attributes:
         q, k: (batch, time, heads, key_dim). k is normalised to length 1, as the delta rule needs it.
         v, d_out: (batch, time, heads, value_dim); d_out is the gradient that arrives at the output.
-        wide_q, wide_k: (batch, time, heads, value_dim), what softmax attention of this head size reads.
-        gates: by rule what it takes beside q, k and v, in order.
+        wide_q, wide_k: (batch, time, heads, value_dim), queries and keys of softmax attention with this head size.
+        gates: by rule its arguments after q, k and v, in order.
         state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
     """
 
@@ -94,7 +93,7 @@ class Inputs:
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
-    """Random inputs of all rules. Gates are of the inputs' dtype."""
+    """Random inputs of all rules; the gates, too, have this dtype."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*dims: int, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
@@ -102,6 +101,7 @@ def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) ->
         return change(torch.randn(sizes, generator=generator, device=device)).to(dtype)
 
     keys, values, decay = shape.key_dim, shape.value_dim, lambda x: F.logsigmoid(x + 3)
+    # Decays near 1 (logsigmoid(x + 3) is about -0.05) as models begin with.
     q, k, v, d_out = normal(keys), normal(keys, change=partial(F.normalize, dim=-1)), normal(values), normal(values)
 
     @cache

@@ -1,4 +1,4 @@
-"""Comparisons: all contestants at a shape, dtype and pass, in turns; one case after the other, within a budget."""
+"""Comparisons: all implementations of a case take turns, one case after the other, within a budget."""
 
 import argparse
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from harness import records
 from harness.cases import DTYPES, Shape, draw_inputs
-from harness.contestants import Contestant, Refusal, Work, all_contestants
+from harness.implementations import Implementation, Refusal, Work, all_implementations
 from harness.limits import limit_of, measure_rates
 from harness.memory import peak
 from harness.pages import brief
 from harness.timing import Budget, Call, Clock, clock_for, first_calls, time_in_turns
 
-# Contestants that say they compute the same must agree to this, by norms: far above rounding, far below a mistake.
+# Relative error, by norms, up to which outputs agree: far above rounding, far below a mistake.
 AGREEMENT = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ class Case:
 
 def compare(
     case: Case,
-    contestants: Sequence[Contestant],
+    implementations: Sequence[Implementation],
     *,
     device: str,
     clock: Clock,
@@ -51,10 +51,10 @@ def compare(
     allowed: float = math.inf,
     longest_call: float = math.inf,
 ) -> tuple[list[Row], int]:
-    """Measures all contestants that can take part; the first of a rule says what is right.
+    """Measures all implementations; outputs are compared with the first implementation of the rule.
 
-    One whose call takes longer than `longest_call` is left out. Returns a row for each, with "status" "measured",
-    "unavailable", "failed" or "left out", and the number of rounds.
+    One whose call takes longer than `longest_call` seconds is left out. Returns a row for each, with "status"
+    "measured", "unavailable", "failed" or "left out", and the number of rounds.
     """
     began = time.perf_counter()
     shape, both = case.shape, case.kind == "forward+backward"
@@ -66,21 +66,21 @@ def compare(
     calls: dict[str, Call] = {}
     warm: dict[str, tuple[float, float]] = {}
     references: dict[str, Tensor] = {}
-    for contestant in contestants:
-        label = f"{contestant.name} {contestant.rule}"
+    for implementation in implementations:
+        label = f"{implementation.name} {implementation.rule}"
         row: Row = {"shape": shape.name, "sizes": sizes, "dtype": case.dtype, "pass": case.kind}
-        row |= {"implementation": contestant.name, "rule": contestant.rule}
+        row |= {"implementation": implementation.name, "rule": implementation.rule}
         try:
-            work = contestant.prepare(shape, inputs)
+            work = implementation.prepare(shape, inputs)
             call = work.run_both if both else work.run_forward
-            patience = math.inf if contestant.compiles else longest_call
+            patience = math.inf if implementation.compiles else longest_call
             row["first call"], row["second call"], host = first_calls(call, synchronize, patience)
-            usual = row["second call"] if contestant.compiles else row["first call"]
+            usual = row["second call"] if implementation.compiles else row["first call"]
             if usual > longest_call:
                 raise Refusal("left out", f"a call takes {usual:.1f} s, over {longest_call:g} s")
-            if contestant.same:
+            if implementation.same:
                 out = work.as_reference(work.run_forward()).float()
-                reference = references.setdefault(contestant.rule, out)
+                reference = references.setdefault(implementation.rule, out)
                 row["difference"] = ((out - reference).norm() / reference.norm()).item()
                 if not row["difference"] <= AGREEMENT[case.dtype]:
                     raise Refusal("failed", f"wrong: its output differs by {row.pop('difference'):.2g}")
@@ -89,7 +89,7 @@ def compare(
             if not reason.args:
                 continue
             row["status"], row["message"] = reason.args
-        except Exception as error:  # a peer's errors are results, whatever they are
+        except Exception as error:  # any error of a peer is a result
             row |= {"status": "failed", "message": brief(error)}
         rows[label] = row
     references.clear()
@@ -100,8 +100,8 @@ def compare(
         limit = limit_of(shape, rows[label]["rule"], case.dtype, case.kind, inputs, rates)
         rows[label] |= {"status": "measured", "seconds": seconds, "limit": limit}
         if device == "cuda" and both:
-            # Bytes, "extra" beyond inputs, output and the gradients of both, "tensors" of all these. The output's
-            # gradient is there before, the output and the inputs' gradients come with the call.
+            # In bytes: "tensors" are inputs, output and the gradients of both, "extra" is the peak beyond these. The
+            # call allocates the output and the inputs' gradients.
             work = works[label]
             new = sum(x.nbytes for x in (*work.inputs, work.d_out))
             extra = peak(lambda work=work: work, Work.run_both, device) - new
@@ -112,11 +112,8 @@ def compare(
 def measure_all(
     program: str, cases: Sequence[Case], options: argparse.Namespace, longest_call: float, **facts: Any
 ) -> dict[str, Any]:
-    """Measures the cases in order, and writes what there is after each of them: who is stopped leaves that much.
-
-    Returns the record of `program`, with `facts` in it.
-    """
-    contestants = all_contestants(options.rules, options.device)
+    """Measures the cases in order, and writes the record after each one; returns it, with `facts` in it."""
+    implementations = all_implementations(options.rules, options.device)
     budget, clock = Budget(options.budget), clock_for(options.device)
     rates = measure_rates(options.device, {c.dtype: DTYPES[c.dtype] for c in cases}, clock, options.quick)
     rows: list[Row] = []
@@ -127,7 +124,7 @@ def measure_all(
             budget.cut.append(f"{case}: not measured")
             continue
         allowed = budget.share(len(cases) - number)
-        found, made = compare(case, contestants, **setting, allowed=allowed, longest_call=longest_call)
+        found, made = compare(case, implementations, **setting, allowed=allowed, longest_call=longest_call)
         rows += found
         if made < options.rounds:
             budget.cut.append(f"{case}: {made} rounds of {options.rounds}")

@@ -1,4 +1,4 @@
-"""A published model's shape with random weights: transformers' class, and models that are converted from it."""
+"""Random models in the shape of SmolLM2-135M: transformers' class, and models that are converted from it."""
 
 from typing import Any
 
@@ -14,14 +14,13 @@ SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 5}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 _BASE, _EPS = 100000.0, 1e-5
-# Of the memories, as examples/papers/smollm2.py has them.
+# Mixers of converted layers with their settings, as in examples/papers/smollm2.py.
 MEMORIES: dict[str, dict[str, Any]] = {
     "gated-delta": {"gated_delta_bias": True},
     "window-sum": {},
     "delta": {"feature_map": "relu", "normalization": ["sum"]},
 }
-EVERY = 5
-"""Of the layers of a hybrid one in so many has a memory, from this one on."""
+EVERY = 5  # in a hybrid every fifth layer has linear attention
 _NAMES = {
     **{"self_attn.o_proj": "self_attn.out_proj", "input_layernorm": "self_attn_layer_norm"},
     **{"post_attention_layernorm": "final_layer_norm", "mlp.gate_proj": "fc1.gate", "mlp.up_proj": "fc1.linear"},
@@ -30,7 +29,7 @@ _NAMES = {
 
 
 def llama(sizes: dict[str, int]) -> LlamaForCausalLM:
-    """transformers' class for the source."""
+    """The base model, as transformers' class."""
     config = LlamaConfig(
         **sizes,
         rms_norm_eps=_EPS,
@@ -42,7 +41,7 @@ def llama(sizes: dict[str, int]) -> LlamaForCausalLM:
 
 
 def converted(source: LlamaForCausalLM, mixer: str, layers: str) -> FastWeightForCausalLM:
-    """The source in this package, with `mixer` in these layers; it shares the weights that it takes over."""
+    """The base model in this package, with `mixer` in these layers; both share the weights of the base model."""
     theirs, head_dim = source.config, source.config.hidden_size // source.config.num_attention_heads
     rotary = {"rotary_dim": head_dim, "rotary_base": _BASE}
     shape = {"kv_heads": theirs.num_key_value_heads, "projection_bias": "none", **rotary}
@@ -78,27 +77,22 @@ def _our_name(name: str) -> str:
 
 
 def layers_of(sizes: dict[str, int]) -> dict[str, str]:
-    """By name the layers that get a memory."""
+    """By name the layers that are converted, in the form of a mixer pattern."""
     last = sizes["num_hidden_layers"]
     some = range(EVERY, last + 1, EVERY)
     return {f"in {len(some)} of {last} layers": ",".join(map(str, some)), "in all layers": f"1-{last}"}
 
 
 def compiled(model: FastWeightForCausalLM, backend: str = "inductor") -> Any:
-    """A step of generation as torch.compile makes it, when it is first called."""
+    """A compiled decode step; the first call compiles."""
     return torch.compile(GenerationStep(model), backend=backend)
 
 
 class Generation:
-    """Texts, of which `length` words have been read; `advance` reads one more of each.
+    """Decodes `batch` texts after `length` tokens, 2 at least.
 
-    The caches of attention are filled with random keys and values. A memory's state has the size that it has after any
-    word, and a few words are read for it.
-
-    Args:
-        step: a model, or what `compiled` made of one.
-        batch: number of texts.
-        length: number of words, 2 at least.
+    KV caches are filled with random keys and values. The state of linear attention has one size at any length; it
+    comes from two tokens. `step` is a model, or the result of `compiled`.
     """
 
     def __init__(self, step: Any, batch: int, length: int) -> None:
@@ -121,7 +115,7 @@ class Generation:
         self._states = GenerationStep.begin(self.cache) if self._in_graph else None
 
     def advance(self) -> Tensor:
-        """Reads one more word of every text; returns the logits of those that may follow, (batch, words)."""
+        """A decode step; returns its logits, (batch, vocabulary)."""
         with torch.no_grad():
             if self._in_graph:
                 logits, *self._states = self._step(self._token, *self._states)

@@ -1,4 +1,4 @@
-"""Figures, drawn from records and from nothing else, in the style of all figures (examples/common/figures.py)."""
+"""Figures of records, in the style of all figures (examples/common/figures.py)."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from common.figures import draw_curves, new_figure, plain_numbers, save_figure, say
 
-SHOWN = "delta"
-"""Of the rules in the figure of the next token, whose lines would lie on top of one another."""
+SHOWN = "delta"  # the rules' lines would lie on top of one another
 IMPLEMENTATIONS = {
     "native": "compiled kernel",
     "chunkwise": "PyTorch code",
@@ -19,7 +18,7 @@ IMPLEMENTATIONS = {
 
 
 def draw_next_token(record: dict[str, Any], path: Path) -> None:
-    """Time and peak memory of the next token against the number of tokens before it (Mao 2022, Fig. 1)."""
+    """Time and peak memory of a decode step against the number of tokens before it (Mao 2022, Fig. 1)."""
     rules = [model for model in record["parameters"] if model != "transformer"]
     shown = SHOWN if SHOWN in rules else rules[0]
     times = {model: _curve(record, model, lambda row: _milliseconds(row["seconds"])) for model in record["parameters"]}
@@ -55,7 +54,7 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
 
 
 def draw_training_length(record: dict[str, Any], path: Path) -> None:
-    """Time of forward and backward against the length of a text, with the tokens of a call constant."""
+    """Time of forward and backward against the length of a text, for a constant number of tokens."""
     rows = sorted((row for row in record["rows"] if row["status"] == "measured"), key=lambda row: row["sizes"]["time"])
     curves: dict[str, list[list[float]]] = {}
     for row in rows:
@@ -79,10 +78,10 @@ def draw_training_length(record: dict[str, Any], path: Path) -> None:
 
 
 def _curve(record: dict[str, Any], model: str, measure: Any) -> list[list[float]]:
-    """A model's points: the length, and what `measure` takes from the row."""
+    """The points of a model: length and `measure` of each row."""
     return [[row["length"], *measure(row)] for row in record["rows"] if row["model"] == model]
 
 
 def _milliseconds(seconds: dict[str, float]) -> list[float]:
     """The median and the quartiles."""
-    return [1e3 * seconds[what] for what in ("median", "lower", "upper")]
+    return [1e3 * seconds[name] for name in ("median", "lower", "upper")]

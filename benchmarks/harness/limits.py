@@ -1,4 +1,4 @@
-"""How fast a machine could be: what a case must move and compute, over the rates measured in the same run."""
+"""Lower bounds of times: the bytes and operations of a case over the rates measured in the same run."""
 
 import math
 import time
@@ -10,15 +10,15 @@ from harness.cases import RULES, Inputs, Shape
 from harness.timing import Clock
 
 
-# Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward, what
-# writes and reads S; backward, S once more (its inner states are not kept), then the gradients:
+# Multiplications and additions per entry of the state and step, of the recurrence one step at a time. Forward: S is
+# written and read; backward: S once more (inner states are not kept), then the gradients:
 #   sum    S += k v, y = S q;  S += k v, dq = S dy, dS += q dy, dk = dS v, dv = dS k
 #   a decay     and g S; g S, g dS, dg = dS . S
 #   two decays  and f z S; f z S, f z dS, df and dz from P = dS . S
 #   correcting  and S k; S k, dk takes S du too, dv = du = dS k, dS -= k du
-# A chunked form does other operations: this is a yardstick, the same for everybody.
+# A chunked form does other operations: this is one yardstick for all.
 def operations_of(rule: str) -> tuple[int, int]:
-    """Their numbers, forward and backward."""
+    """The numbers of a rule, forward and backward."""
     decays, corrects = sum(gate.log for gate in RULES[rule].gates), RULES[rule].corrects
     return 4 + decays + 2 * corrects, 10 + (1 + 3 * decays if decays else 0) + 6 * corrects
 

@@ -15,10 +15,9 @@ _MARK = "harness.memory.peak"
 
 
 def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int:
-    """The most bytes that `call` finds of what `prepare` made, and adds to it, at a time.
+    """Peak bytes during `call` of the tensors that `prepare` has made and of the call's own.
 
-    On a CPU torch's profiler reports what tensors take and give back; what a kernel takes from the system by itself is
-    not in it.
+    On a CPU torch's profiler reports the memory of tensors, without memory that kernels allocate by themselves.
     """
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -30,7 +29,7 @@ def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int
         del kept
         return torch.cuda.max_memory_allocated() - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it reports every start and stop
-    # What was there before the profiler is not reported when it goes: it has to see the state being made.
+    # The profiler has to see the state being made: otherwise its release would not be reported.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepared = prepare()
         with record_function(_MARK):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from harness.cases import RULES
-from harness.contestants import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
+from harness.implementations import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
 from harness.trainings import PLAIN
 
 Record = dict[str, Any]

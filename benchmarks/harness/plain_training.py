@@ -1,9 +1,8 @@
-"""A language model and its training in plain PyTorch: what users would write who do not take fairseq.
+"""A language model and its training in plain PyTorch, the peer of fairseq-train.
 
-Shared with the trainings of fairseq-train, by the same code: the text, its batches and their order, the adaptive input
-and the adaptive softmax. Shared by the same settings: sizes, dropout, places of the norms, Adam's learning rate and
-betas, the clipping of gradients, and the precision: with bf16, weights in bfloat16 and Adam's copies in float32.
-Its own are the layers, which torch.compile compiles, one graph for all of them; torch's fused Adam; and the loop.
+Both share the code of text, batches and their order, adaptive input and adaptive softmax, and the settings: sizes,
+dropout, places of the norms, Adam's learning rate and betas, clipping, and precision (with bf16, weights in bfloat16
+and Adam's copies in float32). Its own are the layers, compiled as one graph, torch's fused Adam, and the loop.
 """
 
 import importlib
@@ -40,14 +39,14 @@ class SoftmaxAttention(nn.Module):
 class DeltaNet(nn.Module):
     """flash-linear-attention's layer of that name, with the feature map and normalisation of Schlag et al. (2021).
 
-    It applies SiLU to values and a norm to what it reads, which their layer does not.
+    Unlike the layer of Schlag et al., it applies SiLU to values and a norm to outputs.
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         layers = importlib.import_module("fla.layers")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it recommends its convolution
+            warnings.simplefilter("ignore")  # one recommends its convolution
             self.layer = layers.DeltaNet(
                 hidden_size=width, num_heads=heads, use_short_conv=False, qk_activation="elu", qk_norm="sum"
             )
@@ -80,16 +79,16 @@ class Layer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Adaptive input, sinusoidal positions, layers, adaptive softmax; its output is the sum of the losses of words."""
+    """Adaptive input, sinusoidal positions, layers, adaptive softmax; its output is the sum of the tokens' losses."""
 
     def __init__(self, args: Any, dictionary: Any, mixer: Callable[[], nn.Module]) -> None:
         super().__init__()
-        bands = [
+        clusters = [
             [int(end) for end in text.split(",")] for text in (args.adaptive_input_cutoff, args.adaptive_softmax_cutoff)
         ]
         width, self.pad = args.decoder_embed_dim, dictionary.pad()
         self.embeddings = AdaptiveInput(
-            len(dictionary), self.pad, args.decoder_input_dim, args.adaptive_input_factor, width, bands[0]
+            len(dictionary), self.pad, args.decoder_input_dim, args.adaptive_input_factor, width, clusters[0]
         )
         self.scale = 1.0 if args.no_scale_embedding else math.sqrt(width)
         self.register_buffer("positions", sinusoids(args.tokens_per_sample, width))
@@ -100,22 +99,23 @@ class PlainModel(nn.Module):
         self.softmax = AdaptiveSoftmax(
             len(dictionary),
             args.decoder_output_dim,
-            bands[1],
+            clusters[1],
             args.adaptive_softmax_dropout,
             factor=args.adaptive_softmax_factor,
             adaptive_inputs=self.embeddings if args.tie_adaptive_weights else None,
             tie_proj=args.tie_adaptive_proj,
         )
 
-    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
-        x = self.dropout(self.scale * self.embeddings(words) + self.positions[: words.shape[1]])
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.dropout(self.scale * self.embeddings(tokens) + self.positions[: tokens.shape[1]])
         for layer in self.layers:
             x = layer(x)
-        logits, numbers = self.softmax(self.norm(x), targets.view(-1))
+        # One pair for the head and one for each cluster of rarer entries; without targets a cluster has no loss.
+        pairs = zip(*self.softmax(self.norm(x), targets.view(-1)), strict=True)
         losses = [
-            F.cross_entropy(of, number, ignore_index=self.pad, reduction="sum")
-            for of, number in zip(logits, numbers, strict=True)
-            if number is not None
+            F.cross_entropy(logits, ids, ignore_index=self.pad, reduction="sum")
+            for logits, ids in pairs
+            if ids is not None
         ]
         return torch.stack(losses).sum()
 
@@ -127,7 +127,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class Optimizer:
-    """Adam in one operator; of weights in 16 bits it has copies in float32, as fairseq's --bf16."""
+    """Fused Adam; for weights in 16 bits it keeps copies in float32, as fairseq's --bf16."""
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float) -> None:
         self.weights = list(model.parameters())
@@ -136,14 +136,14 @@ class Optimizer:
         self.adam = torch.optim.Adam(self.copies, lr=lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
         self.clip_norm = clip_norm
 
-    def step(self, words: int) -> None:
-        """After a backward pass of the sum of so many words' losses; what a batch did not touch has no gradient."""
+    def step(self, tokens: int) -> None:
+        """An update after the backward pass of the sum of so many tokens' losses; unused weights have no gradient."""
         pairs = [(p, copy) for p, copy in zip(self.weights, self.copies, strict=True) if p.grad is not None]
         if self.copies is not self.weights:
             for _, copy in pairs:
                 copy.grad = torch.empty_like(copy)
             torch._foreach_copy_([copy.grad for _, copy in pairs], [p.grad for p, _ in pairs])
-        torch._foreach_mul_([copy.grad for _, copy in pairs], 1 / words)
+        torch._foreach_mul_([copy.grad for _, copy in pairs], 1 / tokens)
         nn.utils.clip_grad_norm_([copy for _, copy in pairs], self.clip_norm, foreach=True)
         self.adam.step()
         if self.copies is not self.weights:
@@ -153,12 +153,12 @@ class Optimizer:
             p.grad = None
 
 
-def train(training: Training, words: list[str], update: Callable[[Callable[[], Any], int], None]) -> None:
-    """Trains as `fairseq-train` would with these words, until `update` ends it by an exception.
+def train(training: Training, arguments: list[str], update: Callable[[Callable[[], Any], int], None]) -> None:
+    """Trains as `fairseq-train` would with these arguments, until `update` ends it by an exception.
 
-    `update` is called for every update, with what makes it and the number of words that it predicts.
+    `update` gets, for each update, a function that makes it and the number of tokens that it predicts.
     """
-    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    args = options.parse_args_and_arch(options.get_training_parser(), arguments)
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)
     task.load_dataset("train")
@@ -174,15 +174,13 @@ def train(training: Training, words: list[str], update: Callable[[Callable[[], A
         layer.compile()
     optimizer = Optimizer(model, args.lr[0], args.clip_norm)
     for batch in batches(task, cfg):
-        number = batch["ntokens"]
 
-        def step(batch: Any = batch, number: int = number) -> None:
-            if training.device == "cuda":
-                batch = utils.move_to_cuda(batch)
-            model(batch["net_input"]["src_tokens"], batch["target"]).backward()
-            optimizer.step(number)
+        def step(batch: Any = batch) -> None:
+            on_device = utils.move_to_cuda(batch) if training.device == "cuda" else batch
+            model(on_device["net_input"]["src_tokens"], on_device["target"]).backward()
+            optimizer.step(batch["ntokens"])
 
-        update(step, number)
+        update(step, batch["ntokens"])
 
 
 def batches(task: Any, cfg: Any) -> Iterator[Any]:

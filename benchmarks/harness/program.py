@@ -16,14 +16,14 @@ from harness.timing import ROUNDS
 
 
 def positive(text: str, kind: type = int) -> Any:
-    """A positive number of the command line: of things if it is whole, of seconds otherwise."""
+    """A positive number of the command line: a whole one, or one of seconds."""
     try:
         number = kind(text)
     except ValueError:
         number = 0
     if not 0 < number < math.inf:
-        what = "whole number" if kind is int else "number of seconds"
-        raise ArgumentTypeError(f"{text} is not a positive {what}")
+        wanted = "whole number" if kind is int else "number of seconds"
+        raise ArgumentTypeError(f"{text} is not a positive {wanted}")
     return number
 
 
@@ -36,13 +36,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--out": {"type": Path, "metavar": "FILE", "help": "write the results to this JSON file"},
     "--quick": {"action": "store_true", "help": "tiny cases, to see that the program runs"},
     "--figure": {"type": Path, "metavar": "FILE", "help": "draw the figure to this PNG"},
-    "--backend": {"default": "auto", "help": "of the fast weight models (default: %(default)s)"},
+    "--backend": {"default": "auto", "help": "of the linear attention (default: %(default)s)"},
 }
 COMMON = ("--device", "--threads", "--budget", "--rounds", "--out", "--quick")
 
 
 def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: Sequence[str]) -> ArgumentParser:
-    """A parser with some of `OPTIONS`, and for each of the lists an option to choose of its words."""
+    """A parser with some of `OPTIONS`, and for each list an option that selects some of its names."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     for option in options:
         parser.add_argument(option, **OPTIONS[option])
@@ -54,7 +54,7 @@ def make_parser(doc: str | None, *options: str, rounds: int = ROUNDS, **lists: S
 
 
 def parse(parser: ArgumentParser) -> Namespace:
-    """Parses, sets threads, and ends the program where the device that was asked for is not there."""
+    """Parses and sets threads. Ends the program if there is no GPU for --device cuda."""
     options = parser.parse_args()
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     if options.threads is not None:

@@ -1,4 +1,4 @@
-"""Results as JSON: what was measured, and on what."""
+"""Results as JSON, with the machine and the versions."""
 
 import contextlib
 import datetime
@@ -17,7 +17,7 @@ import torch
 
 PACKAGES = "torch numpy fairseq pytorch-fast-transformers flash-linear-attention fla-core triton".split()
 
-# One more where a program measures something in another way than before; 1 for the others.
+# The version of a program's method, 1 for the others; results of another version are not shown.
 METHODS = {"generation": 3, "kernels": 2, "training": 2}
 
 # The facts that rows of one comparison share; a file has them once.
@@ -25,9 +25,9 @@ COMPARISON = "part shape sizes dtype pass time beam source length first last way
 
 
 def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
-    """The record of a run: program, its method, date, machine, threads and versions, and `facts` after them.
+    """The record of a run: program, its method, date, machine, threads, versions and `facts`; --out writes it.
 
-    It is written if --out says where; who saves often leaves what there is by then.
+    A program that saves after each comparison leaves its results even if it is stopped.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -42,7 +42,7 @@ def save(program: str, options: Namespace, **facts: Any) -> dict[str, Any]:
     with contextlib.suppress(OSError, TypeError):
         cpu = re.search(r"^model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].strip()
     machine = {"cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
-    machine["load before"] = round(os.getloadavg()[0], 2)  # whether there was other work when the run began
+    machine["load before"] = round(os.getloadavg()[0], 2)  # of other work
     if options.device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         machine |= {"gpu": gpu.name, "gpu memory": gpu.total_memory, "compute capability": f"{gpu.major}.{gpu.minor}"}
@@ -95,8 +95,5 @@ def read(path: Path) -> Any:
 
 
 def is_current(record: dict[str, Any]) -> bool:
-    """True if a record was measured in the way in which its program measures now, with the kernels that there are now.
-
-    A record of former kernels says under "superseded" what they were.
-    """
+    """True if the program's method is still the same, and the kernels too: "superseded" describes former ones."""
     return record.get("method", 1) == METHODS.get(record["program"], 1) and "superseded" not in record

@@ -1,15 +1,16 @@
 """The project's targets beside its results: met, missed and by how much, or unmeasured and why.
 
-The targets are those of benchmarks/targets.json, a list of what is asked of a program on a device:
+benchmarks/targets.json lists them by program and device:
 
-    where, unmeasured: where as a reader would say it; and the same, with the reason, where there are no results.
-    cases: the values of each column of the rows that are compared; "*" for all of a run but softmax attention's, "of
-        one length" for the source that a run's settings name. A target's own add to them.
-    quantity: the target as a reader would say it; {fewest} and {most} stand for the lengths that were measured.
-    "at least" or "at most": the limit, for the worst of the cases, which are called by their label.
-    slow, fast: what is changed in a case to find the two rows of which one's time is over the other's.
-    number: otherwise, the name of a number of the row that `fast` finds, by default the native kernels'.
-    show: how a number is written.
+    where, unmeasured: the device for readers; the same, and the reason, if there are no results.
+    each: defaults of the targets.
+    cases: the values of each column of the rows that are compared, to which a target adds; "*" for all of a run but
+        softmax attention, "of one length" for the source in the run's settings.
+    quantity: the target for readers; {fewest} and {most} stand for the lengths that were measured.
+    "at least" or "at most": the limit for the worst case; `label` names a case.
+    slow, fast: changes of a case that find two rows; the quantity is the former's time over the latter's.
+    number: otherwise, a number (`_NUMBERS`) of the row that `fast` finds, by default that of the native kernels.
+    show: the format of a number, a function of `pages`.
 """
 
 import itertools
@@ -19,16 +20,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from harness import ROOT, pages
-from harness.contestants import BACKENDS
+from harness.implementations import BACKENDS
 from harness.pages import Record, Row, count, markdown, median, significant
 from harness.trainings import COMPILED, PLAIN, PLUGIN, REPLAYED, SOFTMAX, STOCK
 
 
 class Failure(str):
-    """Why what was to be compared failed: a target is missed where it does, whatever the others reach."""
+    """The error of a case: it makes a target missed, whatever the others reach."""
 
 
-# A number that a target speaks of, or the reason why there is none; None, where it does not speak of it.
+# A number for a target, or the reason why there is none; None for a case that the target leaves out.
 Number = float | str | None
 
 OURS = (PLUGIN, COMPILED, REPLAYED)
@@ -46,10 +47,9 @@ class Verdict(NamedTuple):
 
 
 def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Sequence[tuple[str, Any]]) -> list[str]:
-    """Holds the worst of the numbers against the limit: what was measured, and the verdict.
+    """Compares the worst of the numbers with the limit; returns it, and the verdict.
 
-    What could not be measured is named; it keeps a target from being met only where nothing was measured at all, but
-    what failed always does.
+    Cases without a number are named. A target is unmeasured if all cases are, and missed if one failed.
     """
     known = [(value, label) for label, value in numbers if not isinstance(value, str)]
     failed = [(label, value) for label, value in numbers if isinstance(value, Failure)]
@@ -67,10 +67,10 @@ def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Seque
         if not all(reached):
             comments.append(f"by a factor of {significant(limit / worst if least else worst / limit)}")
             comments += [f"reached by {sum(reached)} of {len(known)}"] if len(known) > 1 else []
-    for what, cases in (("failed", failed), ("unmeasured", missing)):
+    for state_of, cases in (("failed", failed), ("unmeasured", missing)):
         if cases:
             others = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
-            comments.append(f"{what}: {', '.join(label for label, _ in cases[:3])}{others} ({_reasons(cases)})")
+            comments.append(f"{state_of}: {', '.join(label for label, _ in cases[:3])}{others} ({_reasons(cases)})")
     return [measured, ": ".join([state, *(["; ".join(comments)] if comments else [])])]
 
 
@@ -79,7 +79,7 @@ def _reasons(cases: Sequence[tuple[str, str]]) -> str:
 
 
 def evaluate(records: Sequence[Record]) -> list[Verdict]:
-    """All targets, in the order of the project's table. One whose record is not there is unmeasured."""
+    """All targets in order. Without a record a target is unmeasured."""
     known = {(record["program"], record["device"]): record for record in records}
     verdicts = []
     for goals in GOALS:
@@ -145,7 +145,7 @@ def _why_not(row: Row) -> str | None:
 
 
 def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
-    """The time of the fastest peer over this row's; a reason if some peer has no function that ran."""
+    """The time of the fastest peer over that of this row; a reason if none of a peer's functions ran."""
     case = {key: own[key] for key in ("shape", "dtype", "pass")}
     peers: dict[str, list[float | str]] = {}
     for row in rows:
@@ -171,7 +171,7 @@ def _trained(rows: Sequence[Row], own: Row, model: str, *implementations: str) -
 
 
 def _of_the_faster(show: Callable[[Row], Number]) -> Callable[[Sequence[Row], Row], Number]:
-    """A number of a training with this plugin, compiled, replayed or as it is, whichever is faster."""
+    """A number of the plugin's fastest training: plain, compiled or replayed."""
 
     def number(rows: Sequence[Row], own: Row) -> Number:
         found = _trained(rows, own, own["model"], *OURS)
@@ -181,7 +181,7 @@ def _of_the_faster(show: Callable[[Row], Number]) -> Callable[[Sequence[Row], Ro
 
 
 def _over(*implementations: str, model: str | None = None) -> Callable[[Sequence[Row], Row], Number]:
-    """How many times as fast such a training is as that of another implementation, or of another model."""
+    """The speed of the plugin's fastest training over that of another implementation, or of another model."""
 
     def number(rows: Sequence[Row], own: Row) -> Number:
         peer = _trained(rows, own, model or own["model"], *implementations)
@@ -191,7 +191,7 @@ def _over(*implementations: str, model: str | None = None) -> Callable[[Sequence
 
 
 def _over_the_fastest(rows: Sequence[Row], own: Row) -> Number:
-    """Its speed over that of the fastest of the three rules that are to be alike."""
+    """Its speed over that of the fastest of three rules, whose speeds should be equal."""
     others = [_trained(rows, own, model, *OURS) for model in ("sum", "delta", "dpfp-1")]
     fastest = min(median(row) for row in others if not isinstance(row, str))
     return _of_the_faster(lambda row: fastest / median(row))(rows, own)

@@ -1,4 +1,4 @@
-"""Timing in turns: A B C A B C ..., so that whatever else the machine does falls on all of them alike."""
+"""Timing in turns, A B C A B C ...: other work on the machine slows down all of them alike."""
 
 import math
 import statistics
@@ -14,44 +14,44 @@ ROUNDS = 15
 FEWEST_ROUNDS = 3
 # On a CPU a measurement lasts at least this long; shorter calls are repeated within it.
 SHORTEST_MEASUREMENT = 1e-3
-# On a GPU the lead is the host's time so many times over, and so many flushes at most: a host that takes longer has
-# more launches to make than the queue to the device holds, about a thousand, and waits for the device all the same.
+# On a GPU flushes give the host a lead of so many times its own time, and of so many flushes at most: a host that takes
+# longer has more launches than the device's queue holds, about a thousand, and waits for the device in any case.
 LEAD_MARGIN = 2.0
 MOST_FLUSHES = 64
 TOKENS_OF_A_TURN = 3
 
 
 class Clock:
-    """The time that passes."""
+    """Wall-clock time."""
 
     def read(self) -> float:
-        """The time that it shows, in seconds."""
+        """Now, in seconds."""
         return time.perf_counter()
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
-        """The time of one call, of `repeats` made; `host` seconds, in which it gives the device work, may not count."""
+        """The mean time of `repeats` calls; on a GPU without the `host` seconds of launching a call."""
         start = self.read()
         for _ in range(repeats):
             call()
         return (self.read() - start) / repeats
 
     def repeats(self, seconds: float) -> int:
-        """How often to repeat a call that takes this long."""
+        """The repetitions of a call that takes so many seconds."""
         return max(1, math.ceil(SHORTEST_MEASUREMENT / max(seconds, 1e-6)))
 
 
 class ProcessorClock(Clock):
-    """The time that the process computes, in all of its threads: what others do on the machine is not in it."""
+    """CPU time of the process, all threads together, without other work on the machine."""
 
     def read(self) -> float:
         return time.process_time()
 
 
 class CudaClock(Clock):
-    """Events around a call, after flushes: writing more than the second-level cache holds, again and again.
+    """Events around a call, after flushes, each of which overwrites the second-level cache.
 
-    While the GPU writes, the host gives it the whole call: what is timed is the device's work, unless a call makes the
-    host wait for the device, or no lead is long enough.
+    During the flushes the host launches the whole call: only the device's work is timed, unless the call makes the host
+    wait for the device, or the lead of the flushes is too short.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CudaClock(Clock):
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
         flushes = max(1, math.ceil(LEAD_MARGIN * repeats * host / self._flush_seconds))
-        # A lead that ended within a call would leave a part of the host's time, of unknown size, in what is measured.
+        # A lead that ends within a call would add a part of the host's time, of unknown size.
         too_long = repeats * host > MOST_FLUSHES * self._flush_seconds
         return self._between_events(call, repeats, 1 if too_long else min(flushes, MOST_FLUSHES))
 
@@ -80,10 +80,9 @@ class CudaClock(Clock):
 
 
 class TurnClock(Clock):
-    """Times some tokens one after the other, of a generation that each turn takes up: a call gives what makes a token.
+    """Times successive decode steps of a generation that is continued in each turn; a call returns the step's function.
 
-    The token before them is not timed. It finds memory as the other contestants left it; in generation, a token finds
-    it as the token before left it.
+    The first step of a turn is not timed: it finds the caches as the other implementations have left them.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -103,7 +102,7 @@ def clock_for(device: str) -> Clock:
 
 
 class Budget:
-    """Seconds to spend, None for no limit, and a list of what was cut to keep to them."""
+    """Seconds to spend, None for no limit, and a list of the measurements that were cut for it."""
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -115,14 +114,14 @@ class Budget:
         return self._end - self._now()
 
     def share(self, parts: int) -> float:
-        """The seconds that each of so many parts to come may take."""
+        """The seconds for each of so many parts to come."""
         return self.left / max(parts, 1)
 
 
 def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tuple[float, float, float]:
-    """The seconds of the first two calls, until the device has finished, and of the second until it had its work.
+    """Seconds of the first call and of the second, and the host's seconds of launching the latter.
 
-    Where the first takes longer than `longest` there is no second, and its time stands for both.
+    If the first takes longer than `longest` there is no second, and its time stands for both.
     """
 
     def seconds() -> tuple[float, float]:
@@ -140,10 +139,10 @@ def first_calls(call: Call, synchronize: Call, longest: float = math.inf) -> tup
 def time_in_turns(
     calls: dict[str, Call], warm: dict[str, tuple[float, float]], clock: Clock, rounds: int, allowed: float = math.inf
 ) -> tuple[dict[str, dict[str, float]], int]:
-    """Times calls against each other; `warm` has about what each takes, and the time in which the host gives it work.
+    """Times calls in turns; `warm` has the approximate seconds of each, and the host's seconds of launching it.
 
-    Each is measured in `rounds` rounds if `allowed` seconds are enough for it, in `FEWEST_ROUNDS` in any case. Returns
-    by name what `summarize` makes of a contestant's times, and the number of rounds that were made.
+    There are `rounds` rounds if `allowed` seconds are enough for them, and `FEWEST_ROUNDS` in any case. Returns the
+    statistics (`summarize`) by name, and the number of rounds.
     """
     repeats = {name: clock.repeats(warm[name][0]) for name in calls}
     a_round = sum(repeats[name] * warm[name][0] for name in calls)
@@ -157,12 +156,9 @@ def time_in_turns(
 
 
 def time_tokens(
-    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, budget: Budget, parts: int, what: str
+    take_ups: dict[str, Callable[[], Call]], device: str, rounds: int, budget: Budget, parts: int, label: str
 ) -> dict[str, dict[str, float]]:
-    """Times a token of generations that `TurnClock` takes up: a turn of each that does not count, then the rounds.
-
-    It may take the budget's share of so many parts, which notes what was cut of them.
-    """
+    """Times decode steps by `TurnClock`, after a turn of each that does not count, within a share of the budget."""
     clock, allowed = TurnClock(clock_for(device)), budget.share(parts)
     warm = {}
     began = time.perf_counter()
@@ -173,7 +169,7 @@ def time_tokens(
     left = max(0.0, allowed - (time.perf_counter() - began))
     seconds, made = time_in_turns(take_ups, warm, clock, rounds, left)
     if made < rounds:
-        budget.cut.append(f"{what}: {made} rounds of {rounds}")
+        budget.cut.append(f"{label}: {made} rounds of {rounds}")
     return seconds
 
 

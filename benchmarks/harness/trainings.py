@@ -1,4 +1,4 @@
-"""The trainings of benchmarks/training.py: parts, which are sizes of models, and who trains what in each of them."""
+"""The trainings of benchmarks/training.py: parts, which are sizes of models, their runs, and random text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from fairseq.data import Dictionary, indexed_dataset
 
-LINE = 1000  # words of a line of text, with its end
+LINE = 1000  # tokens of a line of text, with its end
 SOURCE, TARGET = "en", "de"
 SOFTMAX = "softmax"
 PLUGIN, COMPILED, REPLAYED = "plugin", "plugin, compiled", "plugin, compiled and replayed"
 STOCK, PLAIN, FLA = "stock", "plain PyTorch", "plain PyTorch, fla"
 IMPLEMENTATIONS = (PLUGIN, COMPILED, REPLAYED, STOCK, PLAIN, FLA)
 
-# What makes a model of an architecture of language models. FAVOR+ and DPFP write by the delta rule, as in Table 5 of
-# Schlag et al. (2021).
+# Options for an architecture of language models. FAVOR+ and DPFP write by the delta rule, as in Table 5 of Schlag et
+# al. (2021).
 _MAPPED = "--update-rule delta --normalization sum --feature-map"
 MODELS = {
     SOFTMAX: "--softmax-attention-layers all",
@@ -47,12 +47,11 @@ class Part:
 
     Attributes:
         flags: of fairseq-train, for all models.
-        batch, length: rows of a batch and words of a row; of translations, batches that are added up, and words of a
-            batch.
-        types: of words.
-        contestants: model and implementation of each.
-        others: more of them, who come after the contestants of all parts.
-        memory: GiB that a training takes of a GPU, at most: a guess, by which so many get ready at a time.
+        batch, length: rows of a batch and tokens of a row; of translations, the batches of an update, and the tokens of
+            a batch.
+        types: entries of the vocabulary.
+        runs: model and implementation of each; `others` come after the runs of all parts.
+        memory: GiB of a GPU for a training, at most: a guess, which limits the trainings that get ready at a time.
         quick: flags that make it tiny.
     """
 
@@ -60,24 +59,23 @@ class Part:
     batch: int
     length: int
     types: int
-    contestants: Sequence[tuple[str, str]]
+    runs: Sequence[tuple[str, str]]
     memory: int
     others: Sequence[tuple[str, str]] = ()
     quick: str = _QUICK_BANDS
     translates: bool = False
 
     def prepare(self, folder: Path, updates: int, quick: bool) -> Path:
-        """Text for so many updates; returns the folder of fairseq's data."""
+        """Writes text for so many updates; returns the folder of fairseq's data."""
         types = 50 if quick else self.types
         if self.translates:
-            words = 5 if quick else 28
-            return write_pairs(
-                folder, types, 1 + updates * (200 if quick else self.batch * self.length) // words, words
-            )
+            length = 5 if quick else 28  # tokens of a sentence
+            batch = 200 if quick else self.batch * self.length
+            return write_pairs(folder, types, 1 + updates * batch // length, length)
         return write_text(folder, types, (2 * 16 if quick else self.batch * self.length) * updates)
 
     def flags_of(self, model: str, implementation: str, backend: str, quick: bool) -> list[str]:
-        """The options of fairseq-train for model and batch."""
+        """Options of fairseq-train for model and batch."""
         models = TRANSLATORS if self.translates else MODELS
         batch, length = (2, 16) if quick else (self.batch, self.length)
         if self.translates:
@@ -87,7 +85,7 @@ class Part:
             sizes = f"--tokens-per-sample {length} --batch-size {batch} --required-batch-size-multiple 1"
             sizes += " --task fast_weight_language_modeling"
         fast = "" if model == SOFTMAX else f"--fast-weight-backend {backend}"
-        # --compile alone would do as REPLAYED where it can; this is an error where it cannot.
+        # --compile alone would replay only where it can; with --cuda-graphs it is an error where it cannot.
         ways = {COMPILED: "--compile --no-cuda-graphs", REPLAYED: "--compile --cuda-graphs", STOCK: "--use-old-adam"}
         how = ways.get(implementation, "")
         return f"{self.flags} {models[model]} {fast} {sizes} {how} {self.quick if quick else ''}".split()
@@ -104,14 +102,14 @@ PARTS = {
         batch=96,
         length=256,
         types=267_735,
-        contestants=[
+        runs=[
             *_each("softmax delta", PLUGIN, COMPILED, REPLAYED, STOCK),
             *_PEERS,
             *_each("sum dpfp-1", PLUGIN, REPLAYED),
         ],
         others=[
             *_each("decay gated dpfp-2 dpfp-3 gated-delta mamba", PLUGIN, REPLAYED),
-            *_each("favor", PLUGIN, COMPILED),  # which draws, and cannot be replayed
+            *_each("favor", PLUGIN, COMPILED),  # it draws random features: no replay
         ],
         memory=12,
     ),
@@ -120,7 +118,7 @@ PARTS = {
         batch=6,
         length=4096,
         types=267_735,
-        contestants=[*_each("delta", PLUGIN, REPLAYED), *_each(SOFTMAX, PLUGIN), *_PEERS],
+        runs=[*_each("delta", PLUGIN, REPLAYED), *_each(SOFTMAX, PLUGIN), *_PEERS],
         memory=12,
     ),
     "lm-medium": Part(
@@ -128,7 +126,7 @@ PARTS = {
         batch=56,
         length=384,
         types=267_735,
-        contestants=[*_each("delta", PLUGIN, REPLAYED, STOCK), *_each(SOFTMAX, REPLAYED), *_PEERS],
+        runs=[*_each("delta", PLUGIN, REPLAYED, STOCK), *_each(SOFTMAX, REPLAYED), *_PEERS],
         memory=14,
     ),
     "baevski": Part(
@@ -136,18 +134,18 @@ PARTS = {
         batch=26,
         length=512,
         types=267_735,
-        contestants=[*_each("decay-32", PLUGIN, REPLAYED), *_each(SOFTMAX, REPLAYED, PLAIN)],
+        runs=[*_each("decay-32", PLUGIN, REPLAYED), *_each(SOFTMAX, REPLAYED, PLAIN)],
         others=[*_each("decay-32", STOCK), *_each(SOFTMAX, PLUGIN)],
         memory=24,
     ),
-    # The paper adds up 48 batches of 3,584 words; after four the optimiser has little part in the time.
+    # The paper adds up 48 batches of 3,584 tokens; with four the optimiser takes little of the time already.
     "wmt-big": Part(
         "--arch fast_weight_transformer_wmt_en_de_big --share-all-embeddings --clip-norm 0"
         " --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.3",
         batch=4,
         length=3584,
         types=32_000,
-        contestants=[*_each("dpfp-2", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN)],
+        runs=[*_each("dpfp-2", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN)],
         others=_each("dpfp-2", STOCK),
         memory=16,
         quick=_QUICK_PAIRS,
@@ -161,7 +159,7 @@ PARTS = {
         batch=16,
         length=64,
         types=8_000,
-        contestants=_each("softmax delta sum", PLUGIN, STOCK),
+        runs=_each("softmax delta sum", PLUGIN, STOCK),
         memory=2,
         quick=_QUICK_SIZES,
     ),
@@ -175,7 +173,7 @@ class Training:
     """A model of a part, to be trained in one way.
 
     Attributes:
-        flags: all that fairseq-train is told beside the data; the plain loops take their sizes from these.
+        flags: of fairseq-train; the plain loops take their sizes from these.
         data: the folder with the text.
     """
 
@@ -191,29 +189,29 @@ class Training:
         return f"{self.part}, {self.model}, {self.implementation}"
 
 
-def write_text(folder: Path, types: int, words: int, valid: int = 64) -> Path:
-    """Text of that many words, line ends included, of so many types; returns the folder of fairseq's data.
+def write_text(folder: Path, types: int, tokens: int, valid: int = 64) -> Path:
+    """Random text of exactly so many tokens, line ends included; returns the folder, as fairseq-preprocess leaves it.
 
-    So all batches can be of one size, and nothing has to be compiled twice.
+    All batches are of one size, and nothing is compiled twice.
     """
     dictionary = _dictionary(types)
     dictionary.save(str(folder / "dict.txt"))
     random = np.random.default_rng(1)
-    for split, size in (("train", words), ("valid", valid)):
+    for split, size in (("train", tokens), ("valid", valid)):
         lengths = [LINE] * (size // LINE) + [size % LINE] * (size % LINE > 0)
         _write(folder / split, dictionary, random, [length - 1 for length in lengths])
     return folder
 
 
-def write_pairs(folder: Path, types: int, pairs: int, words: int) -> Path:
-    """Pairs of sentences with a dictionary in common, of `words` on average; returns the folder of fairseq's data."""
+def write_pairs(folder: Path, types: int, pairs: int, length: int) -> Path:
+    """Pairs of sentences with one dictionary, of `length` tokens on average; returns the folder of fairseq's data."""
     dictionary = _dictionary(types)
     random = np.random.default_rng(1)
     for split, number in (("train", pairs), ("valid", 2)):
-        lengths = random.normal(words, words / 3, number).round().clip(words // 4, 3 * words).astype(int)
+        lengths = random.normal(length, length / 3, number).round().clip(length // 4, 3 * length).astype(int)
         for language in (SOURCE, TARGET):
             dictionary.save(str(folder / f"dict.{language}.txt"))
-            # Sides of about one length, as a translation has them.
+            # The two sides have about the same length, as in a translation.
             sides = (lengths * random.uniform(0.8, 1.2, number)).round().clip(1).astype(int)
             _write(folder / f"{split}.{SOURCE}-{TARGET}.{language}", dictionary, random, sides.tolist())
     return folder
@@ -227,9 +225,9 @@ def _dictionary(types: int) -> Dictionary:
 
 
 def _write(path: Path, dictionary: Dictionary, random: np.random.Generator, lengths: list[int]) -> None:
-    """Lines of these numbers of words, and an end after each."""
+    """Writes lines of these numbers of tokens, with an end-of-sentence symbol after each."""
     types = len(dictionary) - dictionary.nspecial
-    # Word frequencies as in a language: by Zipf's law, without which an adaptive softmax would have no use.
+    # Frequencies by Zipf's law, as in a language: an adaptive softmax depends on them.
     sums = np.cumsum(1 / np.arange(1, types + 1))
     drawn = np.searchsorted(sums, random.uniform(0, sums[-1], sum(lengths))).astype(np.int32) + dictionary.nspecial
     builder = indexed_dataset.make_builder(f"{path}.bin", impl="mmap", vocab_size=len(dictionary))

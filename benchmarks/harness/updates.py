@@ -1,4 +1,4 @@
-"""Operators that an update of fairseq-train starts, and where it would wait for a GPU; found on a CPU."""
+"""The operators of an update of fairseq-train and its waits for a GPU, found on a CPU; CUDA graphs on a CPU."""
 
 import traceback
 from collections import Counter, defaultdict
@@ -22,9 +22,9 @@ from fairseq_fastweights.models import cuda_graphs
 from fairseq_fastweights.ops import elementwise
 
 PARTS = ("forward", "backward", "reduce-grads", "multiply-grads", "clip-grads", "optimizer")
-"""What fairseq's trainer and tasks call the parts of an update; all else is "other": logging, checks, averages."""
+"""The parts of an update in fairseq's profile; all else is "other": logging, checks, averages."""
 
-# Views, allocations, and questions about a tensor's form: they start nothing on a GPU.
+# Views, allocations and metadata: they start nothing on a GPU.
 FREE = frozenset(
     """alias as_strided broadcast_tensors chunk contiguous detach detach_ empty empty_like empty_strided expand
     expand_as flatten lift_fresh movedim narrow new_empty new_empty_strided numpy_T permute reshape resize_ resize_as_
@@ -44,10 +44,9 @@ class Update:
     """Counts of an update.
 
     Attributes:
-        operators: for each part, how often every operator was started. One that PyTorch calls within another counts
-            with that, as for a GPU a list of tensors is one operator. Of what was compiled every kernel counts, and a
-            replay of a CUDA graph is one operator.
-        waits: where a GPU would have been waited for: the operator, and the lines of fairseq and of the plugin.
+        operators: for each part, how often every operator was started. An operator within another counts with that: a
+            list of tensors is one operator. Every kernel of compiled code counts, and a replay of a CUDA graph is one.
+        waits: the operators at which the CPU would wait for a GPU, with the lines of fairseq and of the plugin.
     """
 
     operators: dict[str, Counter[str]] = field(default_factory=dict)
@@ -59,13 +58,13 @@ class Update:
 
     @property
     def compiled(self) -> int:
-        """How many of them are kernels that torch.compile has made."""
+        """The number of compiled kernels among them."""
         return sum(n for counter in self.operators.values() for name, n in counter.items() if _COMPILED in name)
 
 
 @contextmanager
 def watched(after: int = 5) -> Iterator[Update]:
-    """Watches, of a training within this process, the operators of one update and the waits of the next one."""
+    """Counts, in a training within this process, the operators of one update and the waits of the next one."""
     from fairseq import many_tensors
 
     update, original, done = Update(), Trainer.train_step, 0
@@ -83,7 +82,7 @@ def watched(after: int = 5) -> Iterator[Update]:
 
     Trainer.train_step = train_step
     try:
-        # As on a GPU: on a CPU what is small takes PyTorch's operators, and an optimizer one parameter after the other.
+        # As on a GPU: the project's kernels also for small tensors, and an optimizer for lists of tensors.
         kernels = mock.patch.dict(elementwise.FASTER_FROM, dict.fromkeys(elementwise.FASTER_FROM, (0, 0)))
         together = mock.patch.object(many_tensors, "NAG_ON", ("cpu",))
         with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}), kernels, together:
@@ -93,7 +92,7 @@ def watched(after: int = 5) -> Iterator[Update]:
 
 
 def count(events: Any) -> dict[str, Counter[str]]:
-    """For each part of an update, the operators that were not started by another one."""
+    """For each part of an update, the operators that no other operator has started."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for event in events:
         above, part = event.cpu_parent, "other"
@@ -113,7 +112,7 @@ def _is_counted(name: str) -> bool:
 
 
 def find_waits(trainer: Any, step: Callable[[], Any], found: list[str]) -> Any:
-    """Runs an update, with the CPU in the place of a GPU that has the model and gets copies of the batches."""
+    """Runs an update on a CPU, as if the model and copies of the batches were on a GPU."""
     from fairseq import host_copies
 
     gpu = _OnGpu(found)
@@ -149,12 +148,12 @@ def find_waits(trainer: Any, step: Callable[[], Any], found: list[str]) -> Any:
 
 
 class _OnGpu(TorchDispatchMode):
-    """Follows what is computed from tensors that a GPU would have, and notes where the CPU would ask for it."""
+    """Follows the tensors that a GPU would have, and notes where the CPU would read one."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
         self._found = found
-        self._there: dict[int, StorageWeakRef] = {}  # kept, so that no other storage gets the same number
+        self._there: dict[int, StorageWeakRef] = {}  # kept alive: no other storage gets its address
 
     def note(self, x: Tensor) -> Tensor:
         storage = StorageWeakRef(x.untyped_storage())
@@ -165,7 +164,7 @@ class _OnGpu(TorchDispatchMode):
         return isinstance(x, Tensor) and x.untyped_storage()._cdata in self._there
 
     def read(self, x: Tensor) -> Tensor:
-        """A copy of x that the CPU has."""
+        """A copy of x on the CPU."""
         with _disable_current_modes():
             return x.detach().clone()
 
@@ -200,9 +199,9 @@ class _OnGpu(TorchDispatchMode):
 
 
 class StandInGraph(cuda_graphs.CudaGraph):
-    """In the place of a CUDA graph on a CPU: computes what was recorded again, which counts as one operator.
+    """Stands in for a CUDA graph on a CPU: a replay runs the recorded function again, and counts as one operator.
 
-    As of a graph, a recording computes nothing, and a replay overwrites what the one before returned.
+    As with a graph, a recording computes nothing, and a replay overwrites the results of the one before.
     """
 
     device_type = "cpu"

@@ -1,4 +1,4 @@
-"""Contestants take turns within a budget, and calls are timed; bytes, operations and memory; pages from records."""
+"""Implementations take turns within a budget, and calls are timed; bytes, operations and memory; pages from records."""
 
 import json
 import math
@@ -16,7 +16,7 @@ import torch
 from harness import comparison, targets, timing
 from harness.cases import RULES, Shape, draw_inputs
 from harness.comparison import Case, compare, measure_all
-from harness.contestants import Contestant, Refusal, Work, all_contestants, leaf
+from harness.implementations import Implementation, Refusal, Work, all_implementations, leaf
 from harness.limits import limit_of
 from harness.memory import held, peak
 from harness.pages import ratio
@@ -37,7 +37,7 @@ class Machine(Clock):
         self.hosts.append(host)
         return super().seconds(call, repeats)
 
-    def contestant(self, name: str, factor: float = 1.0, error: Any = None) -> Contestant:
+    def implementation(self, name: str, factor: float = 1.0, error: Any = None) -> Implementation:
         """Its output is v times a factor, or an error: a refusal if it is not even prepared."""
         calls = []
 
@@ -55,11 +55,11 @@ class Machine(Clock):
 
             return Work(forward, [v], inputs.d_out)
 
-        return Contestant(name, "sum", prepare)
+        return Implementation(name, "sum", prepare)
 
     def peer(self, kind: str = "forward", longest_call: float = math.inf, **made_so: Any) -> Any:
         """The row of a peer of chunkwise, which is right; None, if it has none."""
-        both = [self.contestant("chunkwise"), self.contestant("peer", **made_so)]
+        both = [self.implementation("chunkwise"), self.implementation("peer", **made_so)]
         how = {"device": "cpu", "clock": self, "rates": RATES, "rounds": 2, "longest_call": longest_call}
         [own, *other], _ = compare(Case(CASES[0].shape, "float32", kind), both, **how)
         assert (own["implementation"], own["status"]) == ("chunkwise", "measured")
@@ -99,7 +99,7 @@ def test_who_takes_no_part_says_why_unless_it_does_not_belong(made_so, status, m
 def test_what_a_budget_does_not_reach_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "Budget", lambda seconds: timing.Budget(seconds, now=lambda: machine.now))
     monkeypatch.setattr(comparison, "measure_rates", lambda *_: RATES)
-    monkeypatch.setattr(comparison, "all_contestants", lambda *_: [machine.contestant("chunkwise")])
+    monkeypatch.setattr(comparison, "all_implementations", lambda *_: [machine.implementation("chunkwise")])
     options = Namespace(budget=5.0, device="cpu", quick=True, rounds=4, out=None, rules=())
     record = measure_all("kernels", CASES, options, 100.0, settings=1)
     assert [row["shape"] for row in record["rows"]] == ["shape 0"] and record["settings"] == 1
@@ -201,7 +201,7 @@ def test_every_tensor_is_moved_once(time: int, rule: str, kind: str, numbers: in
 @pytest.mark.parametrize("rule", RULES)
 def test_our_backends_get_all_gates_and_the_state(rule: str, time: int) -> None:
     inputs = draw_inputs(shape := Shape("tiny", 2, 3, time, 4, 6, 2), torch.float32, "cpu")
-    work = all_contestants([rule], "cpu")[0].prepare(shape, inputs)
+    work = all_implementations([rule], "cpu")[0].prepare(shape, inputs)
     arguments = (inputs.q, inputs.k, inputs.v, *inputs.gates[rule])
     expected, _ = RULES[rule](*arguments, initial_state=inputs.state, backend="reference")
     torch.testing.assert_close(work.as_reference(work.run_forward()), expected, rtol=1e-5, atol=1e-5)

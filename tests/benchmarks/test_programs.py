@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_map
 FACTS = ("part", "name", "model", "pass", "implementation", "rule")
 
 
-def contestants(record: dict[str, Any]) -> set[str]:
+def implementations(record: dict[str, Any]) -> set[str]:
     """Who takes part in a record, and in what of it, whatever the sizes."""
     return {re.sub(r"\d+", "N", " ".join(str(row.get(fact)) for fact in FACTS)) for row in record["rows"]}
 
 
 def committed(name: str) -> set[str]:
-    return contestants(records.read(report.RESULTS / f"{name}.json"))
+    return implementations(records.read(report.RESULTS / f"{name}.json"))
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     assert set(found) == {"kernels_cpu", "next_token", "training_length", "translation"}
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
-        assert contestants(record) >= committed(name)
+        assert implementations(record) >= committed(name)
         # Nobody failed; what is compiled need not be there.
         lacking = {row["implementation"] for row in record["rows"] if row.get("status", "measured") != "measured"}
         assert lacking <= {"native", "causal_product"}
@@ -62,7 +62,7 @@ def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     record = records.read(tmp_path / "out.json")
-    assert contestants(record) >= committed(subject)
+    assert implementations(record) >= committed(subject)
     assert all(row["ratio"] > 0 and row["seconds"]["rounds"] == 2 for row in record["rows"])
     assert dict(vars(qwen)) == before, "functions of transformers were left replaced"
 

@@ -32,7 +32,7 @@ def training_of(part: str, model: str, implementation: str, folder: Path) -> Tra
     return Training(part, model, implementation, flags, folder, "cpu", "fp32")
 
 
-TRAINED = [(part, *contestant) for part, of in PARTS.items() for contestant in of.contestants[:1]]
+TRAINED = [(part, *implementation) for part, of in PARTS.items() for implementation in of.runs[:1]]
 TRAINED += [("lm-small", "favor", PLUGIN), ("lm-small", "mamba", PLUGIN), ("baevski", "softmax", PLAIN)]
 
 

@@ -1,6 +1,7 @@
-"""The contestants of a comparison: this project's rules and other implementations, each in the layout that suits it."""
+"""The implementations of a comparison, the project's and those of peers, each with inputs in its own layout."""
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,15 +19,15 @@ from harness.cases import RULES, Inputs, Shape
 
 
 class Refusal(Exception):
-    """A contestant does not take part: its status and the reason. Without, the case is none of its own."""
+    """An implementation is not measured: its status and the reason, or nothing, if the case is not among its own."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A contestant's call, ready to be timed: inputs are in its own layout, contiguous.
+    """A call that is ready to be timed, with contiguous inputs in the implementation's own layout.
 
-    `forward` computes the output; `inputs`, all that it depends on, get gradients from `d_out`, which is of the
-    output's layout; `as_reference` brings that to (batch, time, heads, value_dim).
+    `forward` computes the output; `inputs` get gradients from `d_out`, in the output's layout; `as_reference` brings an
+    output to (batch, time, heads, value_dim).
     """
 
     forward: Callable[[], Tensor]
@@ -44,11 +45,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
 
-    `prepare` makes its work from a shape and its inputs, or raises `Refusal`; `same` says whether it computes what the
-    reference does, so that outputs can be compared; `compiles`, whether its first call compiles, and may take long.
+    `prepare` makes its work from a shape and its inputs, or raises `Refusal`. `same`: its output must equal that of the
+    project's rule. `compiles`: its first call compiles, and may take long.
     """
 
     name: str
@@ -68,14 +69,14 @@ def _leaves(rule: str, inputs: Inputs) -> list[Tensor]:
 
 
 def _heads_first(call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, inputs: Inputs) -> Work:
-    """The work of a call that gets the layout (batch, heads, time, dim): no transposition is timed."""
+    """The work of a call with the layout (batch, heads, time, dim); transpositions are not timed."""
     tensors = [leaf(x.transpose(1, 2)) for x in (q, k, inputs.v)]
     d_out = inputs.d_out.transpose(1, 2).contiguous()
     return Work(lambda: call(*tensors), tensors, d_out, lambda out: out.transpose(1, 2))
 
 
-# Chunkwise, which is there on every machine, comes first and says what is right. The reference is a loop over time: for
-# one step it is what "auto" took before there were kernels.
+# Chunkwise, which every machine has, comes first: the others' outputs are compared with its own. The reference is a
+# loop over time, and takes part in decode steps alone.
 BACKENDS = ("chunkwise", "native", "reference")
 
 
@@ -93,25 +94,25 @@ def _prepare_ours(backend: str, rule: str, shape: Shape, inputs: Inputs) -> Work
     return Work(forward, tensors, inputs.d_out)
 
 
-# The peer that the rules replace: torch's causal attention; heads of value_dim, as a Transformer of this width has.
+# torch's causal attention, with heads of value_dim as in a Transformer of the same width.
 SOFTMAX = "SDPA"
 
 
 def _prepare_softmax(shape: Shape, inputs: Inputs) -> Work:
     if shape.steps:
-        raise Refusal  # a token's time depends on how many there are before it: see generation.py
+        raise Refusal  # its decode steps depend on the tokens before them: see generation.py
     attend = partial(F.scaled_dot_product_attention, is_causal=True)
     return _heads_first(attend, inputs.wide_q, inputs.wide_k, inputs)
 
 
 # The optional peer of pytorch-fast-transformers: the sum rule on the CPU, one step at a time. build_causal_product.py
-# puts it into a folder of its own; of one that is installed the compiler's flags would be unknown.
+# builds it, with compiler flags that are known.
 CAUSAL_PRODUCT = "causal_product"
 PEERS = ROOT / "build" / "peers"
 
 
 def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
-    if inputs.v.dtype != torch.float32 or shape.steps:  # it has no other dtype and no state to start from
+    if inputs.v.dtype != torch.float32 or shape.steps:  # it takes neither another dtype nor an initial state
         raise Refusal
     if not (PEERS / "fast_transformers").is_dir():
         raise Refusal("unavailable", "benchmarks/build_causal_product.py was not run")
@@ -121,23 +122,16 @@ def _prepare_causal_product(shape: Shape, inputs: Inputs) -> Work:
     return _heads_first(call, inputs.q, inputs.k, inputs)
 
 
-# The optional peer flash-linear-attention (Triton kernels on a GPU): rule, module, function, the names of the rule's
-# gates that it takes ("": in its place), whether it is the rule. The gated rule is simple_gla with keys that were
-# multiplied by 1 - g. chunk_gla has the key decays alone.
+# The optional peer flash-linear-attention (Triton kernels on a GPU): rule, module, names of the gates ("": by
+# position). Each module has functions chunk_MODULE and fused_recurrent_MODULE.
 FLASH_LINEAR_ATTENTION = "fla"
-_FUNCTIONS = (
-    ("delta", "delta_rule", "chunk_delta_rule", [""], True),
-    ("sum", "linear_attn", "chunk_linear_attn", [], True),
-    ("decay", "gla", "chunk_gla", [""], False),
-    ("gated", "simple_gla", "chunk_simple_gla", ["g"], True),
-    ("gated_delta", "gated_delta_rule", "chunk_gated_delta_rule", ["beta", "g"], True),
-    ("kimi_delta", "kda", "chunk_kda", ["beta", "g"], True),
-    ("delta", "delta_rule", "fused_recurrent_delta_rule", [""], True),
-    ("sum", "linear_attn", "fused_recurrent_linear_attn", [], True),
-    ("decay", "gla", "fused_recurrent_gla", ["gk", "gv"], True),
-    ("gated", "simple_gla", "fused_recurrent_simple_gla", ["g"], True),
-    ("gated_delta", "gated_delta_rule", "fused_recurrent_gated_delta_rule", ["beta", "g"], True),
-    ("kimi_delta", "kda", "fused_recurrent_kda", ["beta", "g"], True),
+_MODULES = (
+    ("delta", "delta_rule", [""]),
+    ("sum", "linear_attn", []),
+    ("decay", "gla", ["gk", "gv"]),
+    ("gated", "simple_gla", ["g"]),
+    ("gated_delta", "gated_delta_rule", ["beta", "g"]),
+    ("kimi_delta", "kda", ["beta", "g"]),
 )
 
 
@@ -153,7 +147,7 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
 
     def forward() -> Tensor:
         q, k, v, *given = tensors
-        if module == "simple_gla":
+        if module == "simple_gla":  # y = S q with S = exp(g) S + (1 - exp(g)) k v: the gated rule
             k = k * -torch.expm1(given[0]).unsqueeze(-1)
         if gates == [""]:
             return function(q, k, v, *given, **options)[0]
@@ -162,15 +156,18 @@ def _prepare_fla(rule: str, module: str, name: str, gates: list[str], shape: Sha
     return Work(forward, tensors, inputs.d_out)
 
 
-def all_contestants(rules: Sequence[str], device: str) -> list[Contestant]:
-    """Everybody who does these rules on a device, or next to them."""
-    found = [Contestant(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
-    found.append(Contestant(SOFTMAX, "softmax", _prepare_softmax, same=False))
+def all_implementations(rules: Sequence[str], device: str) -> list[Implementation]:
+    """All implementations of these rules on a device, and attention."""
+    found = [Implementation(name, rule, partial(_prepare_ours, name, rule)) for name in BACKENDS for rule in rules]
+    found.append(Implementation(SOFTMAX, "softmax", _prepare_softmax, same=False))
     if device == "cuda":
-        for rule, module, name, gates, same in _FUNCTIONS:
+        for way, (rule, module, gates) in itertools.product(("chunk", "fused_recurrent"), _MODULES):
             if rule in rules:
-                prepare = partial(_prepare_fla, rule, module, name, gates)
-                found.append(Contestant(f"{FLASH_LINEAR_ATTENTION} {name}", rule, prepare, same, compiles=True))
+                # chunk_gla takes the decays of the keys alone, and so computes another rule.
+                partly, name = way == "chunk" and module == "gla", f"{way}_{module}"
+                prepare = partial(_prepare_fla, rule, module, name, [""] if partly else gates)
+                peer = f"{FLASH_LINEAR_ATTENTION} {name}"
+                found.append(Implementation(peer, rule, prepare, same=not partly, compiles=True))
     elif "sum" in rules:
-        found.append(Contestant(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
+        found.append(Implementation(CAUSAL_PRODUCT, "sum", _prepare_causal_product))
     return found
