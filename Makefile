@@ -37,7 +37,7 @@ help:
 	@echo 'make test-sanitized    run the CPU kernels under sanitizers, record that they passed'
 	@echo 'make lint              check style and types'
 	@echo 'make coverage          run all tests, say which lines of the package they left out'
-	@echo 'make mutation          put faults into the package and the kernels, count those that the tests notice (hours)'
+	@echo 'make mutation          change the package and the kernels by mutants, count those that the tests notice (hours)'
 	@echo 'make docs              build the documentation in site/, and check its links'
 	@echo 'make gpu-check         build, test, sanitize and measure on a GPU, with the torch of PYTHON'
 	@echo 'make wheel             build dist/: a wheel with compiled CPU kernels for every torch from 2.10 on, and the sources'
@@ -72,7 +72,7 @@ lint: setup
 coverage: setup
 	.venv/bin/python -m pytest -n auto --cov=fairseq_fastweights --cov-report=term:skip-covered --cov-report=html:build/coverage
 
-# Several hours: two runs of the suite's parts for every fault.
+# Several hours: runs of the suite's parts for every mutant.
 mutation: setup
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0 universalmutator==1.14.1
 	.venv/bin/python tools/mutation.py

@@ -1,4 +1,4 @@
-"""Puts mutants into the compiled kernels, one at a time, and counts those that the tests notice.
+"""Changes the compiled kernels by mutants, one at a time, and counts those that the tests notice.
 
     python tools/kernel_mutation.py [cpu|cuda] [--sample 100] [--seed 1] [--files WORD] [--jobs N] [--minutes M]
                                     [--out FILE]
@@ -9,8 +9,8 @@ processor and tried against `tests/ops`; those of `cuda/` are compiled for the e
 against the tests that `make test-fast` runs first, then against the others. Mutants that do not compile, or that
 compile to the same code, are not counted.
 
-It can be done in pieces: what is in --out is not tried again, and after --minutes no other is begun. SURVIVORS has the
-mutants that no test noticed, with the reason where the mutant is no fault; those are not tried again.
+It can be done in pieces: mutants in --out are not tried again, and after --minutes no other is begun. SURVIVORS has
+the mutants that no test noticed, with the reason where the mutant is no fault; those are not tried again.
 """
 
 from __future__ import annotations
@@ -19,53 +19,32 @@ import argparse
 import contextlib
 import hashlib
 import io
-import json
 import os
 import random
-import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import mutants
 import native_build
+from mutants import ROOT, Mutant, lines_of, try_all
 from native_toolchain import Torch
 
-ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "kernel-mutation"
 SURVIVORS = ROOT / "tests" / "surviving_mutants.jsonl"
 TESTS = {"cpu": "tests/ops", "cuda": "tests/cuda"}
 MARKS = {"fast": "not slow and not emulated", "slow": "slow or emulated"}
 LONGEST = 20 * 60
-"""Seconds that a run of tests may take: a mutant that hangs is noticed."""
+"""Seconds of CPU time that a run of tests may take: a mutant that hangs is noticed."""
 IGNORED = (r"^\s*(#|//|\*|using |namespace |template|static_assert|TORCH_)", r"^\s*[{}()\[\];,]*\s*$")
 BUILD_EMULATED = "from tests.cuda.build import build; print(build())"
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A line of a file, and what stands there instead."""
-
-    path: str
-    line: int
-    text: str
-    instead: str
-
-    def apply(self, root: Path) -> None:
-        path = root / self.path
-        lines = path.read_text().splitlines(keepends=True)
-        lines[self.line - 1] = f"{self.instead}\n"
-        path.write_text("".join(lines))
-
-    @property
-    def change(self) -> tuple[str, str, str]:
-        """The mutant wherever its line has moved to."""
-        return self.path, self.text.strip(), self.instead.strip()
+def change(path: str, text: str, instead: str) -> tuple[str, str, str]:
+    """A mutant wherever its line has moved to."""
+    return path, text.strip(), instead.strip()
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
@@ -80,19 +59,18 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         yield Mutant(str(path.relative_to(ROOT)), line, lines[line - 1].rstrip("\n"), instead.rstrip("\n"))
 
 
-def sample(part: str, word: str, seed: int) -> Iterator[Mutant]:
+def sample(part: str, word: str, seed: int) -> list[Mutant]:
     """All lines of a part's files in a drawn order, each with one drawn mutant."""
     drawn, places = random.Random(seed), defaultdict(list)
     for path in sorted((ROOT / part).rglob("*.*")):
         if path.suffix in (".h", ".cpp", ".cu", ".cuh") and word in str(path.relative_to(ROOT)):
             for mutant in mutants_of(path):
                 places[mutant.path, mutant.line].append(mutant)
-    for place in drawn.sample(sorted(places), len(places)):
-        yield drawn.choice(places[place])
+    return [drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places))]
 
 
 class CpuKernels:
-    """Compiles the library with -O1, at a third of the time of -O3; what a mutant leaves as it is, is compiled once."""
+    """Compiles the library with -O1, at a third of the time of -O3; others than a mutant's are compiled once."""
 
     def __init__(self) -> None:
         self.plan = native_build.plan_cpu(Torch.find(), sanitize=False)
@@ -104,7 +82,9 @@ class CpuKernels:
     def build(self, copy: Path, mutant: Mutant | None) -> str:
         """Compiles a copy, and returns the library's path."""
         objects = dict(self.objects)
-        changed = "binding" if mutant and mutant.path.endswith("binding.cpp") else self.variant
+        # Other files than these sources are included by the kernels, which are compiled for each number type.
+        stem = Path(mutant.path).stem if mutant else ""
+        changed = stem if stem in ("binding", "dispatch", "steps_binding") else self.variant
         for part in self.plan.compilations:
             if mutant is None or part.title.startswith(changed):
                 objects[part.title] = copy / f"{'mutant' if mutant else 'whole'} {part.title}.o"
@@ -126,18 +106,15 @@ def build_emulated(copy: Path) -> str:
     return subprocess.run(run, cwd=copy, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
-class Bench:
-    """A copy of the checkout, in which one mutant at a time is tried."""
+class Bench(mutants.Bench):
+    """A copy of the checkout, whose kernels are compiled once without a mutant."""
 
     def __init__(self, number: int, part: str) -> None:
-        self.copy, self.part = WORK / f"copy-{number}", part
-        shutil.rmtree(self.copy, ignore_errors=True)
-        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
-        shutil.copytree(ROOT, self.copy, ignore=ignored)
-        self.kernels = CpuKernels() if part == "cpu" else None
+        super().__init__(WORK / f"copy-{number}")
+        self.part, self.kernels = part, CpuKernels() if part == "cpu" else None
         self.whole = self.build(None)
-        if (result := self.tried(None)) != "survived":
-            raise SystemExit(f"error: {result} tests fail without a mutant: see {self.copy / 'output.txt'}")
+        if self.noticing(["fast"]) != "survived":
+            raise SystemExit(f"error: fast tests fail without a mutant: see {self.output}")
 
     def build(self, mutant: Mutant | None) -> str:
         """Compiles the copy; returns a digest of the code."""
@@ -146,83 +123,50 @@ class Bench:
 
     def outcome(self, mutant: Mutant) -> str:
         """The tests that notice it: "fast" ones, "slow" ones or none, "survived"; or why it is not counted."""
-        source = (self.copy / mutant.path).read_bytes()
+        path = self.copy / mutant.path
+        source = path.read_text()
+        lines = source.splitlines(keepends=True)
+        lines[mutant.line - 1] = f"{mutant.instead}\n"
         try:
-            mutant.apply(self.copy)
-            return "same code" if self.build(mutant) == self.whole else self.tried(mutant)
+            path.write_text("".join(lines))
+            return "same code" if self.build(mutant) == self.whole else self.noticing(MARKS)
         except subprocess.CalledProcessError:
             return "not compiled"
         finally:
-            (self.copy / mutant.path).write_bytes(source)
+            path.write_text(source)
 
-    def tried(self, mutant: Mutant | None) -> str:
-        paths = f"{self.copy}{os.pathsep}{self.copy / 'tools'}"
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        if self.kernels:
-            environment["FASTWEIGHTS_NATIVE_CPU"] = self.library
-        for kind, marks in list(MARKS.items())[: 2 if mutant else 1]:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
-            with (self.copy / "output.txt").open("w") as output:
-                try:
-                    run = subprocess.run(
-                        [*command, TESTS[self.part]],
-                        cwd=self.copy,
-                        env=environment,
-                        stdout=output,
-                        stderr=output,
-                        timeout=LONGEST,
-                    )
-                except subprocess.TimeoutExpired:
-                    return kind
-            if run.returncode not in (0, 5):  # 5: none of these tests
-                return kind
-        return "survived"
-
-
-def lines_of(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    def noticing(self, kinds: Iterable[str]) -> str:
+        """The first kind of tests that fail, or "survived"."""
+        environment = {"FASTWEIGHTS_NATIVE_CPU": self.library} if self.kernels else {}
+        failing = (x for x in kinds if not self.passes(["-m", MARKS[x], TESTS[self.part]], LONGEST, **environment))
+        return next(failing, "survived")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Counts the mutants of the compiled kernels that the tests notice.")
     parser.add_argument("parts", nargs="*", default=list(TESTS), help=f"of {', '.join(TESTS)} (default: both)")
-    parser.add_argument("--sample", type=int, default=100, help="mutants of each part that count (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     parser.add_argument("--files", default="", metavar="WORD", help="only mutants of files whose paths have it")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other mutant after them")
-    parser.add_argument("--out", type=Path, default=WORK / "mutants.jsonl", help="a line for each mutant")
-    options = parser.parse_args(arguments)
-    end = time.monotonic() + 60 * options.minutes
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    equivalent = {(line["path"], line["text"], line["instead"]) for line in lines_of(SURVIVORS) if line.get("reason")}
-    done = {(line["path"], line["text"].strip(), line["instead"].strip()) for line in lines_of(options.out)}
+    options = mutants.parse(parser, arguments, 100, WORK / "mutants.jsonl")  # a sample of each part
+    # Lines may have moved since, so that a mutant is known by its text.
+    known = [line for line in lines_of(SURVIVORS) if line.get("reason")] + lines_of(options.out)
+    done = {change(line["path"], line["text"], line["instead"]) for line in known}
     for part in options.parts:
-        left = (x for x in sample(part, options.files, options.seed) if x.change not in equivalent | done)
-        taking = threading.Lock()  # of a mutant, by one of the benches
+        drawn = sample(part, options.files, options.seed)
+        left = [mutant for mutant in drawn if change(mutant.path, mutant.text, mutant.instead) not in done]
 
-        def found(part: str = part) -> tuple[int, ...]:
+        def counts(part: str = part) -> list[int]:
             outcomes = Counter(line["outcome"] for line in lines_of(options.out) if line["path"].startswith(f"{part}/"))
-            return tuple(outcomes[name] for name in ("fast", "slow", "survived"))
+            return [outcomes[name] for name in ("fast", "slow", "survived")]
 
-        def work(bench: Bench, left: Iterator[Mutant] = left, taking: threading.Lock = taking) -> None:
-            while sum(found(bench.part)) < options.sample and time.monotonic() < end:
-                with taking:
-                    mutant = next(left, None)
-                if mutant is None:
-                    break
-                result = asdict(mutant) | {"outcome": bench.outcome(mutant)}
-                with options.out.open("a") as out:
-                    out.write(json.dumps(result) + "\n")
-                if result["outcome"] == "survived":
-                    print("survived:", *mutant.change, sep="\n    ", flush=True)
+        def trials(number: int, part: str = part) -> Callable[[Mutant], str]:
+            return Bench(number, part).outcome
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(work, [Bench(number, part) for number in range(options.jobs)]))
-        fast, slow, survived = found()
-        print(
-            f"{part}: of {fast + slow + survived} mutants fast tests notice {fast}, all tests {fast + slow}", flush=True
-        )
+        def enough(counts: Callable[[], list[int]] = counts) -> bool:
+            return sum(counts()) >= int(options.sample)
+
+        try_all(options, left, trials, enough)
+        fast, slow, survived = counts()
+        print(f"{part}: of {fast + slow + survived} mutants fast tests notice {fast}, all tests {fast + slow}")
     return 0
 
 

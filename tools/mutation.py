@@ -1,47 +1,41 @@
-"""Puts faults into the package, one at a time, and counts those that the tests notice.
+"""Changes the package by mutants, one at a time, and counts those that the tests notice.
 
-    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--minutes M] [--again]
-                             [FOLDER ...]
+    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--minutes M] [FOLDER ...]
 
-The faults are cosmic-ray's mutants (another operator, another number, a condition turned round, a loop that is not
-entered, ...), drawn from the files of `fairseq_fastweights/` in proportion to what each folder offers. A mutant is
-tried against the tests that run its line, as one run of the suite under coverage says: those of the same folder first,
-those that `make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and transformers, but
-nothing of ours, and forks: a trial costs the import of the package and its tests alone.
+The mutants are cosmic-ray's (another operator, another number, a condition turned round, a loop that is not entered,
+...), drawn from the files of `fairseq_fastweights/` in proportion to the size of each folder. A mutant is tried against
+the tests that run its line, as one run of the suite under coverage says, then those of the same files and of files that
+name its module: processes of their own, and copies of a module, do not show in coverage. The tests of the same folder
+come first, those that `make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and
+transformers, but not the package, and forks: a trial costs the import of the package and its tests alone.
 
-It can be done in pieces: what is in --out is not tried again, the suite is recorded once, FOLDER restricts the drawn
+It can be done in pieces: mutants in --out are not tried again, the suite is recorded once, FOLDER restricts the drawn
 mutants to some folders, and after --minutes no other is begun. Remove build/mutation/ where the package has changed.
 
 The result, a line of JSON for each mutant, has the share that each folder's tests catch at its end, for fast tests and
-for all. As tests are tried for a time that is limited, the shares are lower bounds. With `--again` what survived is
-tried once more, with all tests of each file that runs its line or that names its file: processes of their own, and
-copies of a module, do not show in coverage. More `--seconds` are for then.
+for all. As tests are tried for a limited time, --seconds, the shares are lower bounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import itertools
-import json
-import multiprocessing
-import os
 import random
 import re
-import resource
-import shutil
-import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import mutants
+from mutants import ROOT, lines_of, try_all
+
 PACKAGE = "fairseq_fastweights"
 WORK = ROOT / "build" / "mutation"
 FOLDERS = ("ops", "mixers", "models", "conversion", "data", "tasks", "integrations", "huggingface", "lm_eval", "files")
@@ -51,15 +45,11 @@ TESTS = (
     "tests/tools/test_native_build.py",
 )
 INSTANT = 0.05
-"""Seconds: what importing the package takes is more."""
-HEAVY = (
-    *("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models"),
-    *("transformers", "transformers.trainer", "lm_eval.models.huggingface"),
-)
+"""Seconds, less than the import of the package takes."""
 LEFT_OUT = (
-    # What they change is no fault, or one that no test should be asked to see.
+    # Their changes are no faults, or none that a test should see.
     *("RemoveDecorator", "VariableInserter", "VariableReplacer"),
-    # Python keeps small numbers and short names once: `is` finds what `==` does.
+    # Python keeps small numbers and short names once: `is` finds the same as `==`.
     *("Operator_Eq_Is.", "Operator_NotEq_IsNot."),
     # Numbers with a point have no such operators: whatever runs the line fails.
     *("_BitAnd", "_BitOr", "_BitXor", "_LShift", "_RShift"),
@@ -67,22 +57,24 @@ LEFT_OUT = (
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """One fault: the `occurrence`-th place in `path` to which cosmic-ray's `operator` applies."""
+class Mutant(mutants.Mutant):
+    """The `occurrence`-th place of a file to which cosmic-ray's `operator` applies."""
 
-    path: str
-    line: int
     operator: str
     occurrence: int
 
     @property
     def folder(self) -> str:
-        parts = Path(self.path).parts
-        return parts[1] if len(parts) > 2 else Path(parts[1]).stem
+        return folder_of(self.path)
+
+
+def folder_of(path: str) -> str:
+    parts = Path(path).parts
+    return parts[1] if len(parts) > 2 else Path(parts[1]).stem
 
 
 def never_false(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The places of types, `assert` and `strict=`: they say what is known, so a change there is none."""
+    """The places of types, `assert` and `strict=`: a change there is no fault."""
     nodes = list(ast.walk(ast.parse(source)))
     parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
     parts += [x for x in nodes if isinstance(x, ast.Assert) or (isinstance(x, ast.keyword) and x.arg == "strict")]
@@ -90,7 +82,7 @@ def never_false(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
-    """All mutants of a file, but for those of what is never false."""
+    """All mutants of a file, each with an empty `instead`."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -104,7 +96,8 @@ def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
         places = [place for node in nodes for place in operator.mutation_positions(node)]
         for occurrence, (start, end) in enumerate(places):
             if not any(first <= start and end <= last for first, last in known):
-                yield Mutant(str(path.relative_to(root)), start[0], name, occurrence)
+                text = source.splitlines()[start[0] - 1]
+                yield Mutant(str(path.relative_to(root)), start[0], text, "", name, occurrence)
 
 
 def mutated(source: str, mutant: Mutant) -> str:
@@ -114,13 +107,17 @@ def mutated(source: str, mutant: Mutant) -> str:
     return str(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence))
 
 
-def is_python(source: str) -> bool:
-    """True for Python: to cosmic-ray the star before arguments is an operator as any other."""
+def with_change(root: Path, mutant: Mutant) -> Mutant | None:
+    """The mutant with the first line that it changes; None if it is no Python, as without the star before arguments."""
+    before = (root / mutant.path).read_text()
+    after = mutated(before, mutant)
     try:
-        ast.parse(source)
+        ast.parse(after)
     except SyntaxError:
-        return False
-    return True
+        return None
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    text, instead = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    return replace(mutant, text=text, instead=instead)
 
 
 def sample(root: Path, size: int, seed: int) -> list[Mutant]:
@@ -129,11 +126,11 @@ def sample(root: Path, size: int, seed: int) -> list[Mutant]:
     places: dict[tuple[str, int, str], list[Mutant]] = defaultdict(list)
     for path in sorted((root / PACKAGE).rglob("*.py")):
         for mutant in mutants_of(root, path):
-            # Each of the twelve other operators that may stand for a `+` is one chance of the same place.
+            # Each of the twelve other operators that may replace a `+` is one chance of the same place.
             places[mutant.path, mutant.line, mutant.operator.split("_")[0]].append(mutant)
     chosen = (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
-    faults = (mutant for mutant in chosen if is_python(mutated((root / mutant.path).read_text(), mutant)))
-    return list(itertools.islice(faults, size))
+    changed = (with_change(root, mutant) for mutant in chosen)
+    return list(itertools.islice((mutant for mutant in changed if mutant), size))
 
 
 @dataclass
@@ -144,20 +141,21 @@ class Suite:
     seconds: dict[str, float]
     slow: set[str]
 
-    def of(self, mutant: Mutant, seconds: float, whole_files: bool) -> list[tuple[str, list[str]]]:
+    def of(self, mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
         """Attempts on a mutant: the fast tests of its own folder, the other fast ones, the slow ones, each for a time.
 
-        What takes less than `INSTANT` comes first: most rows of tables of bad input do, and each may be the only one to
-        notice. Then of each function the quickest case, so that a large table leaves time for the other functions.
+        Tests that run its line come before the others of their files. Tests of less than `INSTANT` come first: most
+        rows of tables of bad input are, and each may be the only one to notice. Then of each function the quickest
+        case, so that a large table leaves time for the other functions.
         """
         lines = self.by_line.get(mutant.path, {})
-        # Tables and definitions run at import, in no test: whoever runs anything in the file may see them.
-        tests = lines.get(mutant.line) or set().union(*lines.values(), set())
-        if whole_files:
-            files, name = {test.partition("::")[0] for test in tests}, rf"\b{Path(mutant.path).stem}\b"
-            every = {test: test.partition("::")[0] for test in self.seconds}
-            naming = {file for file in set(every.values()) if re.search(name, (ROOT / file).read_text())}
-            tests = {test for test, file in every.items() if file in files | naming}
+        # Tables and definitions run at import, in no test: any test of the file may notice them.
+        running = lines.get(mutant.line) or set().union(*lines.values(), set())
+        every = {test: test.partition("::")[0] for test in self.seconds}
+        name = rf"\b{Path(mutant.path).stem}\b"
+        files = {test.partition("::")[0] for test in running}
+        files |= {file for file in set(every.values()) if re.search(name, (ROOT / file).read_text())}
+        tests = running | {test for test, file in every.items() if file in files}
         cases: dict[str, int] = defaultdict(int)
         ranks = {}
         for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test)):
@@ -167,9 +165,9 @@ class Suite:
         chosen: dict[tuple[str, bool], list[str]] = {("fast", True): [], ("fast", False): [], ("slow", True): []}
         spent = dict.fromkeys(chosen, 0.0)
 
-        def order(test: str) -> tuple[int, float, str]:
-            seconds = self.seconds.get(test, 0.0)
-            return -1 if seconds < INSTANT else ranks[test], seconds, test
+        def order(test: str) -> tuple[bool, int, float, str]:
+            took = self.seconds.get(test, 0.0)
+            return test not in running, -1 if took < INSTANT else ranks[test], took, test
 
         for test in sorted(tests, key=order):
             group = ("slow", True) if test in self.slow else ("fast", test.startswith(near))
@@ -180,7 +178,7 @@ class Suite:
 
 
 def record_suite() -> None:
-    """Runs the tests once under coverage: what `Suite` is made from."""
+    """Runs the tests once under coverage, for `Suite`."""
     WORK.mkdir(parents=True, exist_ok=True)
     settings = WORK / "coveragerc"
     settings.write_text(f"[run]\nsource = {ROOT / PACKAGE}\ndata_file = {WORK / 'coverage'}\n")
@@ -188,7 +186,7 @@ def record_suite() -> None:
     run += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
     if subprocess.run([*run, *TESTS], cwd=ROOT).returncode:
         (WORK / "tests.xml").unlink(missing_ok=True)
-        raise SystemExit("the suite must pass before faults are put into what it tests")
+        raise SystemExit("the suite must pass without a mutant")
 
 
 def load_suite() -> Suite:
@@ -213,33 +211,37 @@ def load_suite() -> Suite:
     return Suite(by_line, seconds, {line for line in listed.splitlines() if "::" in line})
 
 
-class Bench:
-    """A copy of the checkout, in which one mutant at a time is tried."""
+class Bench(mutants.Bench):
+    """A copy of the checkout; it knows which tests pass without a mutant."""
 
     def __init__(self, number: int) -> None:
-        self.folder = WORK / f"copy-{number}"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
-        shutil.copytree(ROOT, self.folder, ignore=ignored, symlinks=True)
+        super().__init__(WORK / f"copy-{number}")
         self.sound: dict[str, bool] = {}
+
+    def outcome(self, mutant: Mutant, suite: Suite, seconds: float) -> str:
+        """The tests that notice the mutant: "fast" ones, "slow" ones, or none ("survived", "not run")."""
+        path, tries = self.copy / mutant.path, suite.of(mutant, seconds)
+        original = path.read_text()
+        for kind, tests in tries:
+            if self.noticed(tests, 60 + seconds, path, original, mutated(original, mutant)):
+                return kind
+        return "survived" if tries else "not run"
 
     def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
         """True if one of the tests fails, or does not end, with the mutant and passes without it."""
         tests = [test for test in tests if self.sound.get(test, True)]
         while tests:
             self.write(path, fault)
-            passed = self.passes(tests, limit)
+            passed = self.run(tests, limit)
             self.write(path, original)
             if passed:
                 return False
-            failed = re.search(
-                r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - |$)", (self.folder / "output.txt").read_text(), re.M
-            )
-            # Without a name the run did not get so far as to tell one: the package cannot be imported, or it hangs.
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - |$)", self.output.read_text(), re.M)
+            # A run without a name ended before its summary: the package cannot be imported, or it hangs.
             if failed is None or failed[1] not in tests:
                 return True
             if failed[1] not in self.sound:
-                self.sound[failed[1]] = self.passes([failed[1]], limit)
+                self.sound[failed[1]] = self.run([failed[1]], limit)
             if self.sound[failed[1]]:
                 return True
             tests.remove(failed[1])
@@ -252,61 +254,20 @@ class Bench:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink(missing_ok=True)
 
-    def passes(self, tests: list[str], limit: float) -> bool:
-        """True if these tests pass in time, in a fork that imports the package as it is in the copy."""
-        listed = self.folder / "tests.args"
+    def run(self, tests: list[str], limit: float) -> bool:
+        """True if these tests pass."""
+        listed = self.copy / "tests.args"
         listed.write_text("\n".join(tests))
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            # Of this process's own: on busy cores the clock says little. SIGXCPU ends it.
-            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
-            os.chdir(self.folder)
-            sys.path[:0] = [str(self.folder), str(self.folder / "tools")]
-            os.environ["PYTHONPATH"] = f"{self.folder}{os.pathsep}{self.folder / 'tools'}"
-            output = os.open(str(self.folder / "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            status = 1
-            try:
-                pytest = importlib.import_module("pytest")
-                status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"@{listed}"]))
-            finally:
-                os._exit(status)
-        deadline = time.monotonic() + 10 * limit
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return status == 0
-            time.sleep(0.02)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return False
-
-    def outcome(self, mutant: Mutant, tries: list[tuple[str, list[str]]], limit: float) -> str:
-        """The tests that notice the mutant: "fast" ones, "slow" ones, or none ("survived", "not run")."""
-        path = self.folder / mutant.path
-        original = path.read_text()
-        for kind, tests in tries:
-            if self.noticed(tests, limit, path, original, mutated(original, mutant)):
-                return kind
-        return "survived" if tries else "not run"
+        return self.passes([f"@{listed}"], limit)
 
 
-def difference(mutant: Mutant) -> str:
-    """The first line that the mutant changes, before and after."""
-    before = (ROOT / mutant.path).read_text()
-    pairs = zip(before.splitlines(), mutated(before, mutant).splitlines(), strict=False)
-    return next((f"{a.strip()}  ->  {b.strip()}" for a, b in pairs if a != b), "")
-
-
-def shares(results: list[dict[str, object]]) -> str:
+def shares(results: list[dict[str, Any]]) -> str:
     """A table: of each folder's mutants, the share that fast tests catch and that all do."""
     rows = ["| folder | mutants | caught by fast tests | by all |", "| --- | --- | --- | --- |"]
-    folders: dict[str, list[object]] = defaultdict(list)
+    folders: dict[str, list[str]] = defaultdict(list)
     for result in results:
-        folders[str(result["folder"])].append(result["outcome"])
-        folders["all"].append(result["outcome"])
+        for folder in (folder_of(result["path"]), "all"):
+            folders[folder].append(result["outcome"])
     for folder in sorted(folders, key=lambda name: (name == "all", name)):
         outcomes = folders[folder]
         fast = sum(outcome == "fast" for outcome in outcomes)
@@ -316,69 +277,22 @@ def shares(results: list[dict[str, object]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Counts the faults in the package that the tests notice.")
-    parser.add_argument("folders", nargs="*", help="of fairseq_fastweights/; all, unless some are named")
-    parser.add_argument("--sample", type=int, default=400, help="how many mutants are tried (default: 400)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
-    parser.add_argument("--out", type=Path, default=WORK / "mutants.jsonl", help="a line for each mutant")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other mutant after them")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of tests, by their own record, for each of three tries"
-    )
-    parser.add_argument("--again", action="store_true", help="try what survived once more, with whole files of tests")
-    options = parser.parse_args(arguments)
-    if not (options.minutes > 0 and options.seconds > 0):  # nor is NaN
-        parser.error(f"--minutes is {options.minutes} and --seconds {options.seconds}; both must be positive")
-    end = time.monotonic() + 60 * options.minutes
+    parser = argparse.ArgumentParser(description="Counts the mutants of the package that the tests notice.")
+    parser.add_argument("folders", nargs="*", help="of fairseq_fastweights/ (default: all)")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests, by their record, for each of three tries")
+    options = mutants.parse(parser, arguments, 400, WORK / "mutants.jsonl")
+    if not options.seconds > 0:  # rejects NaN, too
+        parser.error(f"--seconds is {options.seconds}; it must be positive")
     if not (WORK / "tests.xml").exists():
         record_suite()
     suite = load_suite()
-    mutants = sample(ROOT, options.sample, options.seed)
-    mutants = [mutant for mutant in mutants if not options.folders or mutant.folder in options.folders]
-    if options.again:
-        kept = [
-            line for line in options.out.read_text().splitlines() if json.loads(line)["outcome"] in ("fast", "slow")
-        ]
-        options.out.write_text("".join(f"{line}\n" for line in kept))
-    options.out.touch()
-    done = {tuple(json.loads(line)["mutant"].values()) for line in options.out.read_text().splitlines()}
-    left = [mutant for mutant in mutants if tuple(asdict(mutant).values()) not in done]
-    print(f"{len(mutants)} mutants, {len(left)} of them to try", flush=True)
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    for name in HEAVY:
-        importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
-
-    def work(number: int) -> None:
-        bench = Bench(number)
-        for mutant in left[number :: options.jobs]:
-            started = time.monotonic()
-            if started > end:
-                break
-            result: dict[str, object] = {"mutant": asdict(mutant), "folder": mutant.folder}
-            tries = suite.of(mutant, options.seconds, options.again)
-            # A trial that computes for so long, or waits ten times as long, hangs.
-            outcome = bench.outcome(mutant, tries, 60 + options.seconds)
-            result |= {"outcome": outcome, "change": difference(mutant)}
-            result["seconds"] = round(time.monotonic() - started, 1)
-            with options.out.open("a") as out:
-                out.write(json.dumps(result) + "\n")
-
-    # Processes and no threads, as each of them forks.
-    fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=work, args=(number,)) for number in range(options.jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise SystemExit("a worker failed; what it printed says why. What was tried is kept, another run goes on there")
-    results = [json.loads(line) for line in options.out.read_text().splitlines()]
-    for result in results:
-        if result["outcome"] in ("survived", "not run"):
-            print(f"{result['outcome']}: {result['mutant']['path']}:{result['mutant']['line']}: {result['change']}")
-    print(shares(results))
+    drawn = sample(ROOT, options.sample, options.seed)
+    drawn = [mutant for mutant in drawn if not options.folders or mutant.folder in options.folders]
+    done = {(line["path"], line["operator"], line["occurrence"]) for line in lines_of(options.out)}
+    left = [mutant for mutant in drawn if (mutant.path, mutant.operator, mutant.occurrence) not in done]
+    print(f"{len(drawn)} mutants, {len(left)} of them to try", flush=True)
+    try_all(options, left, lambda number: partial(Bench(number).outcome, suite=suite, seconds=options.seconds))
+    print(shares(lines_of(options.out)))
     return 0
 
 
