@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a program in this process, which saves its start; returns what it ends with, "" if it comes to its end."""
+    """Runs a program in this process, which saves its start; returns its exit and error, "" if it succeeds."""
 
     def run_here(name: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])

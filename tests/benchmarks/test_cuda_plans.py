@@ -1,4 +1,4 @@
-"""The ways to do a call on a GPU are found, told apart, asked for and timed; here without a GPU."""
+"""The plans of a call on a GPU are found, requested and timed, here without a GPU."""
 
 import csv
 import os
@@ -26,7 +26,7 @@ def plan(operation: str, sizes: tuple[int, ...], *_: object, **__: object) -> di
     return {**plan, "blocks": 1, "threads": 2 * plan["columns"], "shared": 1000} if possible else None
 
 
-def test_every_way_is_timed_written_down_and_held_against_steps_one_by_one(tmp_path, monkeypatch, run, capsys) -> None:
+def test_every_plan_is_timed_and_compared_with_the_recurrent_kernels(tmp_path, monkeypatch, run, capsys) -> None:
     monkeypatch.setattr(kernels, "cuda_plan", plan)
     monkeypatch.setattr(cuda_plans, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_plans, "SHAPES", {"mt-big": Shape("mt-big", 2, 3, 40, 8, 16)})

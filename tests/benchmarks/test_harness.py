@@ -1,4 +1,4 @@
-"""Implementations take turns within a budget, and calls are timed; bytes, operations and memory; pages from records."""
+"""Turns within a budget, clocks, bytes, operations and memory, targets, and the page of the records."""
 
 import json
 import math
@@ -28,17 +28,17 @@ RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
 
 
 class Machine(Clock):
-    """Its time passes in calls alone: a second in each, half a second more in a peer's first."""
+    """A simulated clock: a call takes a second, the first call of a peer half a second more."""
 
     def __init__(self) -> None:
-        self.now, self.hosts = 0.0, []  # and what the clock was told
+        self.now, self.hosts = 0.0, []  # hosts: the seconds that were passed to it
 
     def seconds(self, call: Call, repeats: int, host: float = 0.0) -> float:
         self.hosts.append(host)
         return super().seconds(call, repeats)
 
     def implementation(self, name: str, factor: float = 1.0, error: Any = None) -> Implementation:
-        """Its output is v times a factor, or an error: a refusal if it is not even prepared."""
+        """Its output is v times `factor`, or it raises `error`, a refusal already when it is prepared."""
         calls = []
 
         def prepare(shape: Shape, inputs: Any) -> Work:
@@ -58,7 +58,7 @@ class Machine(Clock):
         return Implementation(name, "sum", prepare)
 
     def peer(self, kind: str = "forward", longest_call: float = math.inf, **made_so: Any) -> Any:
-        """The row of a peer of chunkwise, which is right; None, if it has none."""
+        """The row of a peer of chunkwise, or None."""
         both = [self.implementation("chunkwise"), self.implementation("peer", **made_so)]
         how = {"device": "cpu", "clock": self, "rates": RATES, "rounds": 2, "longest_call": longest_call}
         [own, *other], _ = compare(Case(CASES[0].shape, "float32", kind), both, **how)
@@ -86,7 +86,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         ({"longest_call": 1.2}, "left out", "a call takes 1.5 s, over 1.2 s"),
     ],
 )
-def test_who_takes_no_part_says_why_unless_it_does_not_belong(made_so, status, message, machine) -> None:
+def test_an_absent_implementation_has_a_status_and_a_reason(made_so, status, message, machine) -> None:
     row = machine.peer(**made_so)
     assert (row["status"], row.get("message")) == (status, message)
     if status == "measured":
@@ -96,7 +96,7 @@ def test_who_takes_no_part_says_why_unless_it_does_not_belong(made_so, status, m
     assert machine.peer(error=Refusal()) is None
 
 
-def test_what_a_budget_does_not_reach_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_names_the_cases_that_it_cuts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "Budget", lambda seconds: timing.Budget(seconds, now=lambda: machine.now))
     monkeypatch.setattr(comparison, "measure_rates", lambda *_: RATES)
     monkeypatch.setattr(comparison, "all_implementations", lambda *_: [machine.implementation("chunkwise")])
@@ -108,7 +108,7 @@ def test_what_a_budget_does_not_reach_is_named(machine: Machine, monkeypatch: py
 
 
 @pytest.mark.parametrize(("allowed", "rounds", "made"), [(math.inf, 20, 20), (50.0, 20, 10), (0.0, 20, 3), (0.0, 2, 2)])
-def test_turns_are_cut_to_what_is_allowed_but_not_below_three(allowed: float, rounds: int, made: int) -> None:
+def test_turns_are_cut_to_the_allowed_seconds_but_not_below_three(allowed: float, rounds: int, made: int) -> None:
     order: list[str] = []
     warm = {"a": (1.0, 0.0), "b": (0.5, 0.0), "c": (3.0, 0.0)}
     calls = {name: lambda name=name: order.append(name) or warm[name][0] for name in warm}
@@ -124,7 +124,7 @@ class SimulatedGpu:
 
     def __init__(self) -> None:
         self.cuda, self.uint8, self.empty = self, None, lambda size, dtype, device: self
-        self.host = self.device = 0.0  # when each is done with what came before
+        self.host = self.device = 0.0  # the time at which each has done its earlier work
         self.flushes = 0
 
     def launch(self, seconds: float) -> None:
@@ -148,7 +148,7 @@ class SimulatedGpu:
         return event
 
 
-# Where no lead is long enough, the launches are timed too.
+# Launches are timed too if no lead is long enough.
 GPU_CALLS = [(1, 2e-6, 1), (14, 2e-6, 5), (300, 2e-6, 64), (1000, 1e-5, 1)]
 
 
@@ -167,7 +167,7 @@ def test_a_short_call_on_a_gpu_is_timed_without_its_launches(launches, each, flu
     assert gpu.flushes == 3 * flushes
 
 
-def test_waiting_is_no_time_of_the_processor() -> None:
+def test_waiting_is_no_cpu_time() -> None:
     wait = partial(time.sleep, 0.2)
     assert Clock().seconds(wait, 1) >= 0.1 > ProcessorClock().seconds(wait, 1)
 
@@ -229,14 +229,14 @@ def test_the_peak_of_a_call_counts_what_lives_at_the_same_time() -> None:
     assert held({"a": [torch.zeros(3), None], "b": {"y": torch.zeros(2, dtype=torch.float64)}}) == 28
 
 
-# Of a GPU, in round numbers. Trainings: a model and a way, thousand tokens/s, GB, percent of time that it is busy.
+# Trainings on a GPU: model, implementation, thousand tokens/s, GB, percent of busy time.
 TRAINED = """softmax/plugin/500/16/50 delta/plugin/800/12/90 delta/plugin,_compiled/1250/15/80 delta/stock/250/12/30
 softmax/plain_PyTorch/1000/12/90 sum/plugin/1100/13/100"""
-# Calls: a rule, shape, dtype and implementation, milliseconds, those of the limit, percent of memory beyond.
+# Calls: rule, shape, dtype, implementation, milliseconds, those of the limit, percent of extra memory.
 CALLED = """delta/lm-small/bfloat16/native/1/.7/30 delta/lm-small/float32/native/3/.7/30
 delta/retnet/bfloat16/native/1/.7/30 delta/lm-small/bfloat16/fla_chunk/2/1/1 delta/lm-small/bfloat16/fla_steps/.9/1/1
 softmax/lm-small/bfloat16/SDPA/4/1/1"""
-# What is to be said of the targets: it can be checked in the head.
+# The verdicts, which mental arithmetic can check.
 SAID = """0.9 x (delta, lm-small), missed; 70% (delta, lm-small); median of 2: 70%, met; 3.00 x (delta, lm-small),
 missed; 30% (delta, lm-small), missed; 30% (delta, retnet), met; 2.00 ms (delta, forward+backward), met;
 1,250,000 tokens/s (delta), met; 5.00 x (delta), met; 2.20 x (sum); median of 2: 2.35 x, missed; 1.25 x (delta), met;
@@ -245,7 +245,7 @@ missed; 30% (delta, lm-small), missed; 30% (delta, retnet), met; 2.00 ms (delta,
 LEAST, MOST = ("at least", 1.5), ("at most", 2.0)
 
 
-def test_of_a_gpu_is_said_what_was_worked_out_by_hand() -> None:
+def test_targets_on_a_gpu_get_verdicts_worked_out_by_hand() -> None:
     rows = {"kernels": [], "training": []}
     for rule, shape, dtype, name, *numbers in (x.replace("_", " ").split("/") for x in CALLED.split()):
         ms, limit, extra = map(float, numbers)
@@ -280,10 +280,10 @@ def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None
         (LEAST, ["no", "none", "no"], "–", "unmeasured: no; none"),
         (LEAST, [3.0, *["no"] * 4], "3.00 x (a)", "met: unmeasured: b, c, d and 1 more (no)"),
         (LEAST, [], "–", "unmeasured: there are no results"),
-        # Who fails has not been beaten.
+        # A failed peer has not been beaten.
         (LEAST, [3.0, Failure("boom"), "no"], "3.00 x (a)", "missed: failed: b (boom); unmeasured: c (no)"),
         (MOST, [Failure("boom")], "–", "missed: failed: a (boom)"),
     ],
 )
-def test_the_worst_of_what_was_measured_counts(target: Any, values: Any, measured: str, verdict: str) -> None:
+def test_a_target_is_judged_by_its_worst_case(target: Any, values: Any, measured: str, verdict: str) -> None:
     assert judge(*target, ratio, list(zip("abcde", values, strict=False))) == [measured, verdict]

@@ -1,4 +1,4 @@
-"""The programs run, on tiny cases, leave results that can be read, and measure tokens as generation makes them."""
+"""The programs run on tiny cases, leave results that can be read, and measure decode steps as fairseq makes them."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ FACTS = ("part", "name", "model", "pass", "implementation", "rule")
 
 
 def implementations(record: dict[str, Any]) -> set[str]:
-    """Who takes part in a record, and in what of it, whatever the sizes."""
+    """The implementations of a record by part and pass, without sizes."""
     return {re.sub(r"\d+", "N", " ".join(str(row.get(fact)) for fact in FACTS)) for row in record["rows"]}
 
 
@@ -32,7 +32,7 @@ def committed(name: str) -> set[str]:
 
 @pytest.mark.slow
 def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatch, run) -> None:
-    monkeypatch.setattr("kernels.keep_freed_memory", lambda: None)  # of this process it is not to be kept
+    monkeypatch.setattr("kernels.keep_freed_memory", lambda: None)  # this process should not keep it
     page = tmp_path / "page.md"
 
     def run_quickly(name: str, *arguments: str) -> None:
@@ -47,7 +47,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
     for name, record in found.items():
         assert record["threads"] == 1 and record["cut"] == [] and f"]({name}.json)" in page.read_text()
         assert implementations(record) >= committed(name)
-        # Nobody failed; what is compiled need not be there.
+        # Nothing failed; compiled kernels are optional.
         lacking = {row["implementation"] for row in record["rows"] if row.get("status", "measured") != "measured"}
         assert lacking <= {"native", "causal_product"}
     for name in ("next_token.png", "training_length.png"):
@@ -59,7 +59,7 @@ def test_all_results_of_a_cpu_are_made_by_one_command(tmp_path: Path, monkeypatc
 def test_peers_of_transformers_take_turns(subject: str, tmp_path: Path, monkeypatch, run) -> None:
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     before = dict(vars(qwen))
-    monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # of this process it is not to be kept
+    monkeypatch.setattr("against_transformers.keep_freed_memory", lambda: None)  # this process should not keep it
     assert run("against_transformers", subject, "--quick", "--threads", 1, "--out", tmp_path / "out.json") == ""
     record = records.read(tmp_path / "out.json")
     assert implementations(record) >= committed(subject)
@@ -79,7 +79,7 @@ against_transformers converted --compiled: transformers: it must have some of 's
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().split("\n"))
-def test_what_makes_no_sense_is_refused(line: str, monkeypatch, run) -> None:
+def test_invalid_options_are_refused(line: str, monkeypatch, run) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     calls, values, message = line.split(": ", 2)
     if "against_transformers" in calls:
@@ -101,7 +101,7 @@ def shapes(state: dict[str, Any]) -> list[tuple[str, str, torch.Size]]:
 
 @pytest.mark.parametrize("most_read", [3, 20])
 @pytest.mark.parametrize("name", [TRANSFORMER, *generation.RULES])
-def test_a_generation_comes_to_a_length_with_the_state_of_generation(name: str, most_read: int) -> None:
+def test_a_generation_reaches_a_length_with_the_state_of_decoding(name: str, most_read: int) -> None:
     model, tokens = build(name), torch.randint(4, SETTINGS["words"], (ROWS, 20))
     state, generated = {}, {}
     with torch.no_grad():
@@ -124,7 +124,7 @@ CALLS = {"reorder_incremental_state": 2, "reorder_encoder_out": 2, "forward_deco
 
 @pytest.mark.parametrize("beam", translation.BEAMS)
 @pytest.mark.parametrize("name", [translation.TRANSFORMER, *translation.MAPS])
-def test_a_translated_token_is_made_as_the_generator_makes_it(name: str, beam: int) -> None:
+def test_a_decode_step_of_translation_is_the_generators(name: str, beam: int) -> None:
     rows, source, length = translation.QUICK_SETTINGS["hypotheses"], torch.tensor([4, 9, 7]), 5
     model, dictionary = translation.build(name, settings=translation.QUICK_SETTINGS, longest=8)
     generator = translation.build_generator(deepcopy(model), dictionary, beam, length=length + 1)

@@ -1,4 +1,4 @@
-"""Trainings that take turns: fairseq-train's, beside one in plain PyTorch of the same model, and what is recorded."""
+"""Trainings in worker processes that take turns, the plain model beside fairseq's, and records."""
 
 import math
 import re
@@ -49,12 +49,12 @@ def test_every_part_is_trained_in_blocks(named: tuple[str, str, str], tmp_path: 
     assert 50 < profiled["operators"] < 2000 and "kernels" not in profiled
 
 
-def test_the_first_update_is_not_timed_and_what_a_gpu_did_is_counted(monkeypatch) -> None:
+def test_the_first_update_is_not_timed_and_gpu_work_is_counted(monkeypatch) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
     monkeypatch.setattr(workers.time, "perf_counter", Mock(side_effect=[0.0, 10.0, 13.0, 20.0, 21.0]))
     gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    # Three kernels, and what is none. Time that several cover counts once.
+    # Three kernels, which overlap, and three other events.
     rows = [("a", 0, 10, gpu, False), ("b", 5, 20, gpu, False), ("b", 6, 7, gpu, False)]
     rows += [("aten::mm", 0, 99, cpu, False), ("forward", 0, 90, gpu, False), ("step", 0, 90, gpu, True)]
     facts = [f"{x}.return_value" for x in ("name", "start_ns", "end_ns", "device_type", "is_user_annotation")]
@@ -134,13 +134,13 @@ def named(name: str) -> tuple[Training, int]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Measures trainings of these names with these scripts; returns what happened, the rows and what was cut."""
+    """Measures trainings of these names with these scripts; returns the events, the rows and the cuts."""
 
     def measure(names: str, scripts: dict[str, list[Any]], rounds: int = 3, **how: Any) -> Any:
         happened: list[str] = []
 
         class Fake(Worker):
-            """Answers from a script: by block, what it says, or why it is lost. None is no answer yet."""
+            """Answers from a script: an answer for each block, an error, or None if there is no answer yet."""
 
             def __init__(self, training: Training, log: Path) -> None:
                 self.name = training.model
@@ -156,8 +156,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
                     self.tell("is warm")
                 return answer
 
-            def tell(self, *what: object) -> None:
-                happened.append(" ".join(map(str, (self.name, *what))))
+            def tell(self, *event: object) -> None:
+                happened.append(" ".join(map(str, (self.name, *event))))
 
             def end(self) -> None:
                 self.tell("ends")
@@ -180,7 +180,7 @@ def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) ->
     assert [rows[0][name] for name in ("peak bytes", "operators", "kernels")] == [6, 9, 3]
 
 
-def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
+def test_a_lost_worker_has_a_reason_and_the_others_go_on(measured: Any) -> None:
     gone, before = Lost("failed", "gone"), ([], [LOADED], [LOADED, WARM, TURN], [LOADED, WARM, TURN, TURN])
     happened, [rows], _ = measured("abcde", {name: [*x, gone] for name, x in zip("abcd", before, strict=True)}, 2)
     assert [row["status"] for row in rows] == ["failed"] * 4 + ["measured"]
@@ -189,7 +189,7 @@ def test_who_is_lost_has_its_reason_and_the_others_go_on(measured: Any) -> None:
 
 
 def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
-    """And the GPU's time in an update is over that of one without a profiler."""
+    """Busy time is the GPU's time in a profiled update over the time of another one."""
     slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, PROFILE]
     happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), 1, device="cuda", memory=60)
     # Half of the memory is for two of 12 GiB.
