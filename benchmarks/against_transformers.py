@@ -65,6 +65,7 @@ def scans(time: int, batch: int, channels: int, state: int) -> Calls:
     """By name a forward pass; each gets its inputs in the memory layout that it wants."""
     u, B, C = (torch.randn(batch, time, size, requires_grad=True) for size in (channels, state, state))
     delta = F.softplus(torch.randn(batch, time, channels) - 4).requires_grad_()
+    # Mamba's initial values: A = -(1, ..., state) for each channel, steps of about softplus(-4) = 0.02.
     A = -torch.arange(1.0, state + 1).repeat(channels, 1)
     A.requires_grad_()
     D = torch.ones(channels, requires_grad=True)
@@ -107,6 +108,7 @@ def mixers(sizes: dict[str, int], quick: bool) -> Iterator[Comparison]:
 def rules(batch: int, time: int, dim: int) -> Calls:
     q, k, v = (torch.randn(batch, time, HEADS, dim) for _ in range(3))
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
+    # Decays are logarithms: negative, one for each head or for each key dimension.
     beta, by_head, by_key = torch.rand(batch, time, HEADS), -torch.rand(batch, time, HEADS), -torch.rand_like(k)
     for x in (q, k, v, beta, by_head, by_key):
         x.requires_grad_()
@@ -138,6 +140,7 @@ def models(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
     for name, settings in MODELS.items():
         torch.manual_seed(0)
         kind = name.replace("-", "")
+        # Three layers of linear attention for one of softmax attention, as in the released models.
         kinds = [*["linear_attention"] * 3, "full_attention"] * (sizes["num_hidden_layers"] // 4)
         config = getattr(transformers, f"{kind}Config")(**sizes, layer_types=kinds, **ALL_MODELS, **settings)
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()

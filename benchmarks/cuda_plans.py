@@ -94,7 +94,7 @@ def measure(shape: Shape, rule: str, kind: str, dtype: torch.dtype, rounds: int,
     ways: dict[str, Way] = {}
     for way in ways_of(call, torch.cuda.get_device_capability()):
         ways.setdefault(str(way), way)
-    # As a decorator, it asks whenever the call is made.
+    # `patch.dict` as a decorator sets the request for the duration of each call.
     calls = {label: mock.patch.dict(os.environ, way.environment)(call.run) for label, way in ways.items()}
     expected = [x.detach().double() for x in calls["recurrent"]()]
     differences = {

@@ -102,6 +102,7 @@ def peers(record: Record, path: Path) -> str:
     """The times of peers in a record over those of the fastest plans, forward and backward together."""
     lines = []
     for (shape, rule), passes in ways(path).items():
+        # The fastest plan of each pass, in seconds.
         own = sum(min(times.values()) for times in passes.values()) / 1e3
         measured = [row for row in record["rows"] if row["status"] == "measured" and row["shape"] == shape]
         others = [row for row in measured if row["rule"] == rule and row["implementation"].startswith("fla chunk")]

@@ -89,6 +89,7 @@ def hypotheses_after(generator: SequenceGenerator, name: str, source: Tensor, le
     state: dict[str, Any] = {}
     with torch.no_grad():
         encoder_outs = ensemble.forward_encoder(sample(source, 1)["net_input"])
+        # One row for each hypothesis, of the one encoded source.
         encoder_outs = ensemble.reorder_encoder_out(encoder_outs, torch.zeros(rows, dtype=torch.int64, device=device))
         ensemble.forward_decoder(tokens[:, :1], encoder_outs, [state])
     if name == TRANSFORMER:

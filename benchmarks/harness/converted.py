@@ -59,6 +59,7 @@ def converted(source: LlamaForCausalLM, mixer: str, layers: str) -> FastWeightFo
         scale_embeddings=False,
         dropout=0.0,
     )
+    # No weights are allocated: all are taken from the base model or drawn below.
     with torch.device("meta"):
         model = FastWeightForCausalLM(config)
     taken = {_our_name(name): x for name, x in source.state_dict().items()}
@@ -104,11 +105,11 @@ class Generation:
             text = torch.randint(4, words, (batch, 2), device=model.device)
             self.cache = model(text, use_cache=True).past_key_values
         for layer in self.cache.layers:
-            if not hasattr(layer, "state"):
+            if not hasattr(layer, "state"):  # transformers' own cache
                 layer.keys, layer.values = (_longer(x, length) for x in (layer.keys, layer.values))
             elif set(layer.state) == {"keys", "values"}:
                 layer.state = {name: _longer(x, length) for name, x in layer.state.items()}
-            elif "read" in layer.state:
+            elif "read" in layer.state:  # window-sum counts its tokens
                 layer.state["read"].fill_(length)
         if hasattr(self.cache, "advance"):
             self.cache.advance(length - 2, torch.full((batch,), length, device=model.device))

@@ -32,6 +32,7 @@ class SoftmaxAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.projections(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
+        # (batch, heads, time, head_dim), as the kernels take it
         read = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.out(read.transpose(1, 2).flatten(-2))
 
@@ -74,6 +75,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, block in zip(self.norms, (self.mixer, self.feed_forward), strict=True):
+            # pre-norm or post-norm, as --decoder-normalize-before says
             x = x + self.dropout(block(norm(x))) if self.before else norm(x + self.dropout(block(x)))
         return x
 
@@ -138,6 +140,7 @@ class Optimizer:
 
     def step(self, tokens: int) -> None:
         """An update after the backward pass of the sum of so many tokens' losses; unused weights have no gradient."""
+        # Gradients in float32, over the number of tokens and clipped; then the step, and weights in 16 bits again.
         pairs = [(p, copy) for p, copy in zip(self.weights, self.copies, strict=True) if p.grad is not None]
         if self.copies is not self.weights:
             for _, copy in pairs:

@@ -67,6 +67,7 @@ def write(record: dict[str, Any], path: Path) -> None:
     def lines(name: str, value: Any) -> str:
         if name not in ("rows", "whole"):
             return json.dumps(value)
+        # Rows of a comparison follow each other, since they were measured in turns.
         groups = itertools.groupby(value, key=lambda row: {fact: row[fact] for fact in COMPARISON if fact in row})
         compared = [
             json.dumps(shared | {"rows": [{fact: row[fact] for fact in row if fact not in shared} for row in rows]})
@@ -77,7 +78,7 @@ def write(record: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     new.write_text("{\n" + ",\n".join(f' "{name}": {lines(name, rounded[name])}' for name in rounded) + "\n}\n")
-    new.replace(path)
+    new.replace(path)  # a reader finds the former file or the whole new one
 
 
 def read(path: Path) -> Any:

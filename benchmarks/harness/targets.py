@@ -133,6 +133,7 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
         chosen = (record["settings"]["source"] if value == "of one length" else value for value in choices[key])
         return [value for value in chosen if value != target.get("but")]
 
+    # All combinations of the columns' values; a case without a quantity (None) does not count.
     cases = [dict(zip(choices, case, strict=True)) for case in itertools.product(*map(values, choices))]
     numbers = [(target["label"].format(**case), number(case)) for case in cases]
     return [(label, value) for label, value in numbers if value is not None]

@@ -146,6 +146,7 @@ def time_in_turns(
     """
     repeats = {name: clock.repeats(warm[name][0]) for name in calls}
     a_round = sum(repeats[name] * warm[name][0] for name in calls)
+    # A budget cuts rounds, never below FEWEST_ROUNDS: a median needs some.
     if math.isfinite(allowed) and a_round > 0:
         rounds = max(min(rounds, FEWEST_ROUNDS), min(rounds, int(allowed / a_round)))
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -99,9 +99,7 @@ _PEERS = [(SOFTMAX, PLAIN), ("delta", FLA)]
 PARTS = {
     "lm-small": Part(
         f"--arch fast_weight_lm_wiki103_small {_ADAPTIVE} --clip-norm 0.25",
-        batch=96,
-        length=256,
-        types=267_735,
+        **{"batch": 96, "length": 256, "types": 267_735, "memory": 12},
         runs=[
             *_each("softmax delta", PLUGIN, COMPILED, REPLAYED, STOCK),
             *_PEERS,
@@ -111,43 +109,30 @@ PARTS = {
             *_each("decay gated dpfp-2 dpfp-3 gated-delta mamba", PLUGIN, REPLAYED),
             *_each("favor", PLUGIN, COMPILED),  # it draws random features: no replay
         ],
-        memory=12,
     ),
     "lm-small-long": Part(
         f"--arch fast_weight_lm_wiki103_small {_ADAPTIVE} --clip-norm 0.25",
-        batch=6,
-        length=4096,
-        types=267_735,
+        **{"batch": 6, "length": 4096, "types": 267_735, "memory": 12},
         runs=[*_each("delta", PLUGIN, REPLAYED), *_each(SOFTMAX, PLUGIN), *_PEERS],
-        memory=12,
     ),
     "lm-medium": Part(
         f"--arch fast_weight_lm_wiki103_medium {_ADAPTIVE} --clip-norm 0.25",
-        batch=56,
-        length=384,
-        types=267_735,
+        **{"batch": 56, "length": 384, "types": 267_735, "memory": 14},
         runs=[*_each("delta", PLUGIN, REPLAYED, STOCK), *_each(SOFTMAX, REPLAYED), *_PEERS],
-        memory=14,
     ),
     "baevski": Part(
         f"--arch fast_weight_lm_baevski_wiki103 {_ADAPTIVE} --clip-norm 0.1",
-        batch=26,
-        length=512,
-        types=267_735,
+        **{"batch": 26, "length": 512, "types": 267_735, "memory": 24},
         runs=[*_each("decay-32", PLUGIN, REPLAYED), *_each(SOFTMAX, REPLAYED, PLAIN)],
         others=[*_each("decay-32", STOCK), *_each(SOFTMAX, PLUGIN)],
-        memory=24,
     ),
     # The paper adds up 48 batches of 3,584 tokens; with four the optimiser takes little of the time already.
     "wmt-big": Part(
         "--arch fast_weight_transformer_wmt_en_de_big --share-all-embeddings --clip-norm 0"
         " --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.3",
-        batch=4,
-        length=3584,
-        types=32_000,
+        **{"batch": 4, "length": 3584, "types": 32_000, "memory": 16},
         runs=[*_each("dpfp-2", PLUGIN, COMPILED), *_each(SOFTMAX, PLUGIN)],
         others=_each("dpfp-2", STOCK),
-        memory=16,
         quick=_QUICK_PAIRS,
         translates=True,
     ),
@@ -156,11 +141,8 @@ PARTS = {
         "--arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 8 --decoder-embed-dim 128"
         " --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"
         " --share-decoder-input-output-embed --no-token-positional-embeddings --dropout 0.2 --clip-norm 0.25",
-        batch=16,
-        length=64,
-        types=8_000,
+        **{"batch": 16, "length": 64, "types": 8_000, "memory": 2},
         runs=_each("softmax delta sum", PLUGIN, STOCK),
-        memory=2,
         quick=_QUICK_SIZES,
     ),
 }
@@ -196,7 +178,7 @@ def write_text(folder: Path, types: int, tokens: int, valid: int = 64) -> Path:
     """
     dictionary = _dictionary(types)
     dictionary.save(str(folder / "dict.txt"))
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(1)  # the same text for all trainings of a part
     for split, size in (("train", tokens), ("valid", valid)):
         lengths = [LINE] * (size // LINE) + [size % LINE] * (size % LINE > 0)
         _write(folder / split, dictionary, random, [length - 1 for length in lengths])

@@ -99,6 +99,7 @@ def count(events: Any) -> dict[str, Counter[str]]:
         while above is not None and not _is_counted(above.name):
             part = above.name if above.name in PARTS else part
             above = above.cpu_parent
+        # `above` is None for an operator that no counted one has called.
         if above is None and _is_counted(event.name):
             found[part][event.name.rpartition("::")[2]] += 1
     return dict(found)
@@ -180,6 +181,7 @@ class _OnGpu(TorchDispatchMode):
         options = options or {}
         there = any(map(self.has, tree_leaves((arguments, options))))
         name = operator.overloadpacket.__name__
+        # A mask as an index: the size of the result depends on values, for which the CPU has to wait.
         masked = name in MASKED and any(
             isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) and self.has(x) for x in arguments[1]
         )
@@ -187,6 +189,7 @@ class _OnGpu(TorchDispatchMode):
             self.wait(name)
         results = operator(*arguments, **options)
         if there:
+            # Results and arguments that are written in place are on the GPU, too.
             written = [
                 value
                 for value, argument in zip(arguments, operator._schema.arguments, strict=False)

@@ -15,9 +15,8 @@ import report
 import torch
 from harness import comparison, targets, timing
 from harness.cases import RULES, Shape, draw_inputs
-from harness.comparison import Case, compare, measure_all
+from harness.comparison import Case, compare, limit_of, measure_all
 from harness.implementations import Implementation, Refusal, Work, all_implementations, leaf
-from harness.limits import limit_of
 from harness.memory import held, peak
 from harness.pages import ratio
 from harness.targets import Failure, judge
