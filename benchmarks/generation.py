@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from harness import figures, records
-from harness.memory import held, peak
 from harness.models import build_model, fill_cache
 from harness.program import COMMON, finish, make_parser, parse, positive
-from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, time_tokens
+from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, held, peak, time_tokens
 from torch import Tensor
 
 TRANSFORMER = "transformer"

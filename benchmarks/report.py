@@ -87,13 +87,11 @@ def plans(path: Path) -> str:
     """The fastest plans of the calls in a file of benchmarks/cuda_plans.py."""
     lines = []
     for (shape, rule), passes in ways(path).items():
-        fastest = {name: min(times, key=lambda way, times=times: times[way]) for name, times in passes.items()}
-        cells = (pages.milliseconds(times[fastest[name]] / 1e3) for name, times in passes.items())
-        pair = (
-            sum(times[fastest[name]] for name, times in passes.items()),
-            sum(x["step by step"] for x in passes.values()),
-        )
-        lines.append([shape, rule, *fastest.values(), *cells, pages.ratio(pair[1] / pair[0])])
+        fastest = [min(times, key=lambda way, times=times: times[way]) for times in passes.values()]
+        best = [min(times.values()) for times in passes.values()]
+        steps = sum(times["step by step"] for times in passes.values())
+        cells = (pages.milliseconds(each / 1e3) for each in best)
+        lines.append([shape, rule, *fastest, *cells, pages.ratio(steps / sum(best))])
     header = ["shape", "rule", *(f"fastest {name}" for name in passes), *passes, "step by step over both"]
     return pages.markdown(header, lines, left=4)
 

@@ -17,10 +17,9 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from harness import records
-from harness.memory import held, peak
 from harness.models import build_model, fill_cache
 from harness.program import COMMON, finish, make_parser, parse
-from harness.timing import FEWEST_ROUNDS, Budget, clock_for, time_in_turns, time_tokens
+from harness.timing import FEWEST_ROUNDS, Budget, clock_for, held, peak, time_in_turns, time_tokens
 from torch import Tensor
 from torch.utils._pytree import tree_map
 

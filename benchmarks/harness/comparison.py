@@ -14,9 +14,8 @@ from torch import Tensor
 from harness import records
 from harness.cases import DTYPES, RULES, Inputs, Shape, draw_inputs
 from harness.implementations import Implementation, Refusal, Work, all_implementations
-from harness.memory import peak
 from harness.pages import brief
-from harness.timing import Budget, Call, Clock, clock_for, first_calls, time_in_turns
+from harness.timing import Budget, Call, Clock, clock_for, first_calls, peak, time_in_turns
 
 # Relative error, by norms, up to which outputs agree: far above rounding, far below a mistake.
 AGREEMENT = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}

@@ -1,14 +1,19 @@
-"""Timing in turns, A B C A B C ...: other work on the machine slows down all of them alike."""
+"""Timing in turns, A B C A B C ...: other work on the machine slows down all of them alike. Memory of a call."""
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 
 ROUNDS = 15
 FEWEST_ROUNDS = 3
@@ -178,3 +183,38 @@ def summarize(times: Sequence[float]) -> dict[str, float]:
     """Statistics of some measurements, one at least: "rounds", "min", "lower" and "upper" quartile, "median"."""
     lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return {"rounds": len(times), "min": min(times), "lower": lower, "median": middle, "upper": upper}
+
+
+def peak(prepare: Callable[[], T], call: Callable[[T], Any], device: str) -> int:
+    """Peak bytes during `call` of the tensors that `prepare` has made and of the call's own.
+
+    On a CPU torch's profiler reports the memory of tensors, without memory that kernels allocate by themselves.
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        prepared = prepare()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        kept = call(prepared)
+        torch.cuda.synchronize()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it reports every start and stop
+    # The profiler has to see the state being made: otherwise its release would not be reported.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        prepared = prepare()
+        with record_function("harness.timing.peak"):
+            kept = call(prepared)
+    del kept, prepared
+    events = profiler.profiler.kineto_results.events()
+    [start] = [event.start_ns() for event in events if event.name() == "harness.timing.peak"]
+    most = size = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        size += event.nbytes()
+        most = size if event.start_ns() < start else max(most, size)
+    return most
+
+
+def held(state: Any) -> int:
+    """Bytes of the tensors in nested dictionaries and lists."""
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))

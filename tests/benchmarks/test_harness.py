@@ -17,10 +17,9 @@ from harness import comparison, targets, timing
 from harness.cases import RULES, Shape, draw_inputs
 from harness.comparison import Case, compare, limit_of, measure_all
 from harness.implementations import Implementation, Refusal, Work, all_implementations, leaf
-from harness.memory import held, peak
 from harness.pages import ratio
 from harness.targets import Failure, judge
-from harness.timing import Call, Clock, CudaClock, ProcessorClock, first_calls, time_in_turns
+from harness.timing import Call, Clock, CudaClock, ProcessorClock, first_calls, held, peak, time_in_turns
 
 CASES = [Case(Shape(f"shape {i}", 1, 2, 4, 2, 2), "float32", "forward") for i in range(3)]
 RATES = {"copy": {"4096": 1e9}, "matmul": {"float32": 1e9}}
