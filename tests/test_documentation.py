@@ -348,3 +348,27 @@ def test_the_site_is_built_without_warnings_and_shows_the_code(tmp_path: Path) -
     assert "dv_t = w_t G_t^T k_t" in pages["derivations"] and "sum_rule" in pages["ops"]
     assert pages["ops"].count("queries, already through the feature map") == 6  # also where `sum_rule` says it
     assert not [name for name, page in pages.items() if "<!-- derivations" in page or "<p>:::" in page]
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    """Each part of a quoted message between its `...` stands in a string of the package, the tools or fairseq."""
+    import fairseq
+    import fairseq_cli
+
+    library = Path(fairseq.__file__).parent
+    files = [ROOT / "setup.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "fairseq_fastweights").rglob("*.py")]
+    folders = (library, library / "optim", library / "distributed", Path(fairseq_cli.__file__).parent)
+    files += [path for folder in folders for path in folder.glob("*.py")]
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in files)
+    strings = {
+        x.value for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Constant) and type(x.value) is str
+    }
+    told = "\n".join(strings)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| message \|.*\n\| --- .*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    messages = [message for table in tables for message in re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)]
+    assert len(messages) > 50
+    # The command line puts the option's name before the message.
+    parts = {part.strip() for x in messages for part in re.sub(r"^argument --?[\w-]+:(?: is)?", "", x).split("...")}
+    lacking = sorted(part for part in parts if part.strip(";:,(). ") not in told)
+    assert not lacking, "\n".join(lacking)
