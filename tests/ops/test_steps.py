@@ -157,7 +157,7 @@ def gated_delta(**others: Any) -> list[Any]:
         (gated_delta, {"norm": torch.ones(4)}, "norm has shape"),
         (gated_delta, {"before": torch.zeros(2, 3, 32).double()}, "before is of type Double"),
         (gated_delta, {"memory": torch.zeros(2, 4, 5, 3).transpose(2, 3)}, "state has strides"),
-        (gated_delta, {"memory": torch.zeros(4, 3, 5)}, "memory .4, 3, 5.; they must be"),
+        (gated_delta, {"memory": torch.zeros(4, 3, 5)}, "state .4, 3, 5.; they must be"),
     ],
 )
 def test_operators_refuse_what_they_would_read_beyond(arguments, others, message):
