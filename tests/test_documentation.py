@@ -372,3 +372,17 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
     parts = {part.strip() for x in messages for part in re.sub(r"^argument --?[\w-]+:(?: is)?", "", x).split("...")}
     lacking = sorted(part for part in parts if part.strip(";:,(). ") not in told)
     assert not lacking, "\n".join(lacking)
+
+
+def test_the_page_for_users_of_other_libraries_names_what_is_there() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert names["out"].shape == (1, 8, 3, 5) and names["y"].shape == (2, 10, 64)
+    assert all(hasattr(ops, name) for name in re.findall(r"`ops\.(\w+)", page))
+    classes = re.findall(r"`(\w+)\.([A-Z]\w+)`, `--mixers ([\w-]+)`", page)
+    mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS
+    assert len(classes) == 6
+    for module, name, mixer in classes:
+        assert mixers[mixer]._made is getattr(import_module(f"fairseq_fastweights.mixers.{module}"), name)
