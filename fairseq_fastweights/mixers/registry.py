@@ -265,7 +265,7 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
     chosen: dict[int, str] = {}
     others = name = None
     for word in (word.strip() for word in text.split(",")):
-        named = re.fullmatch(r"([a-z][a-z-]*)(?::\s*(\d.*))?", word)
+        named = re.fullmatch(r"([A-Za-z][\w-]*)(?::\s*(\d.*))?", word)
         if named is not None:
             name, word = named[1], named[2]
             if name not in MIXERS:

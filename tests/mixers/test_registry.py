@@ -37,10 +37,12 @@ def test_patterns_are_read():
 
 
 def test_other_patterns_are_refused_with_the_reason():
+    hints = {"gated_delta": "; did you mean gated-delta?", "Delta": "; did you mean delta?"}
     for text, why in {
         "": "in which '' names no layers",
         "hebb": "in which 'hebb' is no mixer",
-        "Delta": "in which 'Delta' names no layers",
+        "gated_delta": "in which 'gated_delta' is no mixer",
+        "Delta": "in which 'Delta' is no mixer",
         "delta:1-2": "which leaves layers without a mixer: 3, 4",
         "delta:1-3,softmax:3-4": "which gives layer 3 both 'delta' and 'softmax'",
         "delta,softmax": "in which both 'delta' and 'softmax' have the layers that are left",
@@ -54,7 +56,7 @@ def test_other_patterns_are_refused_with_the_reason():
             parse_pattern(text, 4)
         assert str(raised.value) == (
             f"mixers is {text!r}, {why}; it must be comma-separated names, each with its layers from 1 to 4, as in "
-            f"'delta:1-4' or 'delta,softmax:4'. The names are {', '.join(MIXERS)}"
+            f"'delta:1-4' or 'delta,softmax:4'. The names are {', '.join(MIXERS)}{hints.get(text, '')}"
         )
 
 
