@@ -45,9 +45,8 @@ class LinearAttention(Attention):
         DpfpMap(key_dim=8, output_dim=32)
     """
 
-    # The feature map and the normalisations of a subclass's paper.
+    # The feature map of a subclass's paper.
     papers_map = "identity"
-    papers_normalization: frozenset[str] = frozenset()
 
     def __init__(
         self,

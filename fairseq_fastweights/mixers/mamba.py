@@ -128,7 +128,12 @@ class Mamba(Mixer):
         # h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T,  y_t = h_t C_t + D * u_t
         precise = ops.state_dtype(u.dtype)
         scan = ops.selective_scan if starts is None else partial(_scan_of_documents, starts)
-        how: dict[str, Any] = {"initial_state": before.get("scan"), "in_place": in_place, "backend": self.backend}
+        initial = before.get("scan")
+        how: dict[str, Any] = {
+            "initial_state": initial,
+            "in_place": in_place and initial is not None,
+            "backend": self.backend,
+        }
         u, delta, B, C = (part.transpose(0, 1) for part in (u, delta, B, C))
         y, scan_state = scan(u, delta, -self.A_log.to(precise).exp(), B, C, self.D.to(precise), **how)
         out = apply_gate(z, "silu", y=y.transpose(0, 1), dtype=y.dtype, backend=self.backend)

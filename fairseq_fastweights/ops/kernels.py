@@ -716,7 +716,7 @@ def takes(backend: str, x: Tensor, when_compiling: bool = False) -> bool:
     compiling = torch.compiler.is_compiling()
     if backend == "auto" and ((compiling and not when_compiling) or forward_ad._current_level >= 0):
         return False
-    key = backend, x.device.type, x.dtype
+    key = str(backend), x.device.type, x.dtype  # a list has no hash; `choose_backend` refuses it by name
     taken: bool | None = None if compiling else backends.chosen.get(key)
     if taken is None:
         taken = choose_backend(backend, 1, why_not(x.device.type, x.dtype), in_chunks=False) == "native"

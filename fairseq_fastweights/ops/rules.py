@@ -58,7 +58,7 @@ class Rule:
         feature_map: that of the paper's layers; None for a rule that `mixers.FastWeightAttention` does not have.
         normalization: those of the paper's layers.
         inputs: the names of q, k, v and the gates, in order.
-        operator_checks: whether the operator of a decode step refuses all that the rule does.
+        operator_checks: whether the operator of a decode step checks the shapes and dtypes of all inputs.
         why_not_gates: says why no kernel takes some gates together, or returns None; None if kernels take all.
 
     Examples:
@@ -133,7 +133,11 @@ class Rule:
         in_place: bool = False,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """Runs it on tensors that a layer has made, which need no checks; the state, which a user may give, does."""
+        """Runs it on tensors that a layer has made, which need no checks; the state, which a user may give, does.
+
+        Without a state there is none to write into: the final state is then a new tensor, also with `in_place`.
+        """
+        in_place = in_place and initial_state is not None
         if checks.values_checked:
             self._check((q, k, v, *gates), initial_state, starts)
         elif initial_state is not None:
@@ -191,7 +195,7 @@ class Rule:
         It does not check devices, strides, and that q is shaped as k: that is done here.
         """
         q, k, v, *gates = inputs
-        if not v.is_cpu or v.shape[1] != 1 or q.shape != k.shape or v.dim() != 4:
+        if state is None or not v.is_cpu or v.shape[1] != 1 or q.shape != k.shape or v.dim() != 4:
             return False
         if checks.values_checked or torch.compiler.is_compiling() or not can_change(state):
             return False
@@ -221,7 +225,7 @@ class Rule:
         refused = None if self.why_not_gates is None else self.why_not_gates(*gates)
         key_dim, device, dtype = k.shape[3], v.device, v.dtype
         # The choice is kept, as it takes as long as the kernel of a decode step.
-        call = self, backend, device, dtype, key_dim, value_dim, time > 1, refused
+        call = self, str(backend), device, dtype, key_dim, value_dim, time > 1, refused
         run: Kernel | Divided | Implementation | None
         run = None if torch.compiler.is_compiling() else backends.chosen.get(call)
         if run is None:

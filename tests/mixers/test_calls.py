@@ -20,7 +20,7 @@ PACKAGE = str(Path(fairseq_fastweights.__file__).parent)
 
 
 @pytest.mark.skipif(backends.why_not("cpu", torch.float32) is not None, reason="needs the CPU kernels")
-@pytest.mark.parametrize(("kind", "most_calls", "most_files"), [(FastWeightAttention, 40, 7), (GatedDelta, 60, 8)])
+@pytest.mark.parametrize(("kind", "most_calls", "most_files"), [(FastWeightAttention, 40, 7), (GatedDelta, 60, 6)])
 def test_calls_and_files_of_a_forward_pass(kind: type[Mixer], most_calls: int, most_files: int) -> None:
     """Python calls of functions of the package, with gradients, after a first pass has chosen backends."""
     layer, x = kind(64, 4), torch.randn(32, 2, 64, requires_grad=True)
@@ -37,7 +37,7 @@ def test_calls_and_files_of_a_forward_pass(kind: type[Mixer], most_calls: int, m
         layer(x)
     finally:
         sys.setprofile(before)
-    assert len(calls) <= most_calls and len({file for file, _ in calls}) <= most_files, calls
+    assert 20 < len(calls) <= most_calls and len({file for file, _ in calls}) <= most_files, calls
 
 
 def test_a_backend_is_chosen_once_until_it_is_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:

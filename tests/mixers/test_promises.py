@@ -103,6 +103,14 @@ def test_parts_give_what_the_whole_gives_and_padding_takes_no_place(name, settin
             contract.check_definition(mixer, contract.alone, given, padding)
 
 
+@pytest.mark.parametrize("name", ["retention", "mamba", "kimi-delta", "delta-product", "delta-net"])
+def test_an_empty_state_is_that_of_the_start_also_where_it_may_be_overwritten(name):
+    mixer = build(name, {})
+    for time in (1, 5):
+        with torch.no_grad():
+            assert torch.equal(mixer(draw(time), {}, overwrite=True)[0], mixer(draw(time))[0])
+
+
 @cases
 def test_states_are_values_with_rows(name, settings):
     mixer, x = build(name, settings), draw(9)

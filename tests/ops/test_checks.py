@@ -282,6 +282,10 @@ def test_in_place_needs_a_state_that_can_be_written():
     ):
         with pytest.raises(ValueError, match=message):
             rule.run(inputs | changes, "auto", in_place=True)
+    for name in RULE:  # a decode step goes another way
+        step = RULE[name].inputs(T=1, requires_grad=False) | {"initial_state": None}
+        with pytest.raises(ValueError, match="initial_state is None and in_place is True"):
+            RULE[name].run(step, "auto", in_place=True)
     with torch.no_grad():
         rule.run(rule.inputs(T=3), "auto", in_place=True)
     # A state in the place of another argument would be a silent mistake: options go by name.

@@ -207,6 +207,7 @@ REFUSED = [
     ({"normalization": "l2"}, "normalization is 'l2'; it must be one of none, sum, length"),
     ({"feature_map": "dpfp", "nu": 8}, "nu is 8; it must be from 1 to 7 for vectors of 4"),
     ({"backend": "fast"}, "backend is 'fast'"),
+    ({"backend": ["fast"]}, r"backend is \['fast'\]"),
 ]
 
 
