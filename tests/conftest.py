@@ -122,7 +122,7 @@ def compose_once() -> None:
     compose, known = utils.compose, {}
 
     def composed(name: str, overrides: list[str], **more: Any) -> Any:
-        key = (name, *overrides)
+        key = (name, *overrides, *sorted(more.items()))
         if key not in known:
             known[key] = compose(name, overrides=overrides, **more)
         return deepcopy(known[key])

@@ -163,7 +163,9 @@ def test_folders_import_from_those_further_down_the_list_alone() -> None:
 def figure(name: str) -> list[tuple[str, str]]:
     """The files and functions of a figure of CONTRIBUTING, from top to bottom."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(f"<!-- the way of {name}:")[2]
-    return re.findall(r"^  ([\w/]+\.py) +([\w.]+)", text.split("```")[1], flags=re.MULTILINE)
+    rows = re.findall(r"^  ([\w/]+\.py) +([\w.]+)", text.split("```")[1], flags=re.MULTILINE)
+    assert len(rows) == text.split("```")[1].count("\n  ")
+    return rows
 
 
 def calls_during(run: Callable[[], object]) -> Iterator[tuple[str, str]]:
@@ -367,7 +369,8 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     tables = re.findall(r"^\| message \|.*\n\| --- .*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
     messages = [message for table in tables for message in re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)]
-    assert len(messages) > 40
+    assert len(messages) == sum(table.count("\n") for table in tables) > 40
+    assert all(max(len(part.strip(";:,(). ")) for part in x.split("...")) > 8 for x in messages)
     # The command line puts the option's name before the message.
     parts = {part.strip() for x in messages for part in re.sub(r"^argument --?[\w-]+:(?: is)?", "", x).split("...")}
     lacking = sorted(part for part in parts if part.strip(";:,(). ") not in told)
@@ -380,9 +383,10 @@ def test_the_page_for_users_of_other_libraries_names_what_is_there() -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
         exec(block, names)
     assert names["out"].shape == (1, 8, 3, 5) and names["y"].shape == (2, 10, 64)
-    assert all(hasattr(ops, name) for name in re.findall(r"`ops\.(\w+)", page))
+    named = re.findall(r"`ops\.(\w+)", page)
+    assert len(named) >= 5 and all(hasattr(ops, name) for name in named)
     classes = re.findall(r"`(\w+)\.([A-Z]\w+)`, `--mixers ([\w-]+)`", page)
     mixers = import_module("fairseq_fastweights.mixers.registry").MIXERS
-    assert len(classes) == 6
+    assert len(classes) == 6 and set(re.findall(r"--mixers ([\w-]+)", page)) <= {*mixers}
     for module, name, mixer in classes:
         assert mixers[mixer]._made is getattr(import_module(f"fairseq_fastweights.mixers.{module}"), name)

@@ -44,7 +44,7 @@ def make_calls_safe(source: Path) -> None:
 
 
 def with_safe_calls(text: str) -> str:
-    """A module with `literal` for `eval`, no shell for `os.system`, YAML's safe loader, and tensors alone loaded."""
+    """A module with `literal` for `eval`, no shell for `os.system`, `read_yaml`, and tensors alone loaded."""
     code = text.encode()
     starts = [0, *itertools.accumulate(map(len, code.splitlines(keepends=True)))]
     ends = []  # of calls, without their last parenthesis
@@ -56,8 +56,10 @@ def with_safe_calls(text: str) -> str:
     for end in sorted(ends, reverse=True):  # from the last, so that the others stay where they are
         comma = b"" if code[:end].rstrip().endswith(b",") else b","
         code = code[:end] + comma + b" weights_only=True" + code[end:]
-    safe = code.decode().replace("yaml.FullLoader", "yaml.SafeLoader")
-    for pattern, name in ((r"(?<![\w.])eval\(", "literal"), (r"\bos\.system\(", "run_without_shell")):
+    safe = re.sub(r", Loader=yaml\.\w+\)", ")", code.decode())
+    calls = {r"(?<![\w.])eval\(": "literal", r"\bos\.system\(": "run_without_shell"}
+    calls |= {r"\byaml\.(?:safe_)?load\(": "read_yaml"}
+    for pattern, name in calls.items():
         safe, count = re.subn(pattern, f"{name}(", safe)
         if count:
             first_import = re.compile("^(?=(?:import|from) (?!__future__))", re.MULTILINE)

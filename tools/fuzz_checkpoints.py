@@ -513,7 +513,8 @@ def faults_of(case: Case, path: Path) -> Iterator[str]:
 
 
 def _as_torch_loads(path: Path) -> Any:
-    with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+    torch.serialization.add_safe_globals([Namespace])  # `safe_globals` would disallow it in the process afterwards
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return torch.load(path, map_location="cpu", weights_only=True)

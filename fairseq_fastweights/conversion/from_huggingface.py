@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
-    """Converts a Hugging Face folder with a language model of `families.FAMILIES` into a folder for fairseq.
+    """Converts a Hugging Face folder with a language model of `families.table.FAMILIES` into a folder for fairseq.
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with the same mixers and dtypes; `options.txt`, the options of
     fairseq-train for a model of its shape; `dict.txt`; for `--bpe`, `tokenizer.json` and `tokenizer_words.json`, and,

@@ -52,7 +52,7 @@ def to_huggingface(
     Args:
         source: the checkpoint or its folder, as `path` of `load_for_causal_lm`.
         target: the new folder.
-        model_type: one of `families.SERVED`, for one of transformers' classes; None for the class named above.
+        model_type: one of `families.table.SERVED`, for one of transformers' classes; None for the class named above.
         checkpoint: another checkpoint, with the dictionary and tokenizer of `source`.
         data: the folder with its dict.txt, as for `load_for_causal_lm`.
         tokenizer: the folder of its tokenizer, as for `load_for_causal_lm`.

@@ -38,7 +38,7 @@ def write_as(
     special tokens, gets that folder's ids and tokenizer back.
 
     Args:
-        kind: the class's model_type, one of `families.SERVED`.
+        kind: the class's model_type, one of `families.table.SERVED`.
         target: the new folder.
         model, dictionary, tokenizer: as `load_run` returns them.
         pieces: the folder of the tokenizer, which may be one that `from_huggingface` made.

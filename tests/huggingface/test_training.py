@@ -1,4 +1,4 @@
-"""transformers' Trainer fine-tunes an exported model; torch.compile and device maps take it."""
+"""transformers' Trainer fine-tunes an exported model; torch.compile takes it."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def test_the_trainer_evaluates_and_predicts(bands, tmp_path):
     )
     while_training.train()
     assert [x["eval_shape"] for x in while_training.state.log_history if "eval_shape" in x] == [(5, 12, 44)] * 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_trainer_lowers_the_loss_and_saves_the_model(checkpointing, tmp_path):
+    model = build("delta,softmax:2", dropout=0.0)
+    run = trainer(
+        tmp_path, model, max_steps=10, gradient_checkpointing=checkpointing, save_strategy="steps", save_steps=10
+    )
+    run.train()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.5
+    saved = FastWeightForCausalLM.from_pretrained(tmp_path / "checkpoint-10")
+    assert torch.equal(saved.eval()(ROWS).logits, model.eval()(ROWS).logits)
 
 
 def test_low_rank_adapters_are_trained_by_the_pages_code(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_parts_give_what_the_whole_gives_and_padding_takes_no_place(name, settin
 
 
 @pytest.mark.parametrize("name", ["retention", "mamba", "kimi-delta", "delta-product", "delta-net"])
-def test_an_empty_state_is_that_of_the_start_also_where_it_may_be_overwritten(name):
+def test_an_empty_state_is_that_of_the_start_even_if_overwritten(name):
     mixer = build(name, {})
     for time in (1, 5):
         with torch.no_grad():

@@ -1,7 +1,10 @@
 """A model's archive is unpacked whole, beside nothing else, and stays."""
 
+import bz2
 import gzip
 import io
+import lzma
+import shutil
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fairseq import file_utils
 
-pytest.importorskip("fairseq.archives", reason="needs tools/build_fairseq.py's fairseq")
+archives = pytest.importorskip("fairseq.archives", reason="needs tools/build_fairseq.py's fairseq")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,6 @@ def member(name, kind, target="", headers=None):
         ("m.tar", "w", (member("./", tarfile.DIRTYPE), "./model1.pt", "./model2.pt"), ("model1.pt", "model2.pt")),
         ("m", "w:bz2", ("a/model.pt",), ("model.pt",)),
         ("m.tar.xz", "w:xz", ("model.pt", "data/dict.txt"), ("data/dict.txt", "model.pt")),
-        ("m.tgz", "w:gz", ("/fairseq-archive-out/model.pt",), ("model.pt",)),
     ],
 )
 def test_an_archive_is_unpacked_once_and_stays(tmp_path, cache, monkeypatch, name, mode, members, files):
@@ -60,33 +62,68 @@ def test_an_archive_is_unpacked_once_and_stays(tmp_path, cache, monkeypatch, nam
     assert all(path.name.startswith("unpacked-") for path in cache.iterdir())
 
 
-NO_FILE, LARGE = "'a/x' is no file or folder; it must be", "it would become more than 100 times as large"
+FOLDER = "'.*' would need a file to be a folder, too"
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        *((name, "'.*' would be extracted to .*, which is outside") for name in ("../out", "a/../../../out")),
-        *((member("a/x", kind, "../../out"), NO_FILE) for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE)),
-        *((member("a/x", kind), NO_FILE) for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)),
-        (member("a/x", tarfile.REGTYPE, headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}), NO_FILE),
-        (member("a/x", tarfile.REGTYPE, headers={"size": str(2**62)}), LARGE),
+        *((name, "'.*' would be written") for name in ("../out", "a/../../../out", "/tmp/fairseq-archive-out")),
+        *(
+            (member("a/link", kind, "../../out"), "'a/link' is no file or")
+            for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE)
+        ),
+        *(
+            (member("a/dev", kind), "'a/dev' is no file or")
+            for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE)
+        ),
+        (
+            member("a/sparse", tarfile.REGTYPE, headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}),
+            "'a/spars",
+        ),
+        (member("a/x", tarfile.REGTYPE, headers={"size": str(2**62)}), "it would become more than 100 times as large"),
         (member("a/x", tarfile.REGTYPE, headers={"size": "-512"}), ""),
         (member("a/x", tarfile.REGTYPE, headers={"size": "9" * 5000}), "it is cut short, damaged or no archive"),
-        ("b" * 999, ".*File name too long"),
-        ("a", ".*Is a directory"),
-        ("./a/model.pt", "'a/model.pt' is there twice"),
+        (
+            member("a/x", tarfile.REGTYPE, headers={"comment": "c" * 10**6}),
+            "it would become more than 100 times as large",
+        ),
+        ("/".join("a" * 1500), "'a/a/.*' has more than 255 bytes"),
+        ("b" * 999, "'b*' has more than 255 bytes"),
+        (member(".", tarfile.REGTYPE), FOLDER),
+        ("a/model.pt/b", FOLDER),
+        (member("a/model.pt", tarfile.DIRTYPE), FOLDER),
+        ("a", FOLDER),
+        ("./a/model.pt", "'./a/model.pt' is there twice"),
     ],
-    ids=range(14),
+    ids=range(20),
 )
 def test_what_an_archive_may_not_hold_is_refused(tmp_path, cache, members, message):
     archive = write(tmp_path / "m.tar.gz", "a/model.pt", members)
-    with pytest.raises(ValueError, match=rf"^\S*m\.tar\.gz cannot be unpacked: {message}"):
+    with pytest.raises(ValueError, match=rf"^\S*m\.tar\.gz cannot be unpacked: {message}") as error:
         file_utils.load_archive_file(archive)
-    assert not list(cache.iterdir()) and not (tmp_path / "out").exists()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert not list(cache.iterdir())
+    assert not Path("/tmp/fairseq-archive-out").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache):
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+def test_an_archive_does_not_become_much_larger_than_it_is(tmp_path, cache, monkeypatch, mode):
+    zeros = member("m/model.pt", tarfile.REGTYPE)
+    zeros.size = 8 * 2**20
+    archive = write(tmp_path / "m", zeros, mode=mode, content=bytes(zeros.size))
+    packed = {"w:gz": gzip, "w:bz2": bz2, "w:xz": lzma}[mode]
+    plain = write(tmp_path / "plain", "m/model.pt", mode="w")
+    (tmp_path / "rest").write_bytes(packed.compress(Path(plain).read_bytes() + bytes(zeros.size)))  # behind its end
+    many = write(tmp_path / "many", *"abcd")
+    monkeypatch.setattr(archives, "_MOST", 3)
+    for path, message in (archive, "100 times"), (tmp_path / "rest", "100 times"), (many, "3 files"):
+        with pytest.raises(ValueError, match=f"cannot be unpacked: it .* more than {message}"):
+            file_utils.load_archive_file(str(path))
+        assert not list(cache.iterdir())
+
+
+def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache, monkeypatch):
     archive = write(tmp_path / "m.tar.gz", "a/one", "a/two")
     whole, plain = Path(archive).read_bytes(), gzip.decompress(Path(archive).read_bytes())
     folders = Path(write(tmp_path / "folders", member("a", tarfile.DIRTYPE))).read_bytes()
@@ -95,7 +132,17 @@ def test_a_part_of_an_archive_does_not_pass_for_the_whole(tmp_path, cache):
         Path(archive).write_bytes(damaged)
         with pytest.raises(ValueError, match=r"^\S*m\.tar\.gz cannot be unpacked: "):
             file_utils.load_archive_file(archive)
+    Path(archive).write_bytes(whole)
+
+    def cut_off(source, target):
+        target.write(source.read(2))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "copyfileobj", cut_off)
+        file_utils.load_archive_file(archive)
     assert not list(cache.iterdir())
+    assert len(list(Path(file_utils.load_archive_file(archive)).iterdir())) == 2
     with pytest.raises(ValueError, match="is no regular file; it must be a folder or an archive"):
         file_utils.load_archive_file("/dev/null")
 

@@ -88,3 +88,9 @@ def test_adaptive_input_and_loss_are_those_of_every_token(tokens):
     wanted = -scores[tokens != PAD].sum()
     assert loss.shape == (1,) and size == int((tokens != PAD).sum())
     torch.testing.assert_close(loss[0], wanted)
+    leaves = list({*embed.parameters(), *softmax.parameters()})
+    gradients = (
+        torch.autograd.grad(y, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+        for y in (loss[0], wanted)
+    )
+    torch.testing.assert_close(*gradients)

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from fairseq.logging import meters
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.logging import meters, metrics
 
 late_values = pytest.importorskip("fairseq.logging.late_values", reason="needs tools/build_fairseq.py's fairseq")
 from fairseq import host_copies  # noqa: E402
@@ -49,8 +50,15 @@ def test_speed_counts_tensors_and_sums_take_vectors():
 
 def test_numbers_come_one_exchange_late():
     late = late_values.LateNumbers()
-    given = [late.exchange(torch.tensor(1.0), "first"), late.exchange(torch.tensor(2.0), "second"), late.take()]
-    assert given == [(None, None), (1, "first"), (2, "second")]
+    given = [late.exchange(torch.tensor(1.0), "first"), late.exchange(torch.tensor(2.0), "second")]
+    assert [*given, late.take(), late.take()] == [(None, None), (1, "first"), (2, "second"), (None, None)]
+
+
+def test_the_loss_is_not_read_when_it_is_logged():
+    with metrics.aggregate(new_root=True) as logged:
+        AdaptiveLoss.reduce_metrics([{"loss": torch.tensor([3.0]), "ntokens": 2, "sample_size": 2}])
+        assert vars(logged["loss"])["_late"]
+        assert logged["loss"].avg == pytest.approx(1.5 / 0.6931, rel=1e-4)
 
 
 def test_a_copy_that_was_changed_is_not_what_it_was_copied_from():

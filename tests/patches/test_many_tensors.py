@@ -1,5 +1,6 @@
 """Operators for all parameters together give the results of one for each."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +22,15 @@ def draw(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def trained(dtype: torch.dtype, together: bool, **settings) -> Adam:
+def trained(dtype: torch.dtype, together: bool, steps: int = 30, state: dict | None = None, **settings) -> Adam:
     """Adam after some steps, with its parameters; in every other step the last one has no gradient (LayerDrop)."""
     optimizer = Adam([nn.Parameter(x) for x in draw(dtype)], **SETTINGS, **settings)
     optimizer.goes_together = together
-    for number in range(30):
+    if state is not None:
+        for p, x in zip(optimizer.param_groups[0]["params"], state["params"], strict=True):
+            p.data.copy_(x)
+        optimizer.load_state_dict(state["optimizer"])
+    for number in range(steps):
         for p, x in zip(optimizer.param_groups[0]["params"], draw(dtype, number + 1), strict=True):
             p.grad = None if p.dim() == 0 and number % 2 else x
         optimizer.step()
@@ -122,3 +127,30 @@ def test_the_moving_average_is_that_of_every_parameter(dtype, in_float32, monkey
     for name, x in average.get_model().state_dict().items():
         if x.is_floating_point():
             assert torch.equal(x, expected[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_of_both_ways_are_laid_out_alike_and_go_on_in_the_other(dtype, before):
+    first = trained(dtype, before, 4)
+    saved = copy.deepcopy(
+        {"optimizer": first.state_dict(), "params": [p.detach() for p in first.param_groups[0]["params"]]}
+    )
+    other = trained(dtype, not before, 4).state_dict()
+    assert saved["optimizer"]["param_groups"] == other["param_groups"]
+    for number, state in other["state"].items():
+        kept = saved["optimizer"]["state"][number]
+        assert {name: getattr(x, "dtype", type(x)) for name, x in state.items()} == {
+            name: getattr(x, "dtype", type(x)) for name, x in kept.items()
+        }
+    goes_on, changes = (trained(dtype, way, 4, state=copy.deepcopy(saved)) for way in (before, not before))
+    for x, y in zip(values(goes_on), values(changes), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_gradients_are_copied_and_missing_ones_are_zeros():
+    params = [nn.Parameter(x) for x in draw(torch.float16)]
+    params[1].grad = torch.full_like(params[1], 3)
+    targets = [torch.full(shape, torch.nan) for shape in SHAPES]
+    many_tensors.copy_gradients(params, targets)
+    assert all((target == (3 if i == 1 else 0)).all() for i, target in enumerate(targets))

@@ -133,3 +133,11 @@ def test_memories_whose_states_should_not_be_carried_are_told(corpus, tmp_path, 
     log = train(corpus, tmp_path, *CARRY, *flags, "--max-update", "1", "--no-save")
     told = [line.split(": ", 1)[1] for line in log.splitlines() if line.startswith("carry_over_state: ")]
     assert len(told) == len(concerns) and all(map(str.startswith, told, concerns))
+
+
+@pytest.mark.slow
+def test_a_run_taken_up_at_an_epochs_end_goes_on_as_if_never_stopped(corpus, tmp_path):
+    flags = [*NO_POSITIONS, *CARRY, "--max-update", "0", "--lr", "0.001", "--tokens-per-sample", "64", "--max-epoch"]
+    whole = train(corpus, tmp_path / "whole", *flags, "2")
+    parts = [losses(train(corpus, tmp_path / "parts", *flags, epochs), "train_loss") for epochs in "12"]
+    assert parts == [[loss] for loss in losses(whole, "train_loss")]

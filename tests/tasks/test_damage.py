@@ -85,6 +85,10 @@ def test_checkpoints_of_averaged_weights_have_their_own_digest(corpus, run):
     assert state["model"][settings].dtype == torch.int64  # it is not averaged
     assert torch.equal(state["model"][settings], last["model"][settings])
     assert not torch.equal(state["model"][weight], last["model"][weight])
+    train(corpus, run / "other", *"--store-ema --ema-decay 0.9 --max-update 2".split())
+    other = torch.load(run / "other" / "checkpoint_last.pt", weights_only=True)
+    assert torch.equal(other["model"][weight], last["model"][weight])
+    assert not torch.equal(other["extra_state"]["ema"][weight], last["extra_state"]["ema"][weight])
     # A script that changes weights with torch alone keeps the former digest.
     state["model"]["decoder.layers.1.fc1.weight"] /= 2
     torch.save(state, path)

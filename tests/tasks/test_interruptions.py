@@ -1,8 +1,8 @@
 """Signals, folders and files that a long run may meet: it ends with a checkpoint, or does not begin."""
 
-import importlib
 import logging
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -272,5 +272,5 @@ def test_a_training_on_a_cpu_keeps_the_memory_of_large_tensors(corpus, tmp_path,
 
 def test_a_fairseq_that_is_not_patched_is_told(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "fairseq.extensions", None)
-    importlib.reload(long_runs)
+    runpy.run_path(long_runs.__file__)
     assert "this fairseq is not patched: an interrupted training saves no checkpoint" in caplog.text

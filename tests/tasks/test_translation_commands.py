@@ -169,14 +169,18 @@ def test_interactive_skips_a_byte_order_mark_and_names_invalid_utf8(
             translate(text + b"e3 \xff\n", *flags)
 
 
-def test_interactive_writes_soft_alignments(our_fairseq, pairs, tmp_path, capsys):
+def test_interactive_writes_soft_and_hard_alignments(our_fairseq, pairs, tmp_path, capsys):
     train_translation(pairs, tmp_path, "--arch", "transformer_tiny", "--max-update", "1")
     (tmp_path / "input").write_text("e1 e2 e3\n")
-    flags = f"--path {tmp_path}/checkpoint_last.pt --input {tmp_path}/input --max-len-b 4 --print-alignment soft"
-    command("interactive", str(pairs), *TRANSLATION, *QUIET, *flags.split())
-    (alignment,) = re.findall(r"(?m)^A-0\t(.*)$", capsys.readouterr().out)
-    for probabilities in alignment.split():
-        assert sum(map(float, probabilities.split(","))) == pytest.approx(1, abs=0.01)
+    flags = f"--path {tmp_path}/checkpoint_last.pt --input {tmp_path}/input --max-len-b 4 --print-alignment"
+    alignments = []
+    for kind in ("soft", "hard"):
+        command("interactive", str(pairs), *TRANSLATION, *QUIET, *flags.split(), kind)
+        alignments += re.findall(r"(?m)^A-0\t(.*)$", capsys.readouterr().out)
+    soft, hard = alignments
+    rows = [[float(x) for x in word.split(",")] for word in soft.split()]
+    assert rows and all(len(row) == 4 and sum(row) == pytest.approx(1, abs=0.01) for row in rows)  # e1 e2 e3 </s>
+    assert re.fullmatch(r"\d+-\d+( \d+-\d+)*", hard)
 
 
 # What generation refuses of alignments is in tests/models/test_fast_weight_transformer.py.

@@ -155,6 +155,18 @@ def test_a_clock_that_jumps_ends_no_run(monkeypatch, clock, jump):
     assert 60 + longest <= seconds < 70 + longest
 
 
+def test_a_time_that_no_training_takes_counts_as_none(caplog):
+    """Such as a jump of the clock left behind, before time was counted by another."""
+    from fairseq.trainer import Trainer
+
+    run = SimpleNamespace(_last_time=0.0)
+    for number, seconds in enumerate((NAN, INF, -5.0, 10**400, 1.8e9, None, "x"), 1):
+        Trainer._take_up_time(run, seconds)
+        assert run._training_time == run._previous_training_time == 0 and len(caplog.messages) == number
+    Trainer._take_up_time(run, 1800.0)
+    assert 1800 <= Trainer._local_cumulative_training_time(run) < 1900 and number == len(caplog.messages)
+
+
 @pytest.mark.slow
 def test_a_rate_that_follows_validations_goes_on_from_an_epochs_end(corpus, tmp_path):
     flags = [str(corpus), *TASK, *SMALL_MODEL, *QUIET, *CARRY, "--decoder-layers", "1", "--optimizer", "adam"]

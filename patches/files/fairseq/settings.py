@@ -1,21 +1,23 @@
-"""Reads settings that are written as Python, without running or multiplying them.
+"""Reads settings that are written as Python or YAML, without running or multiplying them.
 
 This takes the place of every `eval`: settings come out of checkpoints, which may be anybody's.
 """
 
 import ast
 import math
+import os
 import shlex
 import subprocess
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
+import yaml
 from fairseq.invalid_input import InvalidInput
 from fairseq.text_files import FileError
 
 LARGEST = 100_000
-"""Values and characters that sums and products may make of a text that is shorter."""
+"""Values and characters that sums, products and aliases may make of a text that is shorter."""
 _MOST = 5_000
 """Values that OmegaConf may get of one file or command, those within others included."""
 _INFINITE = {"clip_norm": math.inf, "clip_threshold": math.inf, "stop_min_lr": -math.inf, "stop_time_hours": math.inf}
@@ -115,3 +117,26 @@ def check_checkpoint(path: str, state: Mapping[str, Any], overrides: Any) -> Non
         check_literals({"args": args, "cfg": cfg, "overrides": overrides})
     except InvalidInput as error:
         raise FileError(f"{path} is refused: {error}") from None
+
+
+def read_yaml(file: TextIO) -> Any:
+    """The content of a file in YAML. Raises `FileError` if it is none, or if its aliases repeat too much of it."""
+    try:
+        loader = yaml.SafeLoader(file)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _checked(_nodes(node, {}), max(LARGEST, os.fstat(file.fileno()).st_size))
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise FileError(f"{file.name} cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
+def _nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a node of YAML makes, those of aliases at each place."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # of one that holds itself
+        items = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_nodes(part, known) for part in parts)
+    return known[id(node)]
