@@ -84,8 +84,16 @@ def test_adaptive_input_and_loss_are_those_of_every_token(tokens):
     model = Mock(decoder=SimpleNamespace(adaptive_softmax=softmax), return_value=(x,), get_targets=lambda *_: tokens)
     criterion = AdaptiveLoss(SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD)), False)
     loss, size, _ = criterion(model, {"net_input": {}, "target": tokens})
+    wanted = torch.zeros(())
+    for vector, token in zip(x.view(-1, 1, 8), tokens.view(-1).tolist(), strict=True):
+        if token == PAD:
+            continue
+        cluster, head = next(i for i, end in enumerate(ENDS) if token < end), softmax.head(vector).log_softmax(-1)
+        wanted = wanted - head[0, token if cluster == 0 else ENDS[0] + cluster - 1]
+        if cluster:
+            wanted = wanted - softmax.tail[cluster - 1](vector).log_softmax(-1)[0, token - ENDS[cluster - 1]]
     scores = softmax.get_log_prob(x, None).gather(-1, tokens[..., None]).squeeze(-1)
-    wanted = -scores[tokens != PAD].sum()
+    torch.testing.assert_close(wanted, -scores[tokens != PAD].sum())
     assert loss.shape == (1,) and size == int((tokens != PAD).sum())
     torch.testing.assert_close(loss[0], wanted)
     leaves = list({*embed.parameters(), *softmax.parameters()})

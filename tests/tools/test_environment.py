@@ -54,11 +54,13 @@ def test_the_fairseq_that_is_installed_is_the_release_with_the_patches(source: P
 
 def test_calls_that_would_run_code_are_replaced() -> None:
     loads = "torch.load(f)\ntorch.load(\n    f,\n)\ntorch.load(f, weights_only=False)\n"
-    unsafe = f"# Head.\nimport torch\nx = eval(y) + model.eval()\n{loads}os.system(x)\nyaml.load(f, yaml.FullLoader)\n"
+    unsafe = f"# Head.\nimport torch\nx = eval(y) + model.eval()\n{loads}os.system(x)\n"
+    unsafe += "yaml.load(f, Loader=yaml.FullLoader)\n"
     safe = fairseq_patches.with_safe_calls(unsafe)
-    imports = "from fairseq.settings import run_without_shell\nfrom fairseq.settings import literal\nimport torch\n"
+    names = ("read_yaml", "run_without_shell", "literal")
+    imports = "".join(f"from fairseq.settings import {name}\n" for name in names) + "import torch\n"
     loads = loads.replace("(f)", "(f, weights_only=True)").replace("f,\n)", "f,\n weights_only=True)")
-    calls = f"x = literal(y) + model.eval()\n{loads}run_without_shell(x)\nyaml.load(f, yaml.SafeLoader)\n"
+    calls = f"x = literal(y) + model.eval()\n{loads}run_without_shell(x)\nread_yaml(f)\n"
     assert safe == f"# Head.\n{imports}{calls}" == fairseq_patches.with_safe_calls(safe)
 
 
