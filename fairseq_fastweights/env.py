@@ -44,6 +44,7 @@ def report() -> dict[str, Any]:
             "CUDA of torch": torch.version.cuda,
             "fairseq": version("fairseq"),
             "fairseq-fastweights": version("fairseq-fastweights"),
+            "flash-linear-attention": version("flash-linear-attention"),
             "package": str(libraries.PACKAGE),
             "system": platform.platform(),
         },

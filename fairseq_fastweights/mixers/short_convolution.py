@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.mixers.mixer import are_plain, within_documents
+from fairseq_fastweights.ops.backends import AUTOMATIC
 from fairseq_fastweights.ops.checks import check_devices
 from fairseq_fastweights.ops.kernels import differentiable, takes
 
@@ -46,7 +47,7 @@ def short_convolution(
         (time, batch, channels) in the dtype of x, and the last inputs, (batch, width - 1, channels), in the dtype of
         states.
     """
-    too_wide = backend == "auto" and x.is_cuda and weight.shape[1] > WIDEST
+    too_wide = backend in AUTOMATIC and x.is_cuda and weight.shape[1] > WIDEST
     if too_wide or not takes(backend, x, when_compiling=True):
         return _definition(x, weight, bias, before, lengths, starts)
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

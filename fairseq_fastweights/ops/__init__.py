@@ -5,9 +5,9 @@ Sequences are (batch, time, heads, dim), states (batch, heads, key_dim, value_di
 float64 inputs). Any strides will do as long as the last dimension of q, k and v is contiguous.
 
 `backend` is "reference" (one step at a time: the definition), "chunkwise" (chunk-parallel PyTorch), "native"
-(compiled kernels) or "auto" (`chosen_backend`: native where it was built). A backend that cannot run a call
-raises `BackendUnavailable`; none silently takes another's place. All have backward passes; only "reference" has
-forward-mode derivatives (`torch.func.jvp`).
+(compiled kernels), "fla" (flash-linear-attention's) or "auto" (`chosen_backend`: native where it was built). A backend
+that cannot run a call raises `BackendUnavailable`; none silently takes another's place. All have backward passes; only
+"reference" has forward-mode derivatives (`torch.func.jvp`).
 
 `starts` marks the first steps of documents that follow one another in a row: the state is set to 0 before each, and no
 gradient passes. If v has more heads than q and k, successive heads of v share one of theirs (grouped heads).

@@ -17,7 +17,9 @@ from fairseq_fastweights.ops.checks import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "reference", "chunkwise", "native")
+BACKENDS = ("auto", "reference", "chunkwise", "native", "fla")
+AUTOMATIC = ("auto", "fla")
+"""Backends that choose for themselves what runs anything but sequences of rules, for which "fla" is `ops.fla`."""
 DTYPES = {
     "cpu": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -78,7 +80,7 @@ def cpu_instruction_set() -> str:
 
 
 def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunks: bool) -> str:
-    """The backend of a call: `backend`, or the choice of "auto".
+    """The backend of a call: `backend`, or the choice of one of `AUTOMATIC`.
 
     Args:
         backend: one of `BACKENDS`.
@@ -92,7 +94,7 @@ def choose_backend(backend: str, time: int, why_not_native: str | None, in_chunk
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "auto":
+    if backend in AUTOMATIC:
         if why_not_native is None:
             return "native"
         # A single step has nothing to chunk: the reference's loop over time is that step.
@@ -122,7 +124,9 @@ def say_backend(kind: str, backend: str, why_not_native: str | None, in_chunks: 
         return
     _said.add(key)
     taken = choose_backend(backend, 2, why_not_native, in_chunks)  # of texts; a single step may go another way
-    if taken == "native" and EXTENSIONS[kind] == "cpu":
+    if backend == "fla":
+        taken = "flash-linear-attention"
+    elif taken == "native" and EXTENSIONS[kind] == "cpu":
         taken += f" ({cpu_instruction_set()})"
     where = "the CPU" if kind == "cpu" else f"{kind} ({torch.cuda.get_device_name()})" if kind == "cuda" else kind
     told, level = f"fast weight rules run by {taken} on {where}", logging.INFO

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_fastweights.ops import kernels
+from fairseq_fastweights.ops import backends, kernels
 from fairseq_fastweights.ops.checks import check_devices, check_shape, check_tensor, state_dtype
 from fairseq_fastweights.ops.kernels import differentiable, takes
 
@@ -333,7 +333,7 @@ def apply_gate(
     """`gate` for a layer, whose arguments need no checks."""
     if dtype is None:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if backend == "auto" and not torch.compiler.is_compiling():
+    if backend in backends.AUTOMATIC and not torch.compiler.is_compiling():
         # Where kernels and PyTorch both can, the faster one by form and size.
         form, precise = _form(x, bias, log_rate, y, norm, scale, dtype), x.dtype in _PRECISE
         few = x.is_cpu and x.numel() < FASTER_FROM[form][not precise]

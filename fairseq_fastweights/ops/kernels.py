@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fairseq_fastweights.ops import backends, checks, libraries
-from fairseq_fastweights.ops.backends import DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, why_not
+from fairseq_fastweights.ops.backends import AUTOMATIC, DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, why_not
 from fairseq_fastweights.ops.checks import BackendUnavailable, check_devices, state_dtype
 from fairseq_fastweights.ops.reference import decay_at_starts, one_minus_gate, ungrouped
 
@@ -714,7 +714,7 @@ def takes(backend: str, x: Tensor, when_compiling: bool = False) -> bool:
         BackendUnavailable: if kernels are asked for and there are none.
     """
     compiling = torch.compiler.is_compiling()
-    if backend == "auto" and ((compiling and not when_compiling) or forward_ad._current_level >= 0):
+    if backend in AUTOMATIC and ((compiling and not when_compiling) or forward_ad._current_level >= 0):
         return False
     key = str(backend), x.device.type, x.dtype  # a list has no hash; `choose_backend` refuses it by name
     taken: bool | None = None if compiling else backends.chosen.get(key)
@@ -733,7 +733,7 @@ def takes_step(backend: str, x: Tensor) -> bool:
     return (
         x.is_cpu
         and not torch.is_grad_enabled()
-        and backend in ("auto", "native")
+        and backend in (*AUTOMATIC, "native")
         and x.dtype in DTYPES["cpu"]
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import backends, checks, chunkwise, kernels, reference
+from fairseq_fastweights.ops import backends, checks, chunkwise, fla, kernels, reference
 from fairseq_fastweights.ops.backends import choose_backend, say_backend
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
@@ -108,7 +108,7 @@ class Rule:
         """
         if len(inputs) != 3 + len(self.gates):
             raise TypeError(f"the {self.name} rule was given {len(inputs)} inputs; it must be {', '.join(self.inputs)}")
-        if in_place and self.operator_checks and backend in ("auto", "native"):
+        if in_place and self.operator_checks and backend in (*backends.AUTOMATIC, "native"):
             try:
                 if self._kernel_checks(inputs, initial_state, starts):
                     backends.refuse_tangents(initial_state, *inputs)
@@ -259,6 +259,10 @@ class Rule:
         refused: str | None,
     ) -> Kernel | Divided | Implementation:
         """The implementation of a call, of several steps if `in_chunks`; `refused`: why no kernel takes its gates."""
+        if backend == "fla" and in_chunks:
+            say_backend(device_type, backend, None, in_chunks=True)
+            fla.check_available(self.name, device_type, dtype)
+            return self._run_by_fla
         # None if a kernel takes the call.
         reason = self.why_not_native(device_type, dtype, key_dim) or refused
         taken = choose_backend(backend, 2 if in_chunks else 1, reason, self.chunkwise is not None)
@@ -274,6 +278,11 @@ class Rule:
                 "backend='reference'"
             )
         return self.chunkwise
+
+    def _run_by_fla(self, *inputs: Tensor, initial_state: Tensor | None, starts: Tensor | None = None) -> Any:
+        return fla.run(
+            self.name, initial_state=initial_state, starts=starts, **dict(zip(self.inputs, inputs, strict=True))
+        )
 
 
 class ReadBeforeWrite(Rule):
@@ -462,7 +471,8 @@ def sum_rule(
         starts: (batch, time), bool: document starts, before which the state is set to 0. None for none.
         in_place: whether the final state is written into `initial_state`, as in generation. Such a call cannot be
             differentiated.
-        backend: "auto", "reference", "chunkwise" or "native", as `BACKENDS` has them.
+        backend: "auto", "reference", "chunkwise", "native", or "fla" for flash-linear-attention's kernels, as
+            `BACKENDS` has them.
 
     Returns:
         out (batch, time, heads, value_dim), in the dtype of `v`, and the final state, as `initial_state`.

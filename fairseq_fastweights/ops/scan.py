@@ -78,7 +78,7 @@ def selective_scan(
     """
     _check(u, delta, A, B, C, D, initial_state)
     inputs = (u, delta, A, B, C, D)
-    asked, reason = backend, _why_not_native(u)
+    asked, reason = "auto" if backend == "fla" else backend, _why_not_native(u)
     backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
     say_backend(u.device.type, asked, reason, in_chunks=True)
     run = {"native": native, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
