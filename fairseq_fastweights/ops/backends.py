@@ -30,7 +30,7 @@ EXTENSIONS = {"cpu": "cpu", "cuda": "cuda"}
 LARGEST_DIM = {"cuda": 512}
 """By type of device, the largest key and value dimension that one call of its kernels takes, where there is a largest.
 
-Larger ones are divided (`kernels.Divided`), but for the delta rule's keys.
+Larger ones are divided (`kernels.Kernel`), but for the delta rule's keys.
 """
 
 chosen: dict[tuple[Any, ...], Any] = {}

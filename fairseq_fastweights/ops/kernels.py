@@ -1,7 +1,7 @@
 """The compiled kernels (`cpu/`, `cuda/`) as torch operators, and the arguments that they are given for a rule.
 
-Three parts: the operators of `torch.ops.fairseq_fastweights`, with shapes and derivatives; `Kernel`, which turns the
-gates of a rule into the operators' arguments; `Divided`, for key and value dimensions that one call does not take.
+Two parts: the operators of `torch.ops.fairseq_fastweights`, with shapes and derivatives; and `Kernel`, which turns the
+gates of a rule into the operators' arguments, and divides calls of larger dimensions than one call takes.
 
 The kernels keep, for the backward pass, the inputs and a state every `interval` steps; it computes those in between
 again. Every result has the same bits on every run. On a CPU the number of threads changes none of them either, but
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from fairseq_fastweights.ops import backends, checks, libraries
 from fairseq_fastweights.ops.backends import AUTOMATIC, DTYPES, EXTENSIONS, LARGEST_DIM, choose_backend, why_not
 from fairseq_fastweights.ops.checks import BackendUnavailable, check_devices, state_dtype
-from fairseq_fastweights.ops.reference import decay_at_starts, one_minus_gate, ungrouped
+from fairseq_fastweights.ops.reference import Row, decay_at_starts, one_minus_gate, ungrouped
 
 NAMESPACE = "fairseq_fastweights"
 INTERVALS = {"cpu": (64,), "cuda": (64, 128, 256)}
@@ -395,125 +395,150 @@ def cuda_plan(
     return dict(zip(names, numbers, strict=True)) if numbers else None
 
 
-class Parts(NamedTuple):
-    """The parts of the one recurrence that a rule has, as the rules' operators take them.
+KEYS, VALUES = 2, 3
+"""The dimensions of a state, (batch, heads, key_dim, value_dim), that a call can be divided over."""
+_MULTIPLE = 16
+"""Parts begin at multiples of this, where rows of any dtype are aligned as those of the whole are."""
 
-    S_t = S' + k_t (beta_t (w_t v_t - S'^T e_t))^T, S' = (f_t z_t^T) * S_{t-1}; a part that is None is left out.
-
-    Attributes:
-        erase: e, (batch, time, heads, key_dim); None for k, if the rule corrects.
-        corrects: whether the rule subtracts the value that it retrieves, or only adds.
-        beta: (batch, time, heads).
-        log_gate: log f, (batch, time, heads).
-        complement: whether w = 1 - f, for a log_gate, or else 1.
-        log_key_decay: log f, (batch, time, heads, key_dim), where there is no log_gate.
-        log_value_decay: log z, (batch, time, heads, value_dim), where there is no log_gate.
-    """
-
-    erase: Tensor | None = None
-    corrects: bool = False
-    beta: Tensor | None = None
-    log_gate: Tensor | None = None
-    complement: bool = False
-    log_key_decay: Tensor | None = None
-    log_value_decay: Tensor | None = None
-
-
-def one_gate(log_gate: Tensor) -> Parts:
-    """The parts of a rule with one gate for the old and the new."""
-    return Parts(log_gate=log_gate, complement=True)
-
-
-def decays(log_key_decay: Tensor | None, log_value_decay: Tensor | None = None, **others: Any) -> Parts:
-    """The parts of a rule with decays: a decay that all keys share is the cheaper log_gate.
-
-    Not where an expanded decay is differentiated: its gradient has a number for each key.
-    """
-    if log_key_decay is not None and log_value_decay is None:
-        if log_key_decay.dim() == 3:
-            return Parts(log_gate=log_key_decay, **others)
-        if log_key_decay.stride(-1) == 0 and not _differentiated(log_key_decay):
-            return Parts(log_gate=log_key_decay[..., 0], **others)
-    return Parts(log_key_decay=log_key_decay, log_value_decay=log_value_decay, **others)
-
-
-def correction(beta: Tensor, log_gate: Tensor | None = None) -> Parts:
-    """The parts of a rule that corrects, after a decay if there is one."""
-    # The delta rule, without decays.
-    if log_gate is None:
-        return Parts(corrects=True, beta=beta)
-    return decays(log_gate, corrects=True, beta=beta)
-
-
-def every_part(
-    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
-) -> Parts:
-    """All parts of the recurrence."""
-    return decays(log_key_decay, log_value_decay, erase=erase, corrects=erase is not None, beta=beta)
+Inputs = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A rule, computed by the operators.
+    """A rule, computed by the operators: in one call, or in several for dimensions beyond `LARGEST_DIM`.
+
+    The columns of a state, one for each value, are independent in every rule: any call can be divided over values. Its
+    rows, one for each key, are independent in the rules that only add (sum, gated, decay), where y_t = S_t q_t is the
+    sum of the parts' outputs. In rules that correct they are not, as v_t - S_{t-1} k_t sums over all rows: calls are
+    divided over values only, and larger keys are refused.
+
+    Parts are views: kernels read inputs, and change the state of a step, in place; the initial state of a part of a
+    sequence is copied. In 16 bits there is more rounding: each part's `out` comes in the dtype of `v`, and so does its
+    gradient of inputs that parts share (parts of values: q, k, log key decays, gates, beta; parts of keys: v, log value
+    decays, gates). With two parts the rounding error of such a result grows from 0.17% to 0.25% in bfloat16, from 0.02%
+    to 0.03% in float16. With more parts the error of `out` stays, as it is summed in the dtype of states; that of the
+    gradients, which autograd sums in their own dtype, grows: 0.42% for nine parts in bfloat16.
 
     Attributes:
-        parts: makes `Parts` of the rule's gates.
+        row: makes the recurrence's arguments of the rule's gates.
+        dims: the dimensions of a state, of `KEYS` and `VALUES`, that calls are divided over, the outer first.
+        along: of each input which of these its last dimension is; None for gates that have a number for each head.
     """
 
-    parts: Callable[..., Parts]
+    row: Callable[..., Row]
+    dims: tuple[int, ...] = ()
+    along: tuple[int | None, ...] = ()
 
     def sequence(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
-        initial_state: Tensor | None = None,
-        starts: Tensor | None = None,
+        self, *inputs: Tensor | None, initial_state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Every step: `out` and the final state."""
-        keeps_states = _differentiated(q, k, v, *gates, initial_state)
+        """Every step, for q, k, v and the gates: `out` and the final state."""
+        if self.dims:
+            # One dimension here, the others inside of each part.
+            (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
+            parts = [
+                inner.sequence(*part, initial_state=state, starts=starts)
+                for part, state in self._parts(inputs, initial_state)
+            ]
+            final_states = [final_state for _, final_state in parts]
+            final_state = torch.cat(final_states, dim) if len(parts) > 1 else final_states[0]
+            return _whole_out(dim, [out for out, _ in parts]), final_state
+        q, k, v, *gates = cast(Any, inputs)
+        keeps_states = differentiated(*inputs, initial_state)
         # A single step has an operator of its own, which takes the state and changes it.
         if v.shape[1] == 1 and not keeps_states:
-            if initial_state is None:
-                state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=state_dtype(v.dtype))
-            else:
-                state = initial_state.clone(memory_format=torch.contiguous_format)
-            return self.step_(q, k, v, *gates, state=state, starts=starts), state
-        inputs = operator_inputs(q, k, v, self.parts(*gates), starts)
+            state = first_state(initial_state, v, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+            return self.step_(*inputs, state=state, starts=starts), state
+        arguments = operator_arguments(q, k, v, self.row(*gates), starts)
         if initial_state is not None:
             initial_state = last_contiguous(initial_state)
-        out, final_state, _ = rule_forward(*inputs, initial_state, _interval(k, v) if keeps_states else 0)
+        out, final_state, _ = rule_forward(*arguments, initial_state, _interval(k, v) if keeps_states else 0)
         return out, final_state
 
-    def step_(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
-        state: Tensor,
-        starts: Tensor | None = None,
-    ) -> Tensor:
+    def step_(self, *inputs: Tensor | None, state: Tensor, starts: Tensor | None = None) -> Tensor:
         """One step, on a state that is changed in place, where `can_change` allows it: `out`."""
-        out: Tensor = rule_step_(*operator_inputs(q, k, v, self.parts(*gates), starts), state)
+        if self.dims:  # each part changes its part of the state
+            (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
+            parts = self._parts(inputs, state)
+            return _whole_out(dim, [inner.step_(*part, state=of_part, starts=starts) for part, of_part in parts])
+        q, k, v, *gates = cast(Any, inputs)
+        out: Tensor = rule_step_(*operator_arguments(q, k, v, self.row(*gates), starts), state)
         mark_changed(state)
         return out
 
+    def _parts(self, inputs: Inputs, state: Tensor | None) -> Iterator[tuple[Inputs, Any]]:
+        """Inputs and a state in as few parts as the kernels take, and these as even as `_MULTIPLE` lets them.
 
-def operator_inputs(q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tensor | None = None) -> tuple[Any, ...]:
-    """The rules' operators' arguments up to the initial state."""
-    if parts.log_key_decay is not None and parts.log_key_decay.dim() == 3:
-        # One for each head beside decays of values: there the operators take one for each key.
-        parts = parts._replace(log_key_decay=parts.log_key_decay[..., None].expand(*v.shape[:3], k.shape[3]))
-    if parts.beta is not None and not parts.corrects:
-        k = (ungrouped(k, v) * parts.beta[..., None]).to(k.dtype)
-        parts = parts._replace(beta=None)
-    # CPU kernels take grouped heads and document starts as they are.
+        `Tensor.split` makes them, as its backward pass is one concatenation; that of slices would add up as many
+        tensors of the whole's size, zeros but for a part.
+        """
+        dim = self.dims[0]
+        whole = inputs[self.along.index(dim)]
+        assert whole is not None
+        size = whole.shape[-1]
+        count = _ceil(size, LARGEST_DIM[whole.device.type])
+        if count == 1:
+            return iter([(inputs, state)])
+        # Parts of equal size up to the multiple; the last one has the rest.
+        part = _MULTIPLE * _ceil(_ceil(size, count), _MULTIPLE)
+        pieces = [
+            x.split(part, -1) if x is not None and along == dim else (x,) * count
+            for x, along in zip(inputs, self.along, strict=True)
+        ]
+        states = (None,) * count if state is None else state.split(part, dim)
+        return zip(zip(*pieces, strict=True), states, strict=True)
+
+
+def _whole_out(dim: int, parts: list[Tensor]) -> Tensor:
+    """The outputs of parts along `dim` as one: those of values side by side, those of keys added up."""
+    first, *others = parts
+    if not others:
+        return first
+    if dim == VALUES:
+        return torch.cat(parts, -1)
+    return sum(others, first.to(state_dtype(first.dtype))).to(first.dtype)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def operator_arguments(q: Tensor, k: Tensor, v: Tensor, row: Row, starts: Tensor | None = None) -> tuple[Any, ...]:
+    """The arguments of the rules' operators up to the initial state."""
+    erase, corrects, beta, complement, f, z = row
+    # Kernels take a decay of a whole head, log_gate, beside no other: it is cheaper than one for each key.
+    log_gate = None
+    if f is not None and z is None:
+        if f.dim() == 3:
+            log_gate, f = f, None
+        # An expanded decay that is differentiated stays: its gradient has a number for each key.
+        elif f.stride(-1) == 0 and not differentiated(f):
+            log_gate, f = f[..., 0], None
+    elif f is not None and f.dim() == 3:
+        f = f[..., None].expand(*v.shape[:3], k.shape[3])
+    # beta v k^T, without a correction: the factor goes into the key.
+    if beta is not None and not corrects:
+        k, beta = (ungrouped(k, v) * beta[..., None]).to(k.dtype), None
+    # CPU kernels take grouped heads and document starts as they are. CUDA kernels take neither: the heads are expanded,
+    # and a start becomes a decay to 0.
     if EXTENSIONS.get(v.device.type) == "cuda":
-        q, k, parts, starts = _for_cuda(q, k, v, parts, starts)
+        q, k = ungrouped(q, v), ungrouped(k, v)
+        if starts is not None:
+            # (1 - f) v k^T: the factor goes into the key, as the decay is about to change.
+            if complement:
+                assert log_gate is not None
+                k = (k * one_minus_gate(log_gate.to(state_dtype(v.dtype)))[..., None]).to(k.dtype)
+                complement = False
+            if log_gate is not None or (f is None and z is None):
+                log_gate = decay_at_starts(starts, None if log_gate is None else log_gate[..., None], v)[..., 0]
+            else:
+                f = decay_at_starts(starts, f, v).expand(*k.shape)
+            starts = None
+        if erase is not None:  # it has as many heads as k, and beside it they take decays of keys
+            erase = ungrouped(erase, v)
+            if log_gate is not None:
+                f, log_gate = log_gate[..., None].expand(*k.shape), None
     # Kernels read vectors of the last dimension; all other strides are free.
-    erase, corrects, beta, log_gate, complement, f, z = parts
     tensors = [q, k, v, erase, f, z]
     for place, x in enumerate(tensors):
         if x is not None and not x.is_contiguous():
@@ -522,28 +547,11 @@ def operator_inputs(q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tenso
     return q, k, v, erase, corrects, beta, log_gate, complement, f, z, starts
 
 
-def _for_cuda(
-    q: Tensor, k: Tensor, v: Tensor, parts: Parts, starts: Tensor | None
-) -> tuple[Tensor, Tensor, Parts, Tensor | None]:
-    """CUDA kernels take neither grouped heads nor document starts: expands the heads, makes a start a decay to 0."""
-    q, k = ungrouped(q, v), ungrouped(k, v)
-    if starts is not None:
-        # (1 - f) v k^T: the factor goes into the key, as the decay is about to change.
-        if parts.complement:
-            assert parts.log_gate is not None
-            k = (k * one_minus_gate(parts.log_gate.to(state_dtype(v.dtype)))[..., None]).to(k.dtype)
-            parts = parts._replace(complement=False)
-        if parts.log_gate is not None or (parts.log_key_decay is None and parts.log_value_decay is None):
-            log_gate = None if parts.log_gate is None else parts.log_gate[..., None]
-            parts = parts._replace(log_gate=decay_at_starts(starts, log_gate, v)[..., 0])
-        else:
-            parts = parts._replace(log_key_decay=decay_at_starts(starts, parts.log_key_decay, v).expand(*k.shape))
-    # An erase key has as many heads as k.
-    if parts.erase is not None:
-        parts = parts._replace(erase=ungrouped(parts.erase, v))
-        if parts.log_gate is not None:  # beside an erase key they take decays of keys
-            parts = parts._replace(log_gate=None, log_key_decay=parts.log_gate[..., None].expand(*k.shape))
-    return q, k, parts, None
+def first_state(initial_state: Tensor | None, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """A state of its own for a first step: a copy of the initial one, or zeros for inputs like `v`."""
+    if initial_state is None:
+        return v.new_zeros(sizes, dtype=state_dtype(v.dtype))
+    return initial_state.clone(memory_format=torch.contiguous_format)
 
 
 def mark_changed(state: Tensor) -> None:
@@ -560,7 +568,8 @@ def can_change(state: Tensor) -> bool:
     return state.is_contiguous() or state.shape[-1] <= 1 or state.stride(-1) == 1
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def differentiated(*tensors: Tensor | None) -> bool:
+    """True if a gradient of one of them is wanted."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
@@ -600,101 +609,6 @@ def _interval(k: Tensor, v: Tensor) -> int:
             if 4 * state < steps * step:
                 return steps
     return most
-
-
-KEYS, VALUES = 2, 3
-"""The dimensions of a state, (batch, heads, key_dim, value_dim), that a call can be divided over."""
-_MULTIPLE = 16
-"""Parts begin at multiples of this, where rows of any dtype are aligned as those of the whole are."""
-
-Inputs = tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Divided:
-    """A kernel for key and value dimensions beyond `LARGEST_DIM`: a call divided into several.
-
-    The columns of a state, one for each value, are independent in every rule: any call can be divided over values. Its
-    rows, one for each key, are independent in the rules that only add (sum, gated, decay), where y_t = S_t q_t is the
-    sum of the parts' outputs. In rules that correct they are not, as v_t - S_{t-1} k_t sums over all rows: calls are
-    divided over values only, and larger keys are refused.
-
-    Parts are views: kernels read inputs, and change the state of a step, in place; the initial state of a part of a
-    sequence is copied. In 16 bits there is more rounding: each part's `out` comes in the dtype of `v`, and so does its
-    gradient of inputs that parts share (parts of values: q, k, log key decays, gates, beta; parts of keys: v, log value
-    decays, gates). With two parts the rounding error of such a result grows from 0.17% to 0.25% in bfloat16, from 0.02%
-    to 0.03% in float16. With more parts the error of `out` stays, as it is summed in the dtype of states; that of the
-    gradients, which autograd sums in their own dtype, grows: 0.42% for nine parts in bfloat16.
-
-    Attributes:
-        kernel: that of a part.
-        dims: the dimensions of a state, of `KEYS` and `VALUES`, that calls are divided over, the outer first.
-        along: of each input which of these its last dimension is; None for gates that have a number for each head.
-    """
-
-    kernel: Kernel
-    dims: tuple[int, ...]
-    along: tuple[int | None, ...]
-
-    def sequence(
-        self, *inputs: Tensor | None, initial_state: Tensor | None = None, starts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`Kernel.sequence` on parts along the first of `dims`, each on parts along the others."""
-        if not self.dims:
-            return self.kernel.sequence(*cast(Any, inputs), initial_state=initial_state, starts=starts)
-        # One dimension here, the others inside of each part.
-        (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
-        parts = [
-            inner.sequence(*part, initial_state=state, starts=starts)
-            for part, state in self._parts(inputs, initial_state)
-        ]
-        final_states = [final_state for _, final_state in parts]
-        final_state = torch.cat(final_states, dim) if len(parts) > 1 else final_states[0]
-        return _whole_out(dim, [out for out, _ in parts]), final_state
-
-    def step_(self, *inputs: Tensor | None, state: Tensor, starts: Tensor | None = None) -> Tensor:
-        """`Kernel.step_`; each part changes its part of the state."""
-        if not self.dims:
-            return self.kernel.step_(*cast(Any, inputs), state=state, starts=starts)
-        (dim, *_), inner = self.dims, replace(self, dims=self.dims[1:])
-        parts = self._parts(inputs, state)
-        return _whole_out(dim, [inner.step_(*part, state=of_part, starts=starts) for part, of_part in parts])
-
-    def _parts(self, inputs: Inputs, state: Tensor | None) -> Iterator[tuple[Inputs, Any]]:
-        """Inputs and a state in as few parts as the kernels take, and these as even as `_MULTIPLE` lets them.
-
-        `Tensor.split` makes them, as its backward pass is one concatenation; that of slices would add up as many
-        tensors of the whole's size, zeros but for a part.
-        """
-        dim = self.dims[0]
-        whole = inputs[self.along.index(dim)]
-        assert whole is not None
-        size = whole.shape[-1]
-        count = _ceil(size, LARGEST_DIM[whole.device.type])
-        if count == 1:
-            return iter([(inputs, state)])
-        # Parts of equal size up to the multiple; the last one has the rest.
-        part = _MULTIPLE * _ceil(_ceil(size, count), _MULTIPLE)
-        pieces = [
-            x.split(part, -1) if x is not None and along == dim else (x,) * count
-            for x, along in zip(inputs, self.along, strict=True)
-        ]
-        states = (None,) * count if state is None else state.split(part, dim)
-        return zip(zip(*pieces, strict=True), states, strict=True)
-
-
-def _whole_out(dim: int, parts: list[Tensor]) -> Tensor:
-    """The outputs of parts along `dim` as one: those of values side by side, those of keys added up."""
-    first, *others = parts
-    if not others:
-        return first
-    if dim == VALUES:
-        return torch.cat(parts, -1)
-    return sum(others, first.to(state_dtype(first.dtype))).to(first.dtype)
-
-
-def _ceil(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 # Decode steps of whole layers, all but their projections, as one operator each, for CPUs (`cpu/steps/`).

@@ -9,15 +9,12 @@ Everything is computed in float64 for float64 inputs and in float32 for all othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_fastweights.ops.checks import state_dtype
-
-Recurrence = Callable[..., tuple[Tensor, Tensor]]
-"""`fast_weight_rule`, or another implementation of it."""
 
 
 def fast_weight_rule(
@@ -69,70 +66,44 @@ def fast_weight_rule(
     return (torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v)), state
 
 
-# Its rows. `recurrence` is another implementation of it, which then computes them; `options` are `initial_state` and
-# `starts`.
+class Row(NamedTuple):
+    """A rule's gates as arguments of the recurrence, of which the rule is a row; a None is left out.
+
+    Attributes:
+        erase: e, (batch, time, heads of k, key_dim); None for k, if the rule corrects.
+        corrects: whether the rule subtracts the value that it retrieves, or only adds.
+        beta: (batch, time, heads).
+        complement: whether beta is 1 - f, for log decays (batch, time, heads).
+        log_key_decay: log f, (batch, time, heads) or (batch, time, heads, key_dim).
+        log_value_decay: log z, (batch, time, heads, value_dim).
+    """
+
+    erase: Tensor | None = None
+    corrects: bool = False
+    beta: Tensor | None = None
+    complement: bool = False
+    log_key_decay: Tensor | None = None
+    log_value_decay: Tensor | None = None
 
 
-def sum_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, recurrence: Recurrence = fast_weight_rule, **options: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + v_t k_t^T (Schlag et al. 2021, Eq. 17; Mao 2022, Eq. 3)."""
-    return recurrence(q, k, v, None, None, None, None, **options)
-
-
-def gated_rule(
+def run_row(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_gate: Tensor,
-    *,
-    recurrence: Recurrence = fast_weight_rule,
+    *gates: Tensor | None,
+    row: Callable[..., Row],
+    recurrence: Callable[..., tuple[Tensor, Tensor]] = fast_weight_rule,
     **options: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T (Peng et al. 2021; Mao 2022, Eq. 5)."""
-    log_gate = log_gate.to(state_dtype(v.dtype))
-    return recurrence(q, k, v, None, one_minus_gate(log_gate), log_gate, None, **options)
-
-
-def decay_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_key_decay: Tensor | None,
-    log_value_decay: Tensor | None,
-    *,
-    recurrence: Recurrence = fast_weight_rule,
-    **options: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T (Mao 2022, Eq. 7), z the value decay and f the key decay."""
-    return recurrence(q, k, v, None, None, log_key_decay, log_value_decay, **options)
-
-
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    recurrence: Recurrence = fast_weight_rule,
-    **options: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T (Schlag et al. 2021, Eq. 24), read after the write (Eq. 25)."""
-    return recurrence(q, k, v, k, beta, None, None, **options)
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_gate: Tensor,
-    *,
-    recurrence: Recurrence = fast_weight_rule,
-    **options: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t) (Yang et al. 2025; per key: Kimi Team 2025)."""
-    return recurrence(q, k, v, k, beta, log_gate, None, **options)
+    """Computes a rule by the recurrence, or by another implementation of it, with `initial_state` and `starts`."""
+    erase, corrects, beta, complement, log_key_decay, log_value_decay = row(*gates)
+    if corrects and erase is None:
+        erase = k
+    if complement:
+        assert log_key_decay is not None
+        log_key_decay = log_key_decay.to(state_dtype(v.dtype))
+        beta = one_minus_gate(log_key_decay)
+    return recurrence(q, k, v, erase, beta, log_key_decay, log_value_decay, **options)
 
 
 def ungrouped(x: Tensor, v: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fairseq_fastweights.ops import backends, checks, chunkwise, fla, kernels, reference
+from fairseq_fastweights.ops import backends, checks, chunkwise, fla, reference
 from fairseq_fastweights.ops.backends import choose_backend, say_backend
 from fairseq_fastweights.ops.checks import (
     BackendUnavailable,
@@ -30,7 +30,11 @@ from fairseq_fastweights.ops.checks import (
     state_dtype,
     without_autocast,
 )
-from fairseq_fastweights.ops.kernels import KEYS, VALUES, Divided, Kernel, can_change
+from fairseq_fastweights.ops.kernels import KEYS, VALUES, Kernel, can_change
+from fairseq_fastweights.ops.reference import Row, run_row
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Implementation = Callable[..., tuple[Tensor, Tensor]]
@@ -113,7 +117,7 @@ class Rule:
                 if self._kernel_checks(inputs, initial_state, starts):
                     backends.refuse_tangents(initial_state, *inputs)
                     state = check_in_place(initial_state, self.inputs, inputs, starts)
-                    return self.kernel.step_(*inputs, state=state, starts=starts), state  # type: ignore[union-attr, arg-type]
+                    return self.kernel.step_(*inputs, state=state, starts=starts), state  # type: ignore[union-attr]
             except Exception:
                 self._check(inputs, initial_state, starts)  # names the argument at fault, if it is one
                 raise
@@ -170,15 +174,6 @@ class Rule:
             )
         return reason
 
-    @property
-    def divided(self) -> Divided:
-        """The rule's kernel, for keys and values of any dimension."""
-        assert self.kernel is not None
-        along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
-        # Rules that correct read all rows of the state at once: no division over keys.
-        dims = (VALUES,) if self.corrects else (VALUES, KEYS)
-        return Divided(self.kernel, dims, (KEYS, KEYS, VALUES, *(along[gate.per] for gate in self.gates)))
-
     def _check(self, inputs: tuple[Any, ...], initial_state: Tensor | None, starts: Tensor | None) -> None:
         q, k, v, *gates = inputs
         check_inputs(q, k, v, initial_state, self.gates, gates, starts)
@@ -226,13 +221,13 @@ class Rule:
         key_dim, device, dtype = k.shape[3], v.device, v.dtype
         # The choice is kept, as it takes as long as the kernel of a decode step.
         call = self, str(backend), device, dtype, key_dim, value_dim, time > 1, refused
-        run: Kernel | Divided | Implementation | None
+        run: Kernel | Implementation | None
         run = None if torch.compiler.is_compiling() else backends.chosen.get(call)
         if run is None:
             run = self._choose(backend, device.type, dtype, key_dim, value_dim, time > 1, refused)
             if not torch.compiler.is_compiling():
                 backends.chosen[call] = run
-        kernel = run if isinstance(run, (Kernel, Divided)) else None
+        kernel = run if isinstance(run, Kernel) else None
         if kernel is not None and forward_ad._current_level >= 0:
             backends.refuse_tangents(initial_state, q, k, v, *gates)
         # Nothing to compute, but an empty output has gradients as any other.
@@ -257,7 +252,7 @@ class Rule:
         value_dim: int,
         in_chunks: bool,
         refused: str | None,
-    ) -> Kernel | Divided | Implementation:
+    ) -> Kernel | Implementation:
         """The implementation of a call, of several steps if `in_chunks`; `refused`: why no kernel takes its gates."""
         if backend == "fla" and in_chunks:
             say_backend(device_type, backend, None, in_chunks=True)
@@ -269,7 +264,12 @@ class Rule:
         say_backend(device_type, backend, reason, self.chunkwise is not None)
         if taken == "native":
             assert self.kernel is not None
-            return self.kernel if backends.fits(device_type, max(key_dim, value_dim)) else self.divided
+            if backends.fits(device_type, max(key_dim, value_dim)):
+                return self.kernel
+            along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
+            # Rules that correct read all rows of the state at once: no division over keys.
+            dims = (VALUES,) if self.corrects else (VALUES, KEYS)
+            return replace(self.kernel, dims=dims, along=(KEYS, KEYS, VALUES, *(along[x.per] for x in self.gates)))
         if taken == "reference":
             return self.reference
         if self.chunkwise is None:
@@ -337,12 +337,38 @@ def no_steps(
     return torch.zeros_like(v) + depends, state
 
 
-def _row(
-    name: str, gates: tuple[Gate, ...], row: Implementation, kernel: Kernel, kind: type[Rule] = Rule, **others: Any
-) -> Rule:
+# The rows of the recurrence: each rule's gates as its arguments.
+
+
+def _gated_row(log_gate: Tensor) -> Row:
+    """S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T (Peng et al. 2021; Mao 2022, Eq. 5)."""
+    return Row(complement=True, log_key_decay=log_gate)
+
+
+def _decay_row(log_key_decay: Tensor | None, log_value_decay: Tensor | None) -> Row:
+    """S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T (Mao 2022, Eq. 7), z the value decay and f the key decay."""
+    return Row(log_key_decay=log_key_decay, log_value_decay=log_value_decay)
+
+
+def _delta_row(beta: Tensor, log_gate: Tensor | None = None) -> Row:
+    """S_t = S' + beta_t (v_t - S' k_t) k_t^T, S' = S_{t-1} Diag(f_t).
+
+    Without a gate: Schlag et al. 2021, Eq. 24. With one: Yang et al. 2025; per key: Kimi Team 2025.
+    """
+    return Row(corrects=True, beta=beta, log_key_decay=log_gate)
+
+
+def _every_row(
+    erase: Tensor | None, beta: Tensor | None, log_key_decay: Tensor | None, log_value_decay: Tensor | None
+) -> Row:
+    """The recurrence itself."""
+    return Row(erase, erase is not None, beta, False, log_key_decay, log_value_decay)
+
+
+def _row(name: str, gates: tuple[Gate, ...], row: Callable[..., Row], kind: type[Rule] = Rule, **others: Any) -> Rule:
     """Makes the record of a rule that is a row of the recurrence."""
-    in_chunks = partial(row, recurrence=chunkwise.fast_weight_rule)
-    return kind(name, gates, row, in_chunks, kernel, takes_starts=True, **others)
+    define, in_chunks = partial(run_row, row=row), partial(run_row, row=row, recurrence=chunkwise.fast_weight_rule)
+    return kind(name, gates, define, in_chunks, Kernel(row), takes_starts=True, **others)
 
 
 def _why_not_every_part(
@@ -365,8 +391,7 @@ RULES = {
         _row(
             "sum",
             (),
-            reference.sum_rule,
-            Kernel(kernels.Parts),
+            Row,
             operator_checks=True,
             ordered=False,
             equation="S + v k^T",
@@ -378,8 +403,7 @@ RULES = {
         _row(
             "gated",
             (Gate("log_gate", per="head", log=True),),
-            reference.gated_rule,
-            Kernel(kernels.one_gate),
+            _gated_row,
             operator_checks=True,
             equation="g S + (1 - g) v k^T",
             help="decays the memory by one gate per head",
@@ -389,8 +413,7 @@ RULES = {
         _row(
             "decay",
             (_KEY_DECAY, _VALUE_DECAY),
-            reference.decay_rule,
-            Kernel(kernels.decays),
+            _decay_row,
             equation="(z f^T) * S + v k^T",
             help="decays it by a gate per key and value dimension (Mao 2022)",
             source="decaying fast weights (Mao 2022)",
@@ -399,8 +422,7 @@ RULES = {
         _row(
             "delta",
             (_BETA,),
-            reference.delta_rule,
-            Kernel(kernels.correction),
+            _delta_row,
             operator_checks=True,
             equation="S + beta (v - S k) k^T",
             help="corrects what the key retrieves (Delta Network)",
@@ -410,8 +432,7 @@ RULES = {
         _row(
             "delta-mao",
             (_BETA,),
-            reference.delta_rule,
-            Kernel(kernels.correction),
+            _delta_row,
             ReadBeforeWrite,
             equation="S + (v - S k') k'^T with k' = beta k; y = S q is read before the step",
             help="does so as Mao's published kernel, which reads before it writes",
@@ -421,14 +442,13 @@ RULES = {
         _row(
             "gated-delta",
             (Gate("beta", per="head", most=2), Gate("log_gate", per="head or key", log=True)),
-            reference.gated_delta_rule,
-            Kernel(kernels.correction),
+            _delta_row,
             operator_checks=True,
             corrects=True,
             equation="S' + beta (v - S' k) k^T with S' = S Diag(f)",
             source="Gated DeltaNet (Yang et al. 2025), Kimi delta attention (Kimi Team 2025)",
         ),
-        Rule(
+        _row(
             "fast-weight",
             (
                 Gate("erase", per="key", kind="key", optional=True),
@@ -436,11 +456,8 @@ RULES = {
                 Gate("log_key_decay", per="head or key", log=True, optional=True),
                 _VALUE_DECAY,
             ),
-            reference.fast_weight_rule,
-            chunkwise.fast_weight_rule,
-            Kernel(kernels.every_part),
+            _every_row,
             corrects=True,
-            takes_starts=True,
             why_not_gates=_why_not_every_part,
             equation="S' + beta (v - S' e) k^T with S' = (z f^T) * S",
             source="the recurrence that contains all of these",
@@ -497,27 +514,35 @@ def sum_rule(
     return RULES["sum"](q, k, v, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
 
 
+class RuleOptions(TypedDict, total=False):
+    """The arguments of all rules beside their inputs, as `sum_rule` describes them."""
+
+    initial_state: Tensor | None
+    starts: Tensor | None
+    in_place: bool
+    backend: str
+
+
 def _as_sum_rule(function: _Function) -> _Function:
-    """Adds to a docstring, from that of `sum_rule`, the arguments that all rules have, results and errors."""
+    """Adds to a docstring, from that of `sum_rule`, the arguments that all rules have, results and errors.
+
+    The signature shows these arguments too.
+    """
     if function.__doc__ and sum_rule.__doc__:
         own, shared = inspect.cleandoc(function.__doc__), inspect.cleandoc(sum_rule.__doc__)
         first, options, end = (shared.index(part) for part in ("    q: ", "    initial_state: ", "Examples:\n"))
         own = own.replace("Args:\n", f"Args:\n{shared[first:options]}", 1)
         function.__doc__ = own.replace("\nExamples:\n", f"{shared[options:end]}Examples:\n", 1)
+    signature, of_sum = inspect.signature(function), inspect.signature(sum_rule)
+    given = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    given += [x for x in of_sum.parameters.values() if x.kind is x.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     return function
 
 
 @_as_sum_rule
 def gated_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-    in_place: bool = False,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, **options: Unpack[RuleOptions]
 ) -> tuple[Tensor, Tensor]:
     """One gate for old and new: S_t = g_t S_{t-1} + (1 - g_t) v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 5).
 
@@ -531,9 +556,7 @@ def gated_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return RULES["gated"](
-        q, k, v, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
-    )
+    return RULES["gated"](q, k, v, log_gate, **options)
 
 
 @_as_sum_rule
@@ -543,11 +566,7 @@ def decay_rule(
     v: Tensor,
     log_key_decay: Tensor | None,
     log_value_decay: Tensor | None,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-    in_place: bool = False,
-    backend: str = "auto",
+    **options: Unpack[RuleOptions],
 ) -> tuple[Tensor, Tensor]:
     """An elementwise decay of rank one: S_t = (z_t f_t^T) * S_{t-1} + v_t k_t^T, y_t = S_t q_t (Mao 2022, Eq. 7).
 
@@ -561,31 +580,11 @@ def decay_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 4]), torch.Size([1, 2, 4, 4]))
     """
-    return RULES["decay"](
-        q,
-        k,
-        v,
-        log_key_decay,
-        log_value_decay,
-        initial_state=initial_state,
-        starts=starts,
-        in_place=in_place,
-        backend=backend,
-    )
+    return RULES["decay"](q, k, v, log_key_decay, log_value_decay, **options)
 
 
 @_as_sum_rule
-def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-    in_place: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[RuleOptions]) -> tuple[Tensor, Tensor]:
     """Corrects the value that the key retrieves: S_t = S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t.
 
     Schlag et al. 2021, Eq. 24 and 25. Keys should be normalised (their components sum to 1, or their norm is at most
@@ -601,21 +600,12 @@ def delta_rule(
         >>> state.flatten()  # its value was replaced; the sum rule would have 4 there
         tensor([3., 2., 0., 0.])
     """
-    return RULES["delta"](q, k, v, beta, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)
+    return RULES["delta"](q, k, v, beta, **options)
 
 
 @_as_sum_rule
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_gate: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-    in_place: bool = False,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **options: Unpack[RuleOptions]
 ) -> tuple[Tensor, Tensor]:
     """Forgets, then corrects: S' = S_{t-1} Diag(f_t), S_t = S' + beta_t (v_t - S' k_t) k_t^T, y_t = S_t q_t.
 
@@ -634,9 +624,7 @@ def gated_delta_rule(
         >>> out.shape, state.shape
         (torch.Size([1, 5, 2, 3]), torch.Size([1, 2, 4, 3]))
     """
-    return RULES["gated-delta"](
-        q, k, v, beta, log_gate, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
-    )
+    return RULES["gated-delta"](q, k, v, beta, log_gate, **options)
 
 
 @_as_sum_rule
@@ -649,10 +637,7 @@ def fast_weight_rule(
     beta: Tensor | None = None,
     log_key_decay: Tensor | None = None,
     log_value_decay: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-    in_place: bool = False,
-    backend: str = "auto",
+    **options: Unpack[RuleOptions],
 ) -> tuple[Tensor, Tensor]:
     """The recurrence that contains all rules, with every part but q, k and v optional.
 
@@ -673,19 +658,7 @@ def fast_weight_rule(
         >>> torch.allclose(corrected, delta_rule(q, k / 2, v, torch.ones(1, 5, 2))[0], atol=1e-5)
         True
     """
-    return RULES["fast-weight"](
-        q,
-        k,
-        v,
-        erase,
-        beta,
-        log_key_decay,
-        log_value_decay,
-        initial_state=initial_state,
-        starts=starts,
-        in_place=in_place,
-        backend=backend,
-    )
+    return RULES["fast-weight"](q, k, v, erase, beta, log_key_decay, log_value_decay, **options)
 
 
 def chosen_backend(

@@ -172,13 +172,7 @@ def _why_not_native(u: Tensor) -> str | None:
 
 
 def _check(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    initial_state: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, initial_state: Tensor | None
 ) -> None:
     given: dict[str, Tensor] = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
     given |= {} if D is None else {"D": D}

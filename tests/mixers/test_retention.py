@@ -38,9 +38,8 @@ def test_retention_takes_the_kernels_of_one_gate_per_head(monkeypatch):
     monkeypatch.setattr(kernels, "rule_forward", lambda *args: taken.append(args[3:10]) or forward(*args))
     q, k, v = torch.randn(3, 2, 5, 4, 6, requires_grad=True).unbind()
     retention(q, k, v, log_decays(4, q.device, q.dtype).expand(2, 5, 4), backend="native")
-    (given,) = (kernels.Parts(*arguments) for arguments in taken)
-    assert given.log_gate.shape == (2, 5, 4) and not given.complement
-    assert given.log_key_decay is None and given.log_value_decay is None
+    ((_, _, _, log_gate, complement, *decays),) = taken
+    assert log_gate.shape == (2, 5, 4) and not complement and decays == [None, None]
 
 
 @pytest.mark.parametrize("position", [1, 1000, 100_000_000])

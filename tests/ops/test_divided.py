@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_fastweights.ops import backends, kernels
-from fairseq_fastweights.ops.kernels import Divided
+from fairseq_fastweights.ops.kernels import Kernel
 from tests.ops.agreement import (
     assert_agrees,
     assert_autocast_does_not_reach_inside,
@@ -146,7 +146,7 @@ def test_no_input_is_copied_and_no_gradient_padded(rule, monkeypatch):
         assert all(max(k.shape[-1], v.shape[-1]) <= LARGEST for _, k, v, *_ in forward)
         assert "cat" in mode.others and not mode.others & {"slice_backward", "select_backward", "constant_pad_nd"}
     # Dimensions within the limit are not looked at again.
-    monkeypatch.setattr(Divided, "_parts", None)
+    monkeypatch.setattr(Kernel, "_parts", None)
     for T in (1, 31):
         outcome(rule, "native", rule.inputs(T=T, K=LARGEST, V=LARGEST))
 

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.ops import backends, kernels, libraries
+from fairseq_fastweights.ops.reference import Row
 from tests.ops.agreement import TOLERANCE, assert_agrees, assert_close, assert_same
 from tests.ops.results import cotangents, definition, differentiate, in_float64, named, outcome
 from tests.ops.rules import DEVICE, LAYOUT, PRINCIPAL, RULE, RULES, Inputs, RuleCase, deal
@@ -117,9 +118,11 @@ def test_one_decay_for_all_keys_is_the_same_without_a_copy():
     one = inputs["log_key_decay"][..., :1]
     outputs = ops.decay_rule(**inputs | {"log_key_decay": one.expand_as(inputs["k"])}, backend="native")
     assert_close(named(outputs), definition(rule, inputs | {"log_key_decay": one.repeat(1, 1, 1, 6)}, None), 1e-6)
-    assert kernels.decays(one.expand_as(inputs["k"]), None).log_gate is not None
     # A gradient is asked for by key: no single gate has it.
-    assert kernels.decays(one.expand_as(inputs["k"]).requires_grad_(), None).log_gate is None
+    for is_gate, decay in ((True, one.expand_as(inputs["k"])), (False, one.expand_as(inputs["k"]).requires_grad_())):
+        given = kernels.operator_arguments(*(inputs[name] for name in "qkv"), Row(log_key_decay=decay))
+        log_gate, log_key_decay = given[6], given[8]
+        assert (log_gate is not None, log_key_decay is None) == (is_gate, is_gate)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -137,8 +140,9 @@ def arguments_of(rule: RuleCase, inputs: Inputs) -> tuple:
         return tuple(inputs.values())
     given = dict(inputs)
     q, k, v, state = (given.pop(name) for name in ("q", "k", "v", "initial_state"))
-    arguments = ops.RULES[rule.operation_name].kernel.parts(*given.values())
-    return q, k, v, *arguments, None, state
+    arguments = kernels.operator_arguments(q, k, v, ops.RULES[rule.operation_name].kernel.row(*given.values()))
+    # Leaves: a rule without a correction has beta in its keys.
+    return *(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in arguments), state
 
 
 def check_operators(rule: RuleCase, inputs: Inputs, utils: list[str]) -> None:

@@ -178,10 +178,7 @@ def _add_block_gradients(half: int, inputs: tuple[Tensor | None, ...], gradients
 
 
 def _add_state_gradients(
-    states: Tensor,
-    d_final: Tensor,
-    inputs: tuple[Tensor | None, ...],
-    gradients: tuple[Tensor | None, ...],
+    states: Tensor, d_final: Tensor, inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
 ) -> Tensor:
     """Adds to each gradient the part through the states at chunks' starts; returns the initial state's gradient."""
     q, k, v, f, z, dy = inputs
