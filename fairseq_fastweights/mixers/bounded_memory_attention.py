@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
-from fairseq_fastweights.mixers.mixer import Option, State, are_plain, project
+from fairseq_fastweights.mixers.mixer import State, are_plain, option, project
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 LOG_OF_NOTHING = -1e30
@@ -41,10 +42,10 @@ class BoundedMemoryAttention(SoftmaxMixer):
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, slots: int, dropout: float = 0.0, bias: bool = True) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.check_options(slots=slots)
-        self.slots = slots
+    slots: int
+
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **self.take_options(options))
 
     def _controls(self, x: Tensor, state: State | None, real: Tensor) -> tuple[Tensor, Tensor, Tensor | None, State]:
         """Computes the controls.
@@ -117,14 +118,13 @@ class ABCMLP(BoundedMemoryAttention):
         {'keys': (3, 2, 8, 4), 'values': (3, 2, 4, 8), 'read': (3,), 'log_sum': (3, 2, 4)}
     """
 
-    options = {"slots": Option(int, 32, "number of slots for keys, and for values, in each head of ABC", least=1)}
+    slots: int = option(32, "number of slots for keys, and for values, in each head of ABC", least=1)
+
     needs_positions = True
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, slots: int = 32, dropout: float = 0.0, bias: bool = True
-    ) -> None:
-        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
-        self.control_proj = nn.Linear(embed_dim, num_heads * slots, bias=False)
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        self.control_proj = nn.Linear(embed_dim, num_heads * self.slots, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -178,26 +178,18 @@ class Linformer(BoundedMemoryAttention):
         {'keys': (3, 2, 8, 4), 'values': (3, 2, 4, 8), 'read': (3,)}
     """
 
-    options = {"slots": Option(int, 64, "number of slots for keys, and for values, in each head of Linformer", least=1)}
+    slots: int = option(64, "number of slots for keys, and for values, in each head of Linformer", least=1)
+
     carries = False
     bounded = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        max_positions: int,
-        slots: int = 64,
-        dropout: float = 0.0,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, slots=slots, dropout=dropout, bias=bias)
+    def __init__(self, embed_dim: int, num_heads: int, *, max_positions: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **options)
         check_number("max_positions", max_positions, 1, whole=True)
         self.max_positions = max_positions
         # Layers, as in fairseq's Linformer, for their names' sake and for functions that draw all layers' weights anew.
-        self.compress_k = nn.Linear(max_positions, slots, bias=False)
-        self.compress_v = nn.Linear(max_positions, slots, bias=False)
+        self.compress_k = nn.Linear(max_positions, self.slots, bias=False)
+        self.compress_v = nn.Linear(max_positions, self.slots, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mamba import draw_step_biases_
 from fairseq_fastweights.mixers.mixer import (
     KEY_SIZES,
     VALUE_SIZES,
     Mixer,
-    Option,
     State,
     are_plain,
     beyond,
     check_divisor,
     gated_norm,
     in_rows,
+    option,
     project,
 )
 from fairseq_fastweights.mixers.projections import shared
@@ -80,19 +80,15 @@ class GatedDelta(Mixer):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 8, 4]))
     """
 
-    options = {
-        "key_heads": Option(int, 0, "number of heads of queries and keys, a divisor of those of values; 0 is as many"),
-        "key_dim": Option(int, 0, "dimension of each head's keys; 0 is the width divided by the heads", KEY_SIZES, 0),
-        "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
-        ),
-        "conv": Option(int, 4, "width of the short convolution", least=1),
-        "negative_eigenvalues": Option(bool, False, "let betas reach 2 (negative eigenvalues)"),
-        "eps": Option(float, 1e-5, "epsilon of the output norm", least=0),
-        "bias": Option(bool, False, "biases of the projections, with which layers start nearer to a trained attention"),
-        "kv_heads": Option(int, 0, "number of heads of keys and values that those of queries share; 0 for none shared"),
-        "gate_rank": Option(int, 0, "rank of the projection of the output gate; 0 for any", least=0),
-    }
+    key_heads: int = option(0, "number of heads of queries and keys, a divisor of those of values; 0 is as many")
+    key_dim: int = option(0, "dimension of each head's keys; 0 is the width divided by the heads", KEY_SIZES, 0)
+    value_dim: int = option(0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0)
+    conv: int = option(4, "width of the short convolution", least=1)
+    negative_eigenvalues: bool = option(False, "let betas reach 2 (negative eigenvalues)")
+    eps: float = option(1e-5, "epsilon of the output norm", least=0)
+    bias: bool = option(False, "biases of the projections, with which layers start nearer to a trained attention")
+    kv_heads: int = option(0, "number of heads of keys and values that those of queries share; 0 for none shared")
+    gate_rank: int = option(0, "rank of the projection of the output gate; 0 for any", least=0)
 
     unrecorded = ("bias", "kv_heads", "gate_rank")
     takes_attention = True
@@ -102,34 +98,17 @@ class GatedDelta(Mixer):
     _smallest_rate: float = SMALLEST_RATE
     _output_activation = "silu"
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int = 1,
-        *,
-        key_heads: int = 0,
-        key_dim: int = 0,
-        value_dim: int = 0,
-        conv: int = 4,
-        negative_eigenvalues: bool = False,
-        eps: float = 1e-5,
-        bias: bool = False,
-        kv_heads: int = 0,
-        gate_rank: int = 0,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Any) -> None:
+        others, bias, kv_heads = self.take_options(options), self.bias, self.kv_heads
         # With sizes of their own, heads need not divide the width.
-        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0, backend=backend)
-        self.check_options(key_dim=key_dim, value_dim=value_dim, conv=conv, eps=eps)
-        check_number("gate_rank", gate_rank, 0, whole=True)
-        for name, heads in (("key_heads", key_heads), ("kv_heads", kv_heads)):
-            check_divisor(name, heads, "num_heads", num_heads, or_zero=True)
-        if kv_heads and key_heads not in (0, num_heads):
-            raise InvalidInput(f"key_heads is {key_heads}; with kv_heads it must be num_heads, {num_heads}, or 0")
-        self.kv_heads, self.gate_rank = kv_heads, gate_rank
-        self.key_heads = key_heads or num_heads
-        self.key_dim, self.value_dim = key_dim or self.head_dim, value_dim or self.head_dim
-        self.conv, self.negative_eigenvalues, self.eps, self.bias = conv, negative_eigenvalues, eps, bias
+        head_dim = self.value_dim if self.key_dim and self.value_dim else 0
+        super().__init__(embed_dim, num_heads, head_dim, **others)
+        for name in ("key_heads", "kv_heads"):
+            check_divisor(name, getattr(self, name), "num_heads", num_heads, or_zero=True)
+        if kv_heads and self.key_heads not in (0, num_heads):
+            raise InvalidInput(f"key_heads is {self.key_heads}; with kv_heads it must be num_heads, {num_heads}, or 0")
+        self.key_heads = self.key_heads or num_heads
+        self.key_dim, self.value_dim = self.key_dim or self.head_dim, self.value_dim or self.head_dim
         values = num_heads * self.value_dim
         self._channels = [
             self.key_heads * self.key_dim,
@@ -139,9 +118,9 @@ class GatedDelta(Mixer):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, size, bias=bias) for size in self._channels)
         self.b_proj = nn.Linear(embed_dim, self.writes * num_heads, bias=bias)
         channels = sum(self._channels)
-        self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, self.conv, groups=channels, padding=self.conv - 1, bias=False)
         self._make_gates(values)
-        self.o_norm = nn.RMSNorm(self.value_dim, eps)
+        self.o_norm = nn.RMSNorm(self.value_dim, self.eps)
         self.o_proj = nn.Linear(values, embed_dim, bias=bias)
         self.reset_special_parameters()
 
@@ -288,17 +267,11 @@ class KimiDelta(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {
-        **{name: option for name, option in GatedDelta.options.items() if name != "gate_rank"},
-        "gate_bias": Option(bool, False, "give the output gate a bias, as in flash-linear-attention"),
-    }
+    gate_bias: bool = option(False, "give the output gate a bias, as in flash-linear-attention")
+    gate_rank = 0  # no option: the rank is `value_dim`
 
     _smallest_rate = 1
     _output_activation = "sigmoid"
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, *, gate_bias: bool = False, **others: Any) -> None:
-        self.gate_bias = gate_bias
-        super().__init__(embed_dim, num_heads, **others)
 
     def _make_gates(self, values: int) -> None:
         self.gate_rank = self.value_dim
@@ -338,12 +311,7 @@ class DeltaProduct(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {"writes": Option(int, 2, "number of writes per token", least=1), **GatedDelta.options}
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, *, writes: int = 2, **others: Any) -> None:
-        self.check_options(writes=writes)
-        self.writes = writes
-        super().__init__(embed_dim, num_heads, **others)
+    writes: int = option(2, "number of writes per token", least=1)
 
     def _run_rule(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gate: Tensor, **how: Any
@@ -382,16 +350,10 @@ class DeltaNet(GatedDelta):
         (torch.Size([7, 3, 16]), torch.Size([3, 4, 4, 4]))
     """
 
-    options = {
-        **{name: option for name, option in GatedDelta.options.items() if name not in ("bias", "gate_rank")},
-        "gate": Option(bool, False, "gate the output, as Gated DeltaNet"),
-    }
+    gate: bool = option(False, "gate the output, as Gated DeltaNet")
+    bias, gate_rank = False, 0  # no options
 
     takes_attention = False
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, *, gate: bool = False, **others: Any) -> None:
-        self.gate = gate
-        super().__init__(embed_dim, num_heads, **others)
 
     def _make_gates(self, values: int) -> None:
         if self.gate:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, Option, State, gated_norm, in_rows, project
+from fairseq_fastweights.mixers.mixer import KEY_SIZES, VALUE_SIZES, Mixer, State, gated_norm, in_rows, option, project
 from fairseq_fastweights.ops.elementwise import apply_gate
 
 TEMPERATURE = 16
@@ -43,43 +43,27 @@ class GatedLinearAttention(Mixer):
         (torch.Size([7, 3, 16]), torch.Size([3, 2, 4, 8]))
     """
 
-    options = {
-        "key_dim": Option(
-            int, 0, "dimension of each head's keys; 0 is half of the width divided by the heads", KEY_SIZES, 0
-        ),
-        "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
-        ),
-        "rank": Option(int, 16, "rank of the projection to decays", least=1),
-        "eps": Option(float, 1e-5, "epsilon of the output norm", least=0),
-    }
+    key_dim: int = option(0, "dimension of each head's keys; 0 is half of the width divided by the heads", KEY_SIZES, 0)
+    value_dim: int = option(0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0)
+    rank: int = option(16, "rank of the projection to decays", least=1)
+    eps: float = option(1e-5, "epsilon of the output norm", least=0)
 
     takes_starts = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int = 1,
-        *,
-        key_dim: int = 0,
-        value_dim: int = 0,
-        rank: int = 16,
-        eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Any) -> None:
+        others = self.take_options(options)
         # With sizes of their own, heads need not divide the width.
-        super().__init__(embed_dim, num_heads, value_dim if min(key_dim, value_dim) > 0 else 0, backend=backend)
-        self.check_options(key_dim=key_dim, value_dim=value_dim, rank=rank, eps=eps)
-        self.key_dim, self.value_dim = key_dim or max(1, self.head_dim // 2), value_dim or self.head_dim
-        self.rank, self.eps = rank, eps
+        head_dim = self.value_dim if self.key_dim and self.value_dim else 0
+        super().__init__(embed_dim, num_heads, head_dim, **others)
+        self.key_dim, self.value_dim = self.key_dim or max(1, self.head_dim // 2), self.value_dim or self.head_dim
         keys, values = num_heads * self.key_dim, num_heads * self.value_dim
         self.q_proj = nn.Linear(embed_dim, keys, bias=False)
         self.k_proj = nn.Linear(embed_dim, keys, bias=False)
         self.v_proj = nn.Linear(embed_dim, values, bias=False)
         self.g_proj = nn.Linear(embed_dim, values, bias=False)
-        self.f_a_proj = nn.Linear(embed_dim, rank, bias=False)
-        self.f_b_proj = nn.Linear(rank, keys)
-        self.o_norm = nn.RMSNorm(self.value_dim, eps)
+        self.f_a_proj = nn.Linear(embed_dim, self.rank, bias=False)
+        self.f_b_proj = nn.Linear(self.rank, keys)
+        self.o_norm = nn.RMSNorm(self.value_dim, self.eps)
         self.o_proj = nn.Linear(values, embed_dim, bias=False)
 
     def reset_special_parameters(self) -> None:

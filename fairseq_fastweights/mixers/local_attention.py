@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fairseq_fastweights.mixers.mixer import (
-    Option,
-    State,
-    project,
-    within_documents,
-)
+from fairseq_fastweights.mixers.mixer import State, option, project, within_documents
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
 SMALLEST_BLOCK = 32
@@ -48,20 +43,15 @@ class LocalAttention(SoftmaxMixer):
         {'keys': (3, 2, 3, 8), 'values': (3, 2, 3, 8), 'read': (3,)}
     """
 
-    options = {
-        "window": Option(int, 32, "number of positions that local attention sees, the current one included", least=1)
-    }
+    window: int = option(32, "number of positions that local attention sees, the current one included", least=1)
+
     needs_positions = True
     takes_attention = True
     takes_starts = True
     padding_last = True
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, window: int = 32, dropout: float = 0.0, bias: bool = True
-    ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.check_options(window=window)
-        self.window = window
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, **self.take_options(options))
         self.reset_parameters()
 
     def mix(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import Mixer, Option, State, are_plain, beyond, in_rows
+from fairseq_fastweights.mixers.mixer import Mixer, State, are_plain, beyond, in_rows, option
 from fairseq_fastweights.mixers.short_convolution import convolve
 from fairseq_fastweights.ops.chunkwise.chunks import are_apart
 from fairseq_fastweights.ops.elementwise import apply_gate
@@ -59,38 +59,22 @@ class Mamba(Mixer):
         {'conv': (3, 3, 32), 'scan': (3, 32, 16)}
     """
 
-    options = {
-        "state": Option(int, 16, "dimension of the state of each channel of Mamba", least=1),
-        "conv": Option(int, 4, "width of the convolution of Mamba", least=1),
-        "expansion": Option(int, 2, "number of channels of Mamba per dimension of the input", least=1),
-        "dt_rank": Option(int, 0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width", least=0),
-        "bias": Option(
-            bool, False, "biases of Mamba's projections, with which it starts nearer to a trained attention"
-        ),
-    }
+    state: int = option(16, "dimension of the state of each channel of Mamba", least=1)
+    conv: int = option(4, "width of the convolution of Mamba", least=1)
+    expansion: int = option(2, "number of channels of Mamba per dimension of the input", least=1)
+    dt_rank: int = option(0, "rank of Mamba's projection to step sizes; 0 is a sixteenth of the width", least=0)
+    bias: bool = option(False, "biases of Mamba's projections, with which it starts nearer to a trained attention")
 
     unrecorded = ("bias",)
     takes_attention = True
     takes_starts = True
     padding_last = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        *,
-        state: int = 16,
-        conv: int = 4,
-        expansion: int = 2,
-        dt_rank: int = 0,
-        bias: bool = False,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(embed_dim, backend=backend)
-        self.check_options(state=state, conv=conv, expansion=expansion, dt_rank=dt_rank)
-        self.state, self.conv, self.expansion = state, conv, expansion
-        self.dt_rank = dt_rank or math.ceil(embed_dim / 16)
-        self.bias = bias
-        self.channels = channels = expansion * embed_dim
+    def __init__(self, embed_dim: int, **options: Any) -> None:
+        super().__init__(embed_dim, **self.take_options(options))
+        state, conv, bias = self.state, self.conv, self.bias
+        self.dt_rank = self.dt_rank or math.ceil(embed_dim / 16)
+        self.channels = channels = self.expansion * embed_dim
         self.in_proj = nn.Linear(embed_dim, 2 * channels, bias=bias)
         self.conv1d = nn.Conv1d(channels, channels, conv, groups=channels, padding=conv - 1)
         self.x_proj = nn.Linear(channels, self.dt_rank + 2 * state, bias=False)

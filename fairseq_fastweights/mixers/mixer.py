@@ -28,18 +28,26 @@ class Option:
     """A setting of one kind of mixer, which becomes the option `--<mixer>-<name>` of the models.
 
     Attributes:
-        type: int, float, bool or str.
-        default: its default.
+        default: its default, an int, float, bool or str.
         help: its line in `--help`.
         like: settings of several kinds of mixers that this one replaces, besides the one of its own name.
         least: the smallest number allowed; None for no limit.
     """
 
-    type: type
     default: Any
     help: str
     like: tuple[str, ...] = ()
     least: float | None = None
+
+    @property
+    def type(self) -> type:
+        """int, float, bool or str."""
+        return type(self.default)
+
+
+def option(default: Any, text: str, like: tuple[str, ...] = (), least: float | None = None) -> Any:
+    """Declares an attribute of a mixer as an `Option`, and an argument of its class."""
+    return Option(default, text, like, least)
 
 
 KEY_SIZES, VALUE_SIZES = ("head_dim", "feature_dim"), ("head_dim",)
@@ -62,7 +70,8 @@ class Mixer(nn.Module):
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
 
     Attributes:
-        options: the settings of this kind alone, which are arguments of the subclass.
+        options: the settings of this kind alone, which are arguments of the subclass: its attributes that `option`
+            declares, by name.
         unrecorded: those of them that checkpoints need not record, as names or shapes of parameters show them.
         carries: whether a state may be carried from one segment of a text to the next, as its size is bounded.
         bounded: whether texts have a largest length.
@@ -109,11 +118,27 @@ class Mixer(nn.Module):
         self.head_dim = head_dim or embed_dim // num_heads
         self.backend = backend
 
-    def check_options(self, **values: Any) -> None:
-        """Checks numbers of `options` by their declarations."""
-        for name, value in values.items():
-            option = self.options[name]
-            check_number(name, value, -math.inf if option.least is None else option.least, whole=option.type is int)
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        own = {name: x for name, x in vars(cls).items() if isinstance(x, Option)}
+        # An attribute of another kind ends an option of the base class.
+        cls.options = {name: x for name, x in cls.options.items() if name not in vars(cls)} | own
+
+    def take_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Sets the attributes that are `options` to their values among `given`, or to their defaults.
+
+        Returns:
+            the others of `given`.
+
+        Raises:
+            ValueError: for a number that is not allowed.
+        """
+        for name, own in self.options.items():
+            value = given.get(name, own.default)
+            if own.type in (int, float):
+                check_number(name, value, -math.inf if own.least is None else own.least, whole=own.type is int)
+            setattr(self, name, value)
+        return {name: x for name, x in given.items() if name not in self.options}
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fairseq_fastweights import ops
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import VALUE_SIZES, Option, State, gated_norm, within_documents
+from fairseq_fastweights.mixers.mixer import VALUE_SIZES, State, gated_norm, option, within_documents
 from fairseq_fastweights.mixers.projections import reset_linear
 from fairseq_fastweights.mixers.rotary_embedding import rotate, turns
 from fairseq_fastweights.ops.elementwise import apply_gate
@@ -55,13 +55,9 @@ class Retention(LinearAttention):
         {'state': (3, 2, 8, 8), 'position': (3,)}
     """
 
-    options = {
-        "value_dim": Option(
-            int, 0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0
-        ),
-        "rms_norm": Option(bool, False, "norm the output by an RMS norm with weights, as flash-linear-attention"),
-        "eps": Option(float, GROUP_NORM_EPS, "epsilon of the output norm", least=0),
-    }
+    value_dim: int = option(0, "dimension of each head's values; 0 is the width divided by the heads", VALUE_SIZES, 0)
+    rms_norm: bool = option(False, "norm the output by an RMS norm with weights, as flash-linear-attention")
+    eps: float = option(GROUP_NORM_EPS, "epsilon of the output norm", least=0)
 
     takes_starts = True
 
@@ -70,9 +66,6 @@ class Retention(LinearAttention):
         embed_dim: int,
         num_heads: int,
         *,
-        value_dim: int = 0,
-        rms_norm: bool = False,
-        eps: float = GROUP_NORM_EPS,
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
         bias: bool = True,
@@ -83,9 +76,8 @@ class Retention(LinearAttention):
                 f"normalization is {','.join(sorted(normalization))!r}; with retention it must be none: the output "
                 "is normalised in each head"
             )
-        self.check_options(value_dim=value_dim, eps=eps)
-        feature_map = feature_map or self.papers_map
-        super().__init__(embed_dim, num_heads, feature_map=feature_map, bias=bias, head_dim=value_dim, **options)
+        options = self.take_options(options) | {"head_dim": self.value_dim}
+        super().__init__(embed_dim, num_heads, feature_map=feature_map or self.papers_map, bias=bias, **options)
         if self.feature_map.output_dim % 2:
             raise InvalidInput(
                 f"the feature map gives keys {self.feature_map.output_dim} dimensions; with retention their number "
@@ -93,10 +85,10 @@ class Retention(LinearAttention):
             )
         # A state that fades over thousands of steps holds sums of as many products, normalised after the read.
         self.needs_float32_range = True
-        self.value_dim, self.rms_norm, self.eps = self.head_dim, rms_norm, eps
+        self.value_dim = self.head_dim
         self.g_proj = nn.Linear(embed_dim, num_heads * self.head_dim, bias=bias)
-        if rms_norm:
-            self.o_norm = nn.RMSNorm(self.head_dim, eps)
+        if self.rms_norm:
+            self.o_norm = nn.RMSNorm(self.head_dim, self.eps)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

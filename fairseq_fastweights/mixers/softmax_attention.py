@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import Option, State, in_rows, project, within_documents
+from fairseq_fastweights.mixers.mixer import State, in_rows, option, project, within_documents
 from fairseq_fastweights.mixers.projections import Attention, shared
 from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 
@@ -75,12 +75,10 @@ class SoftmaxAttention(SoftmaxMixer):
         {'keys': (3, 2, 7, 8), 'values': (3, 2, 7, 8)}
     """
 
-    options = {
-        "output_gate": Option(bool, False, "multiply the output of softmax attention by a gate, as Qwen3.5"),
-        "joint_norm": Option(
-            bool, False, "let --query-key-norm-eps be that of one norm over all heads of queries or keys, as in OLMo 2"
-        ),
-    }
+    output_gate: bool = option(False, "multiply the output of softmax attention by a gate, as Qwen3.5")
+    joint_norm: bool = option(
+        False, "let --query-key-norm-eps be that of one norm over all heads of queries or keys, as in OLMo 2"
+    )
 
     carries = False
     bounded = True
@@ -95,18 +93,14 @@ class SoftmaxAttention(SoftmaxMixer):
         rotary_dim: int = 0,
         rotary_base: float = 10000.0,
         rotary_scaling: str = "",
-        dropout: float = 0.0,
-        output_gate: bool = False,
-        joint_norm: bool = False,
-        **shape: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, **shape)
-        if joint_norm:
+        super().__init__(embed_dim, num_heads, **self.take_options(options))
+        if self.joint_norm:
             if self._shape.query_key_norm_eps is None:
                 raise InvalidInput("joint_norm is set; it needs query_key_norm_eps, which is not")
             self.q_norm, self.k_norm = (self._shape.norm(p.out_features) for p in (self.q_proj, self.k_proj))
-        self.joint_norm, self.output_gate = joint_norm, output_gate
-        if output_gate:
+        if self.output_gate:
             self.output_gate_proj = nn.Linear(embed_dim, self.q_proj.out_features, bias=self.q_proj.bias is not None)
         self.rotary = RotaryEmbedding(rotary_dim, rotary_base, rotary_scaling, self.head_dim)
         self.needs_positions = rotary_dim == 0

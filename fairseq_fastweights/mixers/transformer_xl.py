@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fairseq_fastweights import ops
-from fairseq_fastweights.mixers.mixer import (
-    Option,
-    State,
-    within_documents,
-)
+from fairseq_fastweights.mixers.mixer import State, option, within_documents
 from fairseq_fastweights.mixers.rotary_embedding import turns
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxMixer
 
@@ -72,35 +69,16 @@ class TransformerXL(SoftmaxMixer):
         {'memory': (3, 4, 16), 'filled': (3,)}
     """
 
-    options = {
-        "memory": Option(int, 64, "number of positions before a segment that Transformer-XL sees", least=0),
-        "clamp_len": Option(
-            int,
-            0,
-            "largest distance that Transformer-XL tells from longer ones; 0 is no limit",
-            least=0,
-        ),
-        "same_length": Option(bool, False, "let all positions of Transformer-XL see equally many before them"),
-    }
+    memory: int = option(64, "number of positions before a segment that Transformer-XL sees", least=0)
+    clamp_len: int = option(0, "largest distance that Transformer-XL tells from longer ones; 0 is no limit", least=0)
+    same_length: bool = option(False, "let all positions of Transformer-XL see equally many before them")
 
-    unrecorded = tuple(options)  # as evaluation may use others than training
+    unrecorded = ("memory", "clamp_len", "same_length")  # as evaluation may use others than training
     takes_starts = True
     padding_last = True
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        dropout: float = 0.0,
-        bias: bool = False,
-        memory: int = 64,
-        clamp_len: int = 0,
-        same_length: bool = False,
-    ) -> None:
-        super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.check_options(memory=memory, clamp_len=clamp_len)
-        self.memory, self.clamp_len, self.same_length = memory, clamp_len, same_length
+    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool = False, **options: Any) -> None:
+        super().__init__(embed_dim, num_heads, bias=bias, **self.take_options(options))
         self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_heads, self.head_dim))

@@ -13,7 +13,7 @@ from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.feature_maps import ReluMap
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
 from fairseq_fastweights.mixers.local_attention import Blocks, in_blocks, last
-from fairseq_fastweights.mixers.mixer import Option, State, are_plain, beyond, project, within_documents
+from fairseq_fastweights.mixers.mixer import State, are_plain, beyond, option, project, within_documents
 from fairseq_fastweights.mixers.projections import shared
 from fairseq_fastweights.mixers.rotary_embedding import RotaryEmbedding, rotate
 from fairseq_fastweights.mixers.update_rules import known_to_fail_when_carried
@@ -56,11 +56,10 @@ class WindowSum(LinearAttention):
         {'keys': (3, 2, 4, 8), 'values': (3, 2, 4, 8), 'read': (3,), 'state': (3, 2, 8, 9)}
     """
 
-    options = {
-        "window": Option(
-            int, 64, "number of positions that window-sum compares by softmax, the current one included", least=1
-        )
-    }
+    window: int = option(
+        64, "number of positions that window-sum compares by softmax, the current one included", least=1
+    )
+
     takes_attention = True
     takes_starts = True
     padding_last = True
@@ -72,7 +71,6 @@ class WindowSum(LinearAttention):
         embed_dim: int,
         num_heads: int,
         *,
-        window: int = 64,
         feature_map: str | None = None,
         normalization: frozenset[str] | None = None,
         rotary_dim: int = 0,
@@ -80,7 +78,7 @@ class WindowSum(LinearAttention):
         rotary_scaling: str = "",
         **options: Any,
     ) -> None:
-        self.check_options(window=window)
+        options = self.take_options(options)
         normalization = self.papers_normalization if normalization is None else frozenset(normalization)
         if normalization not in ({"attention"}, {"sum", "attention"}):
             text = ",".join(sorted(normalization)) or "none"
@@ -104,7 +102,6 @@ class WindowSum(LinearAttention):
             self._scales = "fixed"
         self.rotary = RotaryEmbedding(rotary_dim, rotary_base, rotary_scaling, self.head_dim)
         self.needs_positions = rotary_dim == 0
-        self.window = window
         self.log_factor = nn.Parameter(torch.zeros(num_heads))
         self.reset_parameters()
 
