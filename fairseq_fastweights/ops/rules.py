@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -124,14 +124,11 @@ class Rule:
         self._check(inputs, initial_state, starts)
         if in_place:
             check_in_place(initial_state, self.inputs, inputs, starts)
-        return self._run(*inputs, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend)  # type: ignore[arg-type]
+        return self._run(inputs, initial_state, starts, in_place, backend)
 
     def for_layer(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
+        *inputs: Tensor | None,
         initial_state: Tensor | None = None,
         starts: Tensor | None = None,
         in_place: bool = False,
@@ -143,17 +140,16 @@ class Rule:
         """
         in_place = in_place and initial_state is not None
         if checks.values_checked:
-            self._check((q, k, v, *gates), initial_state, starts)
+            self._check(inputs, initial_state, starts)
         elif initial_state is not None:
+            _, k, v, *_ = cast(Any, inputs)
             shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
             check_state(initial_state, shape, "(batch, heads, key_dim, value_dim)", v.dtype)
             if initial_state.device != v.device:
                 check_devices({"initial_state": initial_state}, "v", v)
             if in_place and not initial_state.is_contiguous():
                 check_in_place(initial_state, (), ())
-        return self._run(
-            q, k, v, *gates, initial_state=initial_state, starts=starts, in_place=in_place, backend=backend
-        )
+        return self._run(inputs, initial_state, starts, in_place, backend)
 
     def best_backend(self, device_type: str, dtype: torch.dtype, time: int, key_dim: int) -> str:
         """The backend that "auto" takes."""
@@ -205,43 +201,36 @@ class Rule:
         return "cpu" not in backends.LARGEST_DIM and backends.why_not("cpu", v.dtype) is None
 
     def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
-        initial_state: Tensor | None,
-        starts: Tensor | None,
-        in_place: bool,
-        backend: str,
+        self, inputs: tuple[Any, ...], initial_state: Any, starts: Tensor | None, in_place: bool, backend: str
     ) -> tuple[Tensor, Tensor]:
+        """Runs it on inputs that were checked."""
+        _, k, v, *gates = inputs
         batch, time, heads, value_dim = v.shape
-        # Inputs are right from here on; no check reads them again.
         refused = None if self.why_not_gates is None else self.why_not_gates(*gates)
-        key_dim, device, dtype = k.shape[3], v.device, v.dtype
+        key_dim = k.shape[3]
         # The choice is kept, as it takes as long as the kernel of a decode step.
-        call = self, str(backend), device, dtype, key_dim, value_dim, time > 1, refused
-        run: Kernel | Implementation | None
-        run = None if torch.compiler.is_compiling() else backends.chosen.get(call)
+        call = v.device.type, v.dtype, key_dim, value_dim, time > 1, refused
+        key = self, str(backend), call  # another backend than a name has no hash, and is refused
+        run = None if torch.compiler.is_compiling() else backends.chosen.get(key)
         if run is None:
-            run = self._choose(backend, device.type, dtype, key_dim, value_dim, time > 1, refused)
+            run = self._choose(backend, *call)
             if not torch.compiler.is_compiling():
-                backends.chosen[call] = run
+                backends.chosen[key] = run
         kernel = run if isinstance(run, Kernel) else None
         if kernel is not None and forward_ad._current_level >= 0:
-            backends.refuse_tangents(initial_state, q, k, v, *gates)
+            backends.refuse_tangents(initial_state, *inputs)
         # Nothing to compute, but an empty output has gradients as any other.
         if time == 0:
             if in_place:
-                return torch.zeros_like(v), initial_state  # type: ignore[return-value]
-            return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, (q, k, v, *gates))
+                return torch.zeros_like(v), initial_state
+            return no_steps(v, (batch, heads, key_dim, value_dim), initial_state, inputs)
         # A rule of one's own may know no `starts`.
         options = {} if starts is None else {"starts": starts}
-        if in_place and kernel is not None and time == 1 and can_change(initial_state):  # type: ignore[arg-type]
-            return kernel.step_(q, k, v, *gates, state=initial_state, **options), initial_state  # type: ignore[arg-type, return-value]
+        if in_place and kernel is not None and time == 1 and can_change(initial_state):
+            return kernel.step_(*inputs, state=initial_state, **options), initial_state
         sequence: Any = run if kernel is None else kernel.sequence
-        out, final_state = sequence(q, k, v, *gates, initial_state=initial_state, **options)
-        return out, initial_state.copy_(final_state) if in_place else final_state  # type: ignore[union-attr]
+        out, final_state = sequence(*inputs, initial_state=initial_state, **options)
+        return out, initial_state.copy_(final_state) if in_place else final_state
 
     def _choose(
         self,
@@ -295,17 +284,9 @@ class ReadBeforeWrite(Rule):
     """
 
     def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *gates: Tensor | None,
-        initial_state: Tensor | None,
-        starts: Tensor | None,
-        **options: Any,
+        self, inputs: tuple[Any, ...], initial_state: Any, starts: Tensor | None, in_place: bool, backend: str
     ) -> tuple[Tensor, Tensor]:
-        (beta,) = gates
-        assert beta is not None
+        q, k, v, beta = inputs
         q, k = reference.ungrouped(q, v), reference.ungrouped(k, v)
         first = torch.zeros_like(v[:, :1])
         if initial_state is not None:
@@ -319,7 +300,7 @@ class ReadBeforeWrite(Rule):
             q = q.masked_fill(begins, 0)
         # Step t of the delta rule reads with the query of step t + 1.
         later = torch.cat([q[:, 1:], torch.zeros_like(q[:, :1])], dim=1)
-        out, state = super()._run(later, key, v, ones, initial_state=initial_state, starts=starts, **options)
+        out, state = super()._run((later, key, v, ones), initial_state, starts, in_place, backend)
         out = torch.cat([first, out[:, :-1]], dim=1)
         return out if begins is None else out.masked_fill(begins, 0), state
 
