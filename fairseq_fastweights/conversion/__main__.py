@@ -10,7 +10,7 @@ from typing import Any
 
 from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub
-from fairseq_fastweights.conversion.families.table import FAMILIES, SERVED
+from fairseq_fastweights.conversion.families.family import FAMILIES, SERVED
 from fairseq_fastweights.conversion.files.folders import check_target
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface import from_huggingface
@@ -77,13 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _from(source: str, target: Path, revision: str | None, end_of_text: str | None, dry_run: bool) -> str:
     """Runs `from-huggingface`; returns lines to print."""
     check_target(target)
-    on_hub = hub.is_name(source)
+    path = Path(source)  # a folder comes before a model on the hub of the same name
+    on_hub = not path.exists() and hub.is_name(source)
     if not on_hub and (dry_run or revision is not None):
         option = "--dry-run" if dry_run else "--revision"
         raise InvalidInput(f"{option} is given and SOURCE is {source}; with it SOURCE must be a name on the hub")
     if dry_run:
         return str(hub.list_files(source, revision))
-    path = hub.fetch(source, revision) if on_hub else Path(source)
+    path = hub.fetch(source, revision) if on_hub else path
     with unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else nullcontext(path) as folder:
         config = folder / "config.json"
         if config.is_file() and read_json(config).get("model_type") == "fast_weight":

@@ -9,31 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.conversion.families.table import Family, is_buffer, language_model, read_family
-from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
+from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, WITHIN, read_family
 from fairseq_fastweights.conversion.files.folders import (
     ORIGINALS,
     RECORD,
     check_target,
     copy_files,
+    files_in,
     new_folder,
-    original_files,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
-from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer, tokenizer_options
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json, write_checkpoint
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
-from fairseq_fastweights.models.description import layer_mixers
 
 logger = logging.getLogger(__name__)
 
+BUFFERS = (*(f".{name}.{mask}" for name in ("attn", "attention") for mask in ("bias", "masked_bias")),)
+BUFFERS += ("rotary_emb.inv_freq",)
+"""The ends of names in files of weights that are those of buffers, as a causal mask's, which are not learned."""
+
 
 def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
-    """Converts a Hugging Face folder with a language model of `families.table.FAMILIES` into a folder for fairseq.
+    """Converts a Hugging Face folder with a language model of `families.family.FAMILIES` into a folder for fairseq.
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with the same mixers and dtypes; `options.txt`, the options of
     fairseq-train for a model of its shape; `dict.txt`; for `--bpe`, `tokenizer.json` and `tokenizer_words.json`, and,
@@ -59,10 +60,11 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
     if not (source / "config.json").exists() and (packed := sorted(source.glob("*.gguf"))):
         raise InvalidInput(f"{source}: there is no config.json, but a GGUF file; give the file: {packed[0]}")
     whole = read_json(source / "config.json")
-    config, name_of = language_model(whole)
+    alone, name_of = WITHIN.get(str(whole.get("model_type")), (dict, str))
+    config = alone(whole)
     # A multimodal model is kept as its language model alone.
-    alone = None if config is whole else json.dumps(config, indent=2) + "\n"
-    originals = original_files(source)
+    kept = json.dumps(config, indent=2) + "\n" if config != whole else None
+    originals = files_in(source)
     family = read_family(whole, set(), end_of_text=0)  # checks the settings, before files of gigabytes are opened
     tokenizer = read_whole_tokenizer(source, family.byte_level)
     if end_of_text is not None:
@@ -71,51 +73,41 @@ def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = No
             raise InvalidInput(f"end_of_text is {end_of_text!r}; it must be an added token of the tokenizer: {known}")
         config |= {"eos_token_id": tokenizer.added[end_of_text]}
     # The weights: names and shapes before any is read.
-    files = WeightFiles(source)
-    left_out = files.rename(name_of)
+    files = WeightFiles(source, name_of)
     check_layers(source, config, len(files.shapes))
     family = read_family(config, set(files.shapes), end_of_text=tokenizer.end_of_text)
     tokenizer.check(family.vocabulary, family.end_of_text)
-    names = _check_names(source, files, family)
+    found = {name: shape for name, shape in files.shapes.items() if not name.endswith(BUFFERS)}
+    expected = {name: tuple(weight.shape) for name, weight in family.join(family.model.parameters).items()}
+    copies = {output: name for output, name in family.copies.items() if output in found}
+    expected |= {output: expected[name] for output, name in copies.items()}
+    check_weights(f"{source}: the weights do not fit config.json", found, expected)
+    for output, name in copies.items():
+        if not torch.equal(files.read(output), files.read(name)):
+            raise InvalidInput(
+                f"{source}: tie_word_embeddings is true in config.json, but {output} is not {name}; one of them must "
+                "change"
+            )
     model = family.split(files.read)
-    if family.tied:
-        model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
-    settings = settings_of(family)
+    if family.copies:
+        model[OUTPUT] = model[EMBEDDINGS]
 
     with new_folder(target) as folder:
-        model["decoder.version"] = torch.tensor([3.0])
-        model[f"decoder.{checkpoint_settings.NAME}"] = settings
-        write_checkpoint(folder / "model.pt", configuration(family.options), model)
-        family.dictionary().save(str(folder / "dict.txt"))
+        write_checkpoint(folder / "model.pt", family.model.cfg, model, family.model.settings)
+        family.dictionary.save(str(folder / "dict.txt"))
         tokenizer.write(folder, family.vocabulary, family.end_of_text)
         # The options are for a model with other mixers, which gets these weights.
         flags = family.flags(without=("softmax-attention-layers", "tokens-per-sample"))
         (folder / "options.txt").write_text(f"--arch=fast_weight_lm {' '.join(flags)}\n", encoding="ascii")
-        record = {"weights": names, "end_of_text": family.end_of_text}
-        record["mixers"] = checkpoint_settings.decode(settings)["mixers"]
+        record = {"weights": sorted(found), "end_of_text": family.end_of_text}
+        record["mixers"] = checkpoint_settings.decode(family.model.settings)["mixers"]
         (folder / RECORD).write_text(json.dumps(record))
         copy_files(originals, folder / ORIGINALS)
-        if alone is not None:
-            (folder / ORIGINALS / "config.json").write_text(alone, encoding="utf-8")
-    if left_out:
-        logger.warning("%s: left out are %d weights that are no part of the language model", source, len(left_out))
-    return str(tokenizer_options(target))
-
-
-def _check_names(source: Path, files: WeightFiles, family: Family) -> list[str]:
-    """Checks the names and shapes of the weights, and a tied output layer; returns the names, without buffers."""
-    found = {name: shape for name, shape in files.shapes.items() if not is_buffer(name)}
-    expected = {name: shape for weight in family.weights for name, shape in weight.shapes.items()}
-    copied = family.tied and family.output_name in found
-    if copied:
-        expected[family.output_name] = expected[family.input_name]
-    check_weights(f"{source}: the weights do not fit config.json", found, expected)
-    if copied and not torch.equal(files.read(family.output_name), files.read(family.input_name)):
-        raise InvalidInput(
-            f"{source}: tie_word_embeddings is true in config.json, but {family.output_name} is not "
-            f"{family.input_name}; one of them must change"
-        )
-    return sorted(found)
+        if kept is not None:
+            (folder / ORIGINALS / "config.json").write_text(kept, encoding="utf-8")
+    if files.left_out:
+        logger.warning("%s: left out are %d weights that are no part of the language model", source, files.left_out)
+    return f"--bpe tokenizer_json --tokenizer-json-folder {target}"
 
 
 def check_layers(source: Path, settings: Mapping[str, Any], weights: int) -> None:
@@ -125,9 +117,3 @@ def check_layers(source: Path, settings: Mapping[str, Any], weights: int) -> Non
             raise InvalidInput(
                 f"{source}: the weights do not fit config.json: {name} is {settings[name]}, and there are {weights}"
             )
-
-
-def settings_of(family: Family) -> Tensor:
-    """The settings of the model that its checkpoint records."""
-    options = configuration(family.options).model
-    return checkpoint_settings.settings_of(options, layer_mixers(options), family.dictionary())

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion.files.checkpoints import configuration, write_checkpoint
 from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
     check_target,
     copy_files,
     file_in,
+    files_in,
     new_folder,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
+from fairseq_fastweights.conversion.files.weight_files import (
+    WeightFiles,
+    build_on_meta,
+    check_weights,
+    configuration,
+    read_json,
+    write_checkpoint,
+)
 from fairseq_fastweights.conversion.from_huggingface import check_layers
 from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
-from fairseq_fastweights.conversion.tokenizers.gpt2_files import PIECES
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
@@ -46,32 +50,30 @@ def from_project_class(source: Path, target: Path) -> str | None:
     """
     source, target = path_of("source", source), path_of("target", target)
     check_target(target)
-    names = ("dict.txt", *PIECES, *tokenizer_json.FILES)
+    names = ("dict.txt", *tokenizer_json.PIECES, *tokenizer_json.FILES)
     copied = {name: path for name in names if (path := file_in(source, f"{FOR_FAIRSEQ}/{name}"))}
-    copied |= {f"{ORIGINALS}/{name}": path for name, path in settings.files_of(source).items()}
+    copied |= {f"{ORIGINALS}/{name}": path for name, path in files_in(source, settings.FILES).items()}
     config = _read_config(source / "config.json")
     dictionary = _read_dictionary(source / FOR_FAIRSEQ / "dict.txt", config)
     files = WeightFiles(source)
     check_layers(source, {"num_hidden_layers": config.num_hidden_layers}, len(files.shapes))
     cfg = configuration(options_of(config))
-    with torch.device("meta"):
-        task: Any = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-        model = FastWeightLanguageModel.build_model(cfg.model, task)
+    model = build_on_meta(cfg, dictionary)
     weights = _read_weights(source, files, model)
     for name, buffer in model.state_dict().items():
         if name not in weights:
             weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`
-    decoder = model.decoder
-    weights["decoder.version"] = torch.tensor([3.0])
-    recorded = checkpoint_settings.settings_of(cfg.model, decoder.mixer_names, dictionary)
-    weights[f"decoder.{checkpoint_settings.NAME}"] = recorded
-    if decoder.adaptive_softmax is not None:
+    if model.decoder.adaptive_softmax is not None:
         weights["decoder.adaptive_softmax.version"] = torch.tensor([1])
+    recorded = checkpoint_settings.settings_of(cfg.model, model.decoder.mixer_names, dictionary)
 
     with new_folder(target) as folder:
-        write_checkpoint(folder / "model.pt", cfg, weights)
+        write_checkpoint(folder / "model.pt", cfg, weights, recorded)
         copy_files(copied, folder)
-    return tokenizer_json.tokenizer_options(target)
+    if (target / tokenizer_json.SETTINGS).is_file():
+        return f"--bpe tokenizer_json --tokenizer-json-folder {target}"
+    encoder, merges = (target / name for name in tokenizer_json.PIECES)
+    return f"--bpe gpt2 --gpt2-encoder-json {encoder} --gpt2-vocab-bpe {merges}" if encoder.is_file() else None
 
 
 def _read_config(path: Path) -> FastWeightConfig:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq_fastweights.conversion.files.folders import TOKENIZER_FILES, is_template
+from fairseq_fastweights.conversion.files.folders import CONFIG_FILES, is_template
 from fairseq_fastweights.conversion.files.weight_files import WEIGHTS, first_line
 from fairseq_fastweights.invalid_input import InvalidInput
 
 # An owner and a name, or a name alone, as the hub allows them.
 _NAME = re.compile(r"[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MUST = "SOURCE must be a folder, a GGUF file, or a model's name on the hub"
-_BESIDE_WEIGHTS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Files:
 
 
 def is_name(source: str) -> bool:
-    """True if this names a model on the hub; a folder of that name comes first."""
-    return _NAME.fullmatch(source) is not None and not Path(source).exists()
+    """True if a model on the hub can have this name."""
+    return _NAME.fullmatch(source) is not None
 
 
 def list_files(name: str, revision: str | None) -> Files:
@@ -55,7 +54,7 @@ def list_files(name: str, revision: str | None) -> Files:
     except Exception as error:
         raise _explained(name, revision, error) from None
     sizes = {file.rfilename: file.size for file in info.siblings or []}
-    beside = [*_BESIDE_WEIGHTS, *sorted(filter(is_template, sizes))]
+    beside = [*CONFIG_FILES, *sorted(filter(is_template, sizes))]
     chosen = [file for file in beside if file in sizes] + _weights(sizes)
     paths = {file: hub.try_to_load_from_cache(name, file, revision=info.sha) for file in chosen}
     cached = frozenset(file for file, path in paths.items() if isinstance(path, str))

@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.table import Family, read_family
-from fairseq_fastweights.conversion.files.checkpoints import read_state
+from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, Family, read_family
 from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
@@ -20,16 +19,14 @@ from fairseq_fastweights.conversion.files.folders import (
     check_target,
     copy_files,
     file_in,
+    files_in,
     new_folder,
-    original_files,
     original_mixers,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import check_weights, read_json, save_weights
-from fairseq_fastweights.conversion.from_huggingface import settings_of
+from fairseq_fastweights.conversion.files.weight_files import check_weights, read_json, read_state, save_weights
 from fairseq_fastweights.conversion.to_transformers_class import write_as
-from fairseq_fastweights.conversion.tokenizers.gpt2_files import PIECES
-from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILES
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILES, PIECES
 from fairseq_fastweights.conversion.trained_models import find_run, load_run
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
@@ -52,7 +49,7 @@ def to_huggingface(
     Args:
         source: the checkpoint or its folder, as `path` of `load_for_causal_lm`.
         target: the new folder.
-        model_type: one of `families.table.SERVED`, for one of transformers' classes; None for the class named above.
+        model_type: one of `families.family.SERVED`, for one of transformers' classes; None for the class named above.
         checkpoint: another checkpoint, with the dictionary and tokenizer of `source`.
         data: the folder with its dict.txt, as for `load_for_causal_lm`.
         tokenizer: the folder of its tokenizer, as for `load_for_causal_lm`.
@@ -112,12 +109,11 @@ def _restore_original(source: Path, target: Path, config: Mapping[str, Any], che
     names = record.get("weights")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(f"{source / RECORD}: weights must be a list of names")
-    originals = original_files(source, ORIGINALS)
+    originals = files_in(source, within=ORIGINALS)
     chosen = {} if record.get("end_of_text") is None else {"eos_token_id": record["end_of_text"]}
     family = read_family({**config, **chosen}, set(names))
     weights = family.join(_read_checkpoint(checkpoint, family))
-    if family.tied and family.output_name in names:
-        weights[family.output_name] = weights[family.input_name].clone()
+    weights |= {output: weights[name].clone() for output, name in family.copies.items() if output in names}
     with new_folder(target) as folder:
         save_weights(folder, weights)
         copy_files(originals, folder)
@@ -130,12 +126,12 @@ def _read_checkpoint(path: Path, family: Family) -> dict[str, Tensor]:
         raise InvalidInput(f"{path}: there is no such checkpoint")
     model: dict[str, Tensor] = read_state(path)["model"]
     try:
-        checkpoint_settings.check(model, "decoder", settings_of(family))
+        checkpoint_settings.check(model, "decoder", family.model.settings)
     except ValueError as error:
         raise InvalidInput(f"{path}: {error}") from None
-    expected = family.shapes_of_ours()
-    if family.tied:
-        expected["decoder.output_projection.weight"] = expected["decoder.embed_tokens.weight"]
+    expected = {name: tuple(weight.shape) for name, weight in family.model.parameters.items()}
+    if family.copies:
+        expected[OUTPUT] = expected[EMBEDDINGS]
     ignored = ("decoder.version", f"decoder.{checkpoint_settings.NAME}")
     found = {name: tuple(weight.shape) for name, weight in model.items() if name not in ignored}
     check_weights(f"{path}: the weights do not fit the model that was converted", found, expected)

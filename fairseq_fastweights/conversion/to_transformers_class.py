@@ -8,12 +8,10 @@ from typing import Any
 
 from fairseq.data import Dictionary
 
-from fairseq_fastweights.conversion.families.family import Weight, plain
-from fairseq_fastweights.conversion.families.llama import SCALINGS
-from fairseq_fastweights.conversion.families.table import Family, read_family
-from fairseq_fastweights.conversion.files.checkpoints import configuration
-from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, new_folder, original_files
-from fairseq_fastweights.conversion.files.weight_files import read_json, save_weights
+from fairseq_fastweights.conversion.families.family import Family, read_family
+from fairseq_fastweights.conversion.families.settings import SCALINGS
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, copy_files, files_in, new_folder
+from fairseq_fastweights.conversion.files.weight_files import configuration, read_json, save_weights
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
@@ -38,7 +36,7 @@ def write_as(
     special tokens, gets that folder's ids and tokenizer back.
 
     Args:
-        kind: the class's model_type, one of `families.table.SERVED`.
+        kind: the class's model_type, one of `families.family.SERVED`.
         target: the new folder.
         model, dictionary, tokenizer: as `load_run` returns them.
         pieces: the folder of the tokenizer, which may be one that `from_huggingface` made.
@@ -53,18 +51,17 @@ def write_as(
     settings = _settings(kind, model.config)
     originals: dict[str, Path] = {}
     if source is None:  # the vocabulary is fairseq's dictionary
-        family = read_family(settings, set())
-        family.weights[:] = map(_with_our_ids, family.weights)
+        family = read_family(settings, set()).with_own_ids()
     else:
         end = read_json(source / RECORD).get("end_of_text")
         settings |= {"vocab_size": len(dictionary) - 3, "eos_token_id": end}
         family = read_family(settings, set())
-        originals = original_files(source, ORIGINALS)
+        originals = files_in(source, within=ORIGINALS)
         given = read_json(originals.pop("config.json"))
         settings |= {name: given[name] for name in _TOKENS if name in given}
     _check_fits(kind, family, model.config, dictionary, masks=source is not None)
     own = model.state_dict()
-    weights = family.join({name: own[new_name(name)] for weight in family.weights for name in weight.ours})
+    weights = family.join({name: own[new_name(name)] for name in family.model.parameters})
     classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config: Any = import_module("transformers").AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.architectures, config.dtype = [classes[kind]], model.config.dtype
@@ -76,14 +73,6 @@ def write_as(
             tokenizer.save_pretrained(folder)
             _check_tokenizer(kind, folder, tokenizer)
         copy_files(originals, folder)
-
-
-def _with_our_ids(weight: Weight) -> Weight:
-    """The weight with the rows of the model's own dictionary."""
-    if weight.ours[0] not in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
-        return weight
-    ((name, shape),) = weight.shapes.items()
-    return plain(name, weight.ours[0], *shape)
 
 
 def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:

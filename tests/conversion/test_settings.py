@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import Family
+from fairseq_fastweights.conversion.families.family import Family, read_family
 from fairseq_fastweights.conversion.families.settings import UNUSED
-from fairseq_fastweights.conversion.families.table import read_family
-from fairseq_fastweights.conversion.files.checkpoints import configuration
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, configuration
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import fla_models, llamas, sources
 
@@ -102,13 +100,10 @@ def theirs(config: dict[str, Any], weights: dict[str, Tensor] | None = None) -> 
 
 def ours(family: Family, weights: dict[str, Tensor]) -> Any:
     """The model that is read here, with the weights that it has in files."""
-    words = family.dictionary()
+    words = family.dictionary
     task: Any = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     model = FastWeightLanguageModel.build_model(configuration(family.options).model, task).eval()
-    state: dict[str, Tensor] = {}
-    for weight in family.weights:
-        parts = weight.split(tuple(weights[name] for name in weight.shapes))
-        state |= dict(zip(weight.ours, parts, strict=True))
+    state = family.split(weights.__getitem__)
     with torch.no_grad():
         for name, x in model.named_parameters():
             x.copy_(state[name])
@@ -142,7 +137,7 @@ def test_each_setting_means_what_it_means_to_transformers(kind, tmp_path):
     config = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"eos_token_id": 1}
     base, weights = read_family(config, names), model.state_dict()
     tokens = torch.randint(config["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(5))
-    numbers = torch.tensor([2 if i == 1 else base.dictionary().index(str(i)) for i in range(config["vocab_size"])])
+    numbers = torch.tensor([2 if i == 1 else base.dictionary.index(str(i)) for i in range(config["vocab_size"])])
     expected, found = model(tokens).logits, 0
     for name, settings in changed(config):
         family = read_or_refused(settings, names)
@@ -150,7 +145,7 @@ def test_each_setting_means_what_it_means_to_transformers(kind, tmp_path):
             continue
         found += 1
         sizes = sum(x.numel() for x in built.parameters())
-        assert sizes == sum(torch.Size(x).numel() for w in family.weights for x in w.shapes.values()), (name, settings)
+        assert sizes == sum(torch.Size(x).numel() for x in family.shapes().values()), (name, settings)
         if next(built.parameters()).is_meta:
             continue
         logits = built(tokens).logits
@@ -212,7 +207,7 @@ def test_a_missing_setting_is_what_flash_linear_attention_takes(kind):
         if name not in ("model_type", "eos_token_id"):
             found = read_family({key: x for key, x in whole.items() if key != name}, set())
             assert found.options == expected.options, name
-            assert [w.shapes for w in found.weights] == [w.shapes for w in expected.weights], name
+            assert (found.modules, len(found.parts)) == (expected.modules, len(expected.parts)), name
     for name in ("anything", "sliding_window", "rope_theta", "gate_fn", "conv_bias"):
         with pytest.raises(ValueError, match=f"config.json: {name} is 3; it must not be there, as {kind} has no such"):
             read_family(whole | {name: 3}, set())
@@ -233,7 +228,7 @@ def test_each_setting_means_what_it_means_to_flash_linear_attention(kind, tmp_pa
         if family is None or any(settings[name] != given[name] for name in CONSTANTS):
             continue
         config, weights = fla_models.make(tmp_path / str(i), kind, settings)
-        numbers = torch.tensor([2 if i == 1 else family.dictionary().index(str(i)) for i in range(fla_models.TYPES)])
+        numbers = torch.tensor([2 if i == 1 else family.dictionary.index(str(i)) for i in range(fla_models.TYPES)])
         logits = fla_models.logits(config, weights, tokens)
         assert (ours(family, weights)(numbers[tokens])[0][..., numbers] - logits).abs().max() <= MOST, (name, settings)
         found += 1

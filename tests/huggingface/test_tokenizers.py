@@ -346,5 +346,5 @@ def test_templates_are_files_of_the_folder(tmp_path):
             settings.read_templates(tmp_path / "theirs", {})
         (tmp_path / "theirs" / name).unlink()
     (tmp_path / "theirs" / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"chat_template\.jinja: this is not UTF-8"):
+    with pytest.raises(ValueError, match=r"chat_template\.jinja, line 1: not UTF-8"):
         settings.read_templates(tmp_path / "theirs", {})

@@ -1,61 +1,88 @@
-"""How a Hugging Face model is read as a `fast_weight_lm`: its options, and which weights become which."""
+"""How a Hugging Face model is read as a `fast_weight_lm`: its options, and which weights become which.
+
+Names and shapes of the converted model's weights are those of the model that its options build. A family says which
+modules have other names in the folder, and which weights are stored in another form. fairseq's dictionary starts with
+<s>, <pad>, </s>, <unk>. </s> is the folder's end-of-text token; the other tokens follow in their order, with their ids
+as symbols.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.settings import Settings, read_end_of_text
+from fairseq_fastweights.conversion.families.settings import Settings
+from fairseq_fastweights.conversion.files.weight_files import build_on_meta, configuration, first_line
+from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.mixer import check_divisor
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.description import layer_mixers
 
 _EOS, _SPECIAL = 2, 4  # in fairseq's dictionary: the id of </s>, and how many special symbols come before the tokens
+EMBEDDINGS, OUTPUT = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
+_EXPERTS = dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"), "which has experts")
+_UNSUPPORTED = {"kimi_linear": "which has experts and compressed keys", **_EXPERTS}
+"""Models that are near to those of `FAMILIES`, and the parts that `fast_weight_lm` lacks."""
 
 
 @dataclass(frozen=True)
-class Weight:
-    """Weights of the folder that belong together, with their shapes, and the converted model's that hold the same."""
+class Part:
+    """Weights of the folder, and the converted model's that hold the same numbers.
 
-    shapes: dict[str, tuple[int, ...]]
+    Args:
+        theirs: names in the folder.
+        ours: names in the converted model.
+        split: from the weights of the folder to those of the converted model.
+        join: the way back.
+    """
+
+    theirs: tuple[str, ...]
     ours: tuple[str, ...]
-    split: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    join: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+    split: Callable[..., Sequence[Tensor]] = lambda *weights: weights
+    join: Callable[..., Sequence[Tensor]] = lambda *weights: weights
 
 
-def single(
-    name: str,
-    shape: tuple[int, ...],
-    ours: tuple[str, ...],
-    split: Callable[[Tensor], tuple[Tensor, ...]],
-    join: Callable[[tuple[Tensor, ...]], Tensor],
-) -> Weight:
-    """One weight of the folder."""
-    return Weight({name: shape}, ours, lambda x: split(x[0]), lambda parts: (join(parts),))
-
-
-def plain(name: str, ours: str, *shape: int) -> Weight:
-    """A weight that is used as it is."""
-    return Weight({name: shape}, (ours,), tuple, tuple)
-
-
-def same(theirs: str, ours: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Weight]:
-    """Weights that are used as they are, with the same names after two prefixes."""
-    return (plain(f"{theirs}{name}", f"{ours}{name}", *shape) for name, shape in shapes.items())
-
-
-def stacked(names: tuple[str, ...], ours: str, rows: tuple[int, ...], *shape: int) -> Weight:
+def stacked(theirs: Sequence[str], ours: str, rows: Sequence[int]) -> Part:
     """Weights with so many rows that are one weight here, one below the other."""
-    shapes = {name: (n, *shape) for name, n in zip(names, rows, strict=True)}
-    return Weight(shapes, (ours,), lambda x: (torch.cat(x),), lambda parts: parts[0].split(rows))
+    return Part(tuple(theirs), (ours,), lambda *parts: (torch.cat(parts),), lambda x: x.split(list(rows)))
 
 
-def unstacked(name: str, ours: tuple[str, ...], rows: tuple[int, ...], *shape: int) -> Weight:
+def unstacked(theirs: str, ours: Sequence[str], rows: Sequence[int]) -> Part:
     """A weight whose parts, of so many rows, are weights of their own here."""
-    return single(name, (sum(rows), *shape), ours, lambda x: x.split(rows), torch.cat)
+    return Part((theirs,), tuple(ours), lambda x: x.split(list(rows)), lambda *parts: (torch.cat(parts),))
+
+
+def vocabulary(theirs: str, ours: str, end: int) -> Part:
+    """Embeddings; special symbols that the folder lacks get rows of zeros, which the conversion back removes."""
+    # (vocabulary, width) -> (4 + vocabulary - 1, width): <s>, <pad>, </s>, <unk>, and all tokens but the end.
+    return Part(
+        (theirs,),
+        (ours,),
+        lambda x: (
+            torch.cat([x.new_zeros(2, x.shape[1]), x[end, None], x.new_zeros(1, x.shape[1]), x[:end], x[end + 1 :]]),
+        ),
+        lambda x: (torch.cat([x[_SPECIAL : _SPECIAL + end], x[_EOS, None], x[_SPECIAL + end :]]),),
+    )
+
+
+class Model(NamedTuple):
+    """A converted model without numbers.
+
+    Attributes:
+        cfg: its configuration.
+        parameters: its weights, on the device meta.
+        settings: those that its checkpoint records.
+    """
+
+    cfg: Any
+    parameters: dict[str, Tensor]
+    settings: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,29 +91,28 @@ class Family:
 
     Args:
         options: of `fast_weight_lm`, without dashes; True for flags.
-        weights: all weights of the folder, without buffers.
+        modules: the names in the folder of the converted model's modules; modules within them have equal names in both.
+        parts: weights in another form than here. All others are used as they are.
         vocabulary: size of the vocabulary, with entries that only pad the embeddings.
         end_of_text: id of the token that ends a text.
         byte_level: whether its tokenizer may have vocab.json and merges.txt, as GPT-2's, without tokenizer.json.
-        tied: whether the output layer shares the weights of the embeddings.
-        output_name: the output layer's name in the folder.
-        input_name: the embeddings' name in the folder.
+        copies: of a tied output layer its name in the folder, which may hold it once more, and that of the embeddings.
     """
 
     options: dict[str, Any]
-    weights: list[Weight]
+    modules: dict[str, str]
+    parts: Sequence[Part]
     vocabulary: int
     end_of_text: int
     byte_level: bool
-    tied: bool
-    output_name: str
-    input_name: str
+    copies: dict[str, str]
 
     def flags(self, without: tuple[str, ...] = ()) -> list[str]:
         """The options as words of a command, except those named in `without`."""
         given = {name: value for name, value in self.options.items() if value is not False and name not in without}
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
+    @cached_property
     def dictionary(self) -> Dictionary:
         """fairseq's dictionary: the token ids as symbols, without that of the end of text, which is </s>."""
         dictionary = Dictionary()
@@ -95,129 +121,168 @@ class Family:
                 dictionary.add_symbol(str(i))
         return dictionary
 
-    def shapes_of_ours(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of the converted model's weights, computed without allocating them."""
-        shapes = {name: shape for weight in self.weights for name, shape in weight.shapes.items()}
-        made = self.split(lambda name: torch.empty(shapes[name], device="meta"))
-        return {name: tuple(weight.shape) for name, weight in made.items()}
+    def with_own_ids(self) -> Family:
+        """The family of a folder whose token ids are those of a dictionary of fairseq."""
+        return replace(self, parts=[part for part in self.parts if {EMBEDDINGS, OUTPUT}.isdisjoint(part.ours)])
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that the options build, without numbers."""
+        cfg = configuration(self.options)
+        try:
+            parameters = dict(build_on_meta(cfg, self.dictionary).named_parameters())
+        except RuntimeError as error:  # more numbers than torch can count
+            raise InvalidInput(f"config.json: a model of these sizes cannot be built ({first_line(error)})") from None
+        settings = checkpoint_settings.settings_of(cfg.model, layer_mixers(cfg.model), self.dictionary)
+        return Model(cfg, parameters, settings)
+
+    @cached_property
+    def weights(self) -> list[Part]:
+        """All weights of the folder, without buffers, in the order of the converted model's."""
+        parts = {name: part for part in self.parts for name in part.ours}
+        for name in self.model.parameters.keys() - parts.keys():
+            # The innermost module that has another name.
+            module = name
+            while module not in self.modules:
+                module = module.rpartition(".")[0]
+            parts[name] = Part((self.modules[module] + name.removeprefix(module),), (name,))
+        return list(dict.fromkeys(parts[name] for name in self.model.parameters))
 
     def split(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The weights of the converted model; `read` returns a weight of the folder by name."""
         model: dict[str, Tensor] = {}
-        for weight in self.weights:
-            parts = weight.split(tuple(map(read, weight.shapes)))
-            model |= {name: part.contiguous().clone() for name, part in zip(weight.ours, parts, strict=True)}
+        for part in self.weights:
+            weights = part.split(*map(read, part.theirs))
+            model |= {name: x.contiguous().clone() for name, x in zip(part.ours, weights, strict=True)}
         return model
 
     def join(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of the folder, without the tied output layer, from those of the converted model."""
         weights: dict[str, Tensor] = {}
-        for weight in self.weights:
-            parts = weight.join(tuple(model[name] for name in weight.ours))
-            weights |= {name: part.contiguous().clone() for name, part in zip(weight.shapes, parts, strict=True)}
+        for part in self.weights:
+            made = part.join(*(model[name] for name in part.ours))
+            weights |= {name: x.contiguous().clone() for name, x in zip(part.theirs, made, strict=True)}
         return weights
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The settings that all families have."""
+class Names(NamedTuple):
+    """The names of the settings that all families have."""
 
-    width: int
-    between: int
-    heads: int
-    layers: int
-    positions: int
-    vocabulary: int
-    tied: bool
-    end: int
-
-    def family(
-        self,
-        weights: Iterable[Weight],
-        options: dict[str, Any],
-        *,
-        input_name: str,
-        output_name: str = "lm_head.weight",
-        byte_level: bool = False,
-    ) -> Family:
-        """The family of a model with these weights beside embeddings and output layer, and these further options."""
-        weights = [self._embedding(input_name, "decoder.embed_tokens.weight"), *weights]
-        if not self.tied:
-            weights.append(self._embedding(output_name, "decoder.output_projection.weight"))
-        common = {
-            "decoder-layers": self.layers,
-            "decoder-embed-dim": self.width,
-            "decoder-input-dim": self.width,
-            "decoder-output-dim": self.width,
-            "decoder-ffn-embed-dim": self.between,
-            "decoder-attention-heads": self.heads,
-            "decoder-normalize-before": True,
-            "no-scale-embedding": True,
-            "share-decoder-input-output-embed": self.tied,
-            "max-target-positions": self.positions,
-            "tokens-per-sample": self.positions,
-            "mask-special-symbols": True,
-            "softmax-attention-layers": "all",
-        }
-        # Models with other mixers name those of all layers, softmax included.
-        if "mixers" in options:
-            del common["softmax-attention-layers"]
-        return Family(
-            common | options, weights, self.vocabulary, self.end, byte_level, self.tied, output_name, input_name
-        )
-
-    def _embedding(self, name: str, ours: str) -> Weight:
-        """Embeddings; special symbols that the folder lacks get rows of zeros, which the conversion back removes."""
-        end = self.end
-
-        def split(x: Tensor) -> tuple[Tensor, ...]:
-            # (vocabulary, width) -> (4 + vocabulary - 1, width): <s>, <pad>, </s>, <unk>, and all tokens but the end.
-            none = x.new_zeros(1, self.width)
-            return (torch.cat([none, none, x[end : end + 1], none, x[:end], x[end + 1 :]]),)
-
-        def join(parts: tuple[Tensor, ...]) -> Tensor:
-            tokens = parts[0][_SPECIAL:]
-            return torch.cat([tokens[:end], parts[0][_EOS : _EOS + 1], tokens[end:]])
-
-        return single(name, (self.vocabulary, self.width), (ours,), split, join)
+    width: str = "hidden_size"
+    between: str = "intermediate_size"
+    heads: str = "num_attention_heads"
+    layers: str = "num_hidden_layers"
+    positions: str = "max_position_embeddings"
 
 
-def read_sizes(
+NAMES = Names()
+
+
+def language_model(
     config: Mapping[str, Any],
     end_of_text: int | None,
+    options: dict[str, Any],
+    modules: dict[str, str],
+    layers: Iterable[tuple[str, Mapping[str, str]]],
+    parts: Sequence[Part],
     *,
-    width: str = "hidden_size",
-    between: str = "intermediate_size",
-    heads: str = "num_attention_heads",
-    layers: str = "num_hidden_layers",
-    positions: str = "max_position_embeddings",
-) -> Sizes:
-    """Reads them from settings of these names. Raises a `ValueError` for a setting that is missing or not allowed."""
-    vocabulary = config["vocab_size"]
-    numbers = (config[width], config[between], config[heads], config[layers], config[positions], vocabulary)
-    return Sizes(*numbers, config["tie_word_embeddings"], read_end_of_text(config, vocabulary, end_of_text))
+    output: str = "lm_head",
+    names: Names = NAMES,
+    byte_level: bool = False,
+) -> Family:
+    """The family of a model with these options beside those that all have.
+
+    Args:
+        config: all settings.
+        end_of_text: the default of the end-of-text token's id.
+        options: further options.
+        modules: the names in the folder of embeddings and the last norm, after the decoder's names here.
+        layers: the name of each layer in the folder, and those of its modules after their names here.
+        parts: weights in another form than here.
+        output: the name of the output layer.
+        names: of the settings.
+        byte_level: as of `Family`.
+    """
+    width, heads, tied = config[names.width], config[names.heads], config["tie_word_embeddings"]
+    if not config.get("head_dim"):
+        check_divisor(f"config.json: {names.heads}", heads, names.width, width)
+    end = config["eos_token_id"]
+    if isinstance(end, list) and end:  # models for dialogue have several: the first ends a text
+        end = end[0]
+    end = end_of_text if end is None else end
+    if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < config["vocab_size"]:
+        raise InvalidInput(
+            f"config.json: eos_token_id is {end!r}; it must be one number, from 0 to vocab_size - 1, "
+            f"{config['vocab_size'] - 1}"
+        )
+    common = {
+        "decoder-layers": config[names.layers],
+        "decoder-embed-dim": width,
+        "decoder-input-dim": width,
+        "decoder-output-dim": width,
+        "decoder-ffn-embed-dim": config[names.between],
+        "decoder-attention-heads": heads,
+        "decoder-normalize-before": True,
+        "no-scale-embedding": True,
+        "share-decoder-input-output-embed": tied,
+        "max-target-positions": config[names.positions],
+        "tokens-per-sample": config[names.positions],
+        "mask-special-symbols": True,
+        "softmax-attention-layers": "all",
+    }
+    # Models with other mixers name those of all layers, softmax included.
+    if "mixers" in options:
+        del common["softmax-attention-layers"]
+    named = {f"decoder.{own}": name for own, name in modules.items()}
+    for i, (theirs, own) in enumerate(layers):
+        ours = f"decoder.layers.{i}"
+        named |= {ours: theirs, **{f"{ours}.{module}": f"{theirs}.{name}" for module, name in own.items()}}
+    rows = {EMBEDDINGS: f"{modules['embed_tokens']}.weight", OUTPUT: f"{output}.weight"}
+    copies = {rows.pop(OUTPUT): rows[EMBEDDINGS]} if tied else {}
+    parts = [*(vocabulary(theirs, ours, end) for ours, theirs in rows.items()), *parts]
+    return Family(common | options, named, parts, config["vocab_size"], end, byte_level, copies)
 
 
 Reader = Callable[[dict[str, Any], set[str], int | None], Family]
-"""Called with the contents of config.json, the weights' names, and the default of the end-of-text token's id."""
+"""Called with all settings, the weights' names, and the default of the end-of-text token's id."""
 
-FAMILIES: dict[str, Reader] = {}
-"""How models are read, by their model_type."""
+FAMILIES: dict[str, tuple[Settings, Reader]] = {}
+"""The settings and the readers of models, by their model_type."""
 
 SERVED: list[str] = []
 """Those that `to-huggingface --as` writes any model as that fits."""
 
+WITHIN: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[str], str | None]]] = {}
+"""Language models that may be within a model of several parts, by the whole's model_type.
+
+The functions return the contents of config.json, had the language model been saved alone, and a weight's name then;
+None for weights of other parts.
+"""
+
 
 def reads(model_type: str, settings: Settings, *, served: bool = False) -> Callable[[Reader], Reader]:
-    """Enters a function into `FAMILIES`, and its models into `SERVED`; it gets all of the `settings` that it reads."""
+    """Enters a function into `FAMILIES`, and its models into `SERVED`."""
 
     def enter(reader: Reader) -> Reader:
-        @wraps(reader)
-        def read(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
-            return reader(settings.complete(config, model_type), names, end_of_text)
-
-        FAMILIES[model_type] = read
+        FAMILIES[model_type] = settings, reader
         SERVED.extend([model_type] * served)
-        return read
+        return reader
 
     return enter
+
+
+def read_family(config: dict[str, Any], names: set[str], end_of_text: int | None = None) -> Family:
+    """Reads a model's config.json.
+
+    Args:
+        config: its contents.
+        names: of the weights in the folder, which distinguish variants of a model.
+        end_of_text: id of the end-of-text token, if the configuration has none.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in _UNSUPPORTED:
+        raise InvalidInput(f"config.json: model_type is {kind!r}, {_UNSUPPORTED[kind]}, which is not supported")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InvalidInput(f"config.json: model_type is {kind!r}; it must be one of {', '.join(FAMILIES)}")
+    settings, reader = FAMILIES[kind]
+    return reader(settings.complete(config, kind), names, end_of_text)

@@ -1,4 +1,4 @@
-"""The settings that a config.json may have, and readers of single ones, whose errors name the setting."""
+"""The settings that a config.json may have: any other is refused, by an error that names it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 
-_MOST, MOST_LAYERS = 10**8, 10_000  # memory is used for each layer before weights are read
+SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""The kinds of scaling of rotary embeddings, and their numbers in the order of `parse_scaling`."""
+
+_MOST, _MOST_LAYERS = 10**8, 10_000  # memory is used for each layer before weights are read
 
 _OF_GENERATION = frozenset(
     """max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams
@@ -39,8 +46,18 @@ _ONLY: dict[str, Any] = {
     **{"add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False},
 }
 """Settings of all kinds of models that would change them, with the one value that is supported."""
-_ROTARY = ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
-"""Settings that `rotary` checks, where they are used."""
+
+
+class Layers(int):
+    """The default of a number of layers."""
+
+
+class Probability(float):
+    """The default of a probability."""
+
+
+class Unchecked(float):
+    """The default of a number that is checked where it is used."""
 
 
 class Nullable(NamedTuple):
@@ -84,7 +101,7 @@ class Settings:
                 )
         values = {**self.only, **self.defaults, **{self.renamed.get(name, name): x for name, x in given.items()}}
         for name, default in self.defaults.items():
-            values[name] = _checked(name, values[name], default, place)
+            values[name] = checked(name, values[name], default, place)
         for name, supported in self.only.items():
             if values[name] != supported:
                 missing = "" if name in given else " where it is missing"
@@ -99,29 +116,23 @@ def of_class(defaults: Mapping[str, Any], only: Mapping[str, Any] = {}, unused: 
     return Settings(defaults, {**_ONLY, **only}, UNUSED | set(unused.split()), renamed)
 
 
-def number(config: Mapping[str, Any], name: str, most: int = _MOST) -> int:
-    """Reads a positive whole number."""
-    value = config[name]
-    # bool is a subclass of int.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be a positive whole number")
-    if value > most:
-        raise InvalidInput(f"config.json: {name} is {value}; it must be at most {most}")
-    return value
-
-
-def _checked(name: str, value: Any, default: Any, place: str) -> Any:
-    """A setting, after a check that it is of the kind of its default; positive unless it is a probability."""
+def checked(name: str, value: Any, default: Any, place: str = "config.json") -> Any:
+    """A setting, after a check that it is of the kind of its default; numbers are positive."""
     if isinstance(default, Nullable):
         value = default.default if value is default else value
-        return None if value is None else number({name: value}, name)
+        return None if value is None else checked(name, value, 1, place)
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise InvalidInput(f"{place}: {name} is {value!r}; it must be true or false")
     elif isinstance(default, int):
-        return number({name: value}, name, MOST_LAYERS if name in ("num_hidden_layers", "n_layer") else _MOST)
-    elif isinstance(default, float) and name not in _ROTARY:
-        limits: dict[str, Any] = {"least": 0, "below": 1} if "drop" in name else {"above": 0}
+        # bool is a subclass of int.
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInput(f"{place}: {name} is {value!r}; it must be a positive whole number")
+        if value > (most := _MOST_LAYERS if isinstance(default, Layers) else _MOST):
+            raise InvalidInput(f"{place}: {name} is {value}; it must be at most {most}")
+        return int(value)
+    elif isinstance(default, float) and not isinstance(default, Unchecked):
+        limits: dict[str, Any] = {"least": 0, "below": 1} if isinstance(default, Probability) else {"above": 0}
         check_number(f"{place}: {name}", value, **limits)
         return float(value)
     return value
@@ -135,109 +146,58 @@ def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def positive(config: Mapping[str, Any], name: str) -> float:
-    """Reads a positive number."""
-    check_number(f"config.json: {name}", config[name], above=0)
-    return float(config[name])
-
-
-def check_heads(width_name: str, width: int, name: str, heads: int) -> None:
-    """Checks that `heads` divides `width`."""
-    if width % heads:
-        raise InvalidInput(f"config.json: {name} is {heads}; it must be a divisor of {width_name}, {width}")
-
-
-def activation(config: Mapping[str, Any], name: str) -> str:
-    """Reads an activation function; returns fairseq's name of it."""
-    tanh = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three ways to write the same formula
-    known = {"gelu": "gelu", "relu": "relu", **dict.fromkeys(tanh, "gelu_accurate")}
-    value = config[name]
-    if not isinstance(value, str) or value not in known:
-        raise InvalidInput(f"config.json: {name} is {value!r}; it must be one of {', '.join(known)}")
-    return known[value]
-
-
-def layer_kinds(config: Mapping[str, Any], layers: int, default: list[str], allowed: Iterable[str]) -> list[str]:
-    """Reads layer_types, the kind of each layer; null stands for `default`."""
-    kinds = config["layer_types"]
-    kinds = default if kinds is None else kinds
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in [*allowed] for kind in kinds):
-        raise InvalidInput(
-            f"config.json: layer_types is {kinds!r:.200}; it must hold one of {', '.join(allowed)} for each of "
-            f"{layers} layers"
-        )
-    return kinds
-
-
-class Rotary(NamedTuple):
-    """Rotary embeddings."""
-
-    dim: int
-    """How many dimensions of a head are rotated."""
-    base: float
-    """Of the frequencies."""
-    kind: str
-    """Of their scaling; "default" for none."""
-    numbers: tuple[float, ...]
-    """Of the scaling."""
-
-
-def rotary(
+def rotary_options(
     config: Mapping[str, Any],
     head_dim: int,
     *,
     base: str = "rope_theta",
     fraction: str = "partial_rotary_factor",
-    scalings: Mapping[str, tuple[str, ...]] = {},
+    scalings: Mapping[str, tuple[str, ...]] = SCALINGS,
+    partial: bool = False,
     unused: Iterable[str] = (),
-) -> Rotary:
+) -> dict[str, Any]:
     """Reads rotary embeddings as transformers does, which takes rope_scaling of older files before rope_parameters.
 
     Args:
         config: all settings.
         head_dim: size of the heads.
-        base, fraction: names of the settings for those that are missing there.
+        base, fraction: names of the settings that hold for those that are missing there.
         scalings: the kinds of scaling, with the names of their numbers.
+        partial: whether they may rotate a part of each head.
         unused: settings there that change nothing.
     """
-    name = "rope_scaling" if mapping(config, "rope_scaling") else "rope_parameters"
-    given = mapping(config, name)
+    place = "rope_scaling" if mapping(config, "rope_scaling") else "rope_parameters"
+    given = mapping(config, place)
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ("default", *scalings):
         raise InvalidInput(f"config.json: rope_type is {kind!r}; it must be one of {', '.join(['default', *scalings])}")
     numbers = scalings.get(kind, ())
-    defaults = {"rope_type": kind, "type": kind, "rope_theta": config[base], "partial_rotary_factor": config[fraction]}
-    if defaults["partial_rotary_factor"] is None:
-        defaults["partial_rotary_factor"] = 1.0
-    defaults |= {number: float(config["max_position_embeddings"]) if "max" in number else None for number in numbers}
-    values = Settings(defaults, unused=unused).complete(given, f"rope_type {kind}", f"config.json: in {name}")
-    place = fraction if "partial_rotary_factor" not in given else "partial_rotary_factor"
-    part = values["partial_rotary_factor"]
-    check_number(f"config.json: {place}", part, above=0, most=1)
+    known = dict.fromkeys(("rope_type", "type", "rope_theta", "partial_rotary_factor", *numbers))
+    Settings(known, unused=unused).complete(given, f"rope_type {kind}", f"config.json: in {place}")
+    name = "rope_theta" if "rope_theta" in given else base
+    theta = checked(name, given.get(name, config.get(name)), 1.0)
+    name = "partial_rotary_factor" if "partial_rotary_factor" in given else fraction
+    part = given[name] if name in given else 1.0 if config[fraction] is None else config[fraction]
+    check_number(f"config.json: {name}", part, above=0, most=1)
     dim = int(head_dim * part)
     if dim % 2:
         raise InvalidInput(
-            f"config.json: {place} is {part} and head_dim {head_dim}; their product must be even: rotary embeddings "
+            f"config.json: {name} is {part} and head_dim {head_dim}; their product must be even: rotary embeddings "
             "rotate pairs"
         )
-    theta = base if "rope_theta" not in given else "rope_theta"
-    return Rotary(
-        dim,
-        positive({theta: values["rope_theta"]}, theta),
-        kind,
-        tuple(positive(values, number) for number in numbers),
-    )
-
-
-def read_end_of_text(config: Mapping[str, Any], vocabulary: int, otherwise: int | None) -> int:
-    """Reads the id of the token that ends a text."""
-    value = config["eos_token_id"]
-    if isinstance(value, list) and value:  # models for dialogue have several: the first ends a text
-        value = value[0]
-    if value is None:
-        value = otherwise
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
+    if dim != head_dim and not partial:
         raise InvalidInput(
-            f"config.json: eos_token_id is {value!r}; it must be one number, from 0 to vocab_size - 1, {vocabulary - 1}"
+            f"config.json: partial_rotary_factor leaves {dim} of {head_dim} dimensions a head; only 1.0 is supported"
         )
-    return value
+    options: dict[str, Any] = {"rotary-dim": dim, "rotary-base": theta}
+    if kind != "default":
+        positions = {"original_max_position_embeddings": config["max_position_embeddings"]}
+        scaling = [checked(number, (positions | given).get(number), 1.0) for number in numbers]
+        # The shortest text that is read as the same number.
+        texts = (f"{x:g}" if float(f"{x:g}") == x else repr(x) for x in scaling)
+        options["rotary-scaling"] = f"{kind}:{','.join(texts)}"
+        try:
+            parse_scaling(options["rotary-scaling"])
+        except ValueError as error:
+            raise InvalidInput(f"config.json: {str(error).replace('rotary_scaling', 'rope_parameters', 1)}") from None
+    return options

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ RECORD, ORIGINALS = "conversion.json", "huggingface"
 FOR_FAIRSEQ = "fairseq"
 """In a Hugging Face folder: the subfolder with the files for the conversion back."""
 
-TOKENIZER_FILES = (
+TEMPLATE = "chat_template.jinja"
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
 )
-"""The possible files of a tokenizer, besides those of `template_names`."""
-
-TEMPLATE = TOKENIZER_FILES[-1]
+"""The possible files of a model's settings and tokenizer, beside further chat templates."""
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -109,15 +110,11 @@ def is_template(name: str) -> bool:
     return re.fullmatch(rf"{_TEMPLATES}/\w[\w.-]*\.jinja", name, re.ASCII) is not None
 
 
-def template_names(folder: Path) -> list[str]:
-    """The names of the chat templates beside the first that are in a folder."""
-    return sorted(filter(is_template, (f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*"))))
-
-
-def original_files(source: Path, within: str = ".") -> dict[str, Path]:
-    """The files in a subfolder of a model that are kept for the conversion back, which copies no others."""
-    names = ("config.json", "generation_config.json", *TOKENIZER_FILES, *template_names(source / within))
-    return {name: path for name in names if (path := file_in(source, f"{within}/{name}"))}
+def files_in(folder: Path, names: Iterable[str] = CONFIG_FILES, within: str = ".") -> dict[str, Path]:
+    """The files of these names, and all further chat templates, in a subfolder of a folder, as `file_in` finds them."""
+    beside = (f"{_TEMPLATES}/{file.name}" for file in (folder / within / _TEMPLATES).glob("*"))
+    every = (*names, *sorted(filter(is_template, beside)))
+    return {name: path for name in every if (path := file_in(folder, f"{within}/{name}"))}
 
 
 def original_mixers(folder: Path) -> Any:

@@ -1,19 +1,29 @@
-"""Reads the weights of a Hugging Face folder without running code from it."""
+"""Files of weights, read without running code from them: those of a Hugging Face folder, and fairseq's checkpoints."""
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from fairseq_fastweights.files import integrity, safetensors_digests
+from fairseq_fastweights.files.digests import with_digests
 from fairseq_fastweights.files.text_files import FileError, read_text
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Names of files of weights, in the order in which they are searched."""
@@ -30,40 +40,39 @@ class WeightFiles:
 
     Args:
         folder: the folder.
+        named: the name that a weight is to have here, by that in the file; None for weights to leave out.
+
+    Attributes:
+        shapes: of the weights, by name.
+        left_out: the number of weights that were left out.
 
     Raises:
-        ValueError: if there are no weights, a shard is missing, a file is broken, or it holds anything but weights; the
-            message names the file. Nothing else in a file is executed or built.
+        ValueError: if there are no weights, a shard is missing, a file is broken, it holds anything but weights, or two
+            weights have one name; the message names the file. Nothing else in a file is executed or built.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, named: Callable[[str], str | None] = str) -> None:
         found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
         if found is None:
             raise InvalidInput(f"{folder}: there are no weights; it must hold one of {', '.join(WEIGHTS)}")
         paths = _shards(found) if found.name.endswith(".index.json") else [found]
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.left_out = 0
         self._readers: dict[str, Callable[[], Tensor]] = {}
+        before: dict[str, str] = {}
         for path in paths:
             read = _open_safetensors if path.suffix == ".safetensors" else _open_pickle
             for name, (shape, reader) in read(path).items():
-                if name in self.shapes:
-                    raise InvalidInput(f"{path}: weight {name!r} is in another file too")
-                self.shapes[name] = shape
-                self._readers[name] = reader
-
-    def rename(self, named: Callable[[str], str | None]) -> list[str]:
-        """Renames weights, and leaves out those for which `named` returns None; returns the names of these."""
-        before: dict[str, str] = {}
-        for name in self.shapes:
-            new = named(name)
-            if new in before:
-                raise InvalidInput(f"weight {name!r} would be {new!r}, which {before[new]!r} is; one of them must go")
-            if new is not None:
-                before[new] = name
-        left_out = [name for name in self.shapes if named(name) is None]
-        self.shapes = {new: self.shapes[name] for new, name in before.items()}
-        self._readers = {new: self._readers[name] for new, name in before.items()}
-        return left_out
+                if (new := named(name)) is None:
+                    self.left_out += 1
+                    continue
+                if new in before:
+                    raise InvalidInput(
+                        f"{path}: weight {name!r} is in another file too"
+                        if before[new] == name
+                        else f"weight {name!r} would be {new!r}, which {before[new]!r} is; one of them must go"
+                    )
+                before[new], self.shapes[new], self._readers[new] = name, shape, reader
 
     def read(self, name: str) -> Tensor:
         """Reads a weight. Raises a `ValueError` if its dtype is not a floating-point type."""
@@ -141,6 +150,78 @@ def load_safely(path: Path) -> Any:
     check_regular(path)
     with path.open("rb") as file:
         return integrity.load_checked(file, path, mapped=True)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Reads a checkpoint of fairseq, or raises a `ValueError`; it may hold tensors and plain values alone."""
+    state = load_safely(checkpoint)
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict) or not all(isinstance(weight, Tensor) for weight in model.values()):
+        raise InvalidInput(f"{checkpoint}: this is not a checkpoint of fairseq's")
+    return state
+
+
+def configuration(settings: Mapping[str, Any]) -> Any:
+    """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name without dashes; no ${...}."""
+    for name, value in settings.items():
+        if "${" in str(value):
+            raise InvalidInput(f"{name} is {value!r}; it must be a literal, without ${{...}}")
+    cfg = copy.deepcopy(_defaults())
+    for name, value in settings.items():
+        option = name.replace("-", "_")
+        groups = [group for group in (cfg.model, cfg.task) if option in group]
+        assert groups, option
+        for group in groups:
+            group[option] = value
+    return cfg
+
+
+def build_on_meta(cfg: Any, dictionary: Dictionary) -> FastWeightLanguageModel:
+    """The `fast_weight_lm` of a configuration and a dictionary, without numbers (device meta)."""
+    task: Any = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    with torch.device("meta"):
+        return FastWeightLanguageModel.build_model(cfg.model, task)
+
+
+@cache
+def _defaults() -> Any:
+    """The configuration without options; fairseq takes a second for it."""
+    parser = options.get_training_parser("language_modeling")
+    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
+    with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work
+        warnings.simplefilter("ignore", UserWarning)
+        return convert_namespace_to_omegaconf(args)
+
+
+def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor], settings: Tensor) -> None:
+    """Writes a checkpoint as fairseq 0.12 does before the first update, or raises an `OSError`.
+
+    Args:
+        path: the file.
+        cfg: the configuration.
+        model: the weights and buffers, but for those of the decoder's version and of its settings.
+        settings: as `checkpoint_settings` encodes them.
+    """
+    history = {
+        "criterion_name": "CrossEntropyCriterion",
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {},
+        "num_updates": 0,
+    }
+    state = {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": {**model, "decoder.version": torch.tensor([3.0]), f"decoder.{checkpoint_settings.NAME}": settings},
+        "optimizer_history": [history],
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+        "task_state": {},
+    }
+    try:
+        with path.open("wb") as file:
+            torch.save(with_digests(state), file)
+    except (OSError, RuntimeError) as error:  # in the latter torch hides why the file could not be written
+        why = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"{path.name}: {why}") from error
 
 
 def _shards(index: Path) -> list[Path]:

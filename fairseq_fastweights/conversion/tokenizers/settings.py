@@ -13,13 +13,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, TEMPLATE, file_in, template_names
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, TEMPLATE, file_in, files_in
 from fairseq_fastweights.conversion.files.weight_files import read_json
+from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
-"""The files that are read, besides those of `folders.template_names`."""
+"""The files that are read, besides further chat templates."""
 
 _PLAIN: dict[str, Callable[[Any], bool]] = {
     "model_max_length": lambda value: type(value) in (int, float) and 0 < value < math.inf,
@@ -57,12 +58,6 @@ def find_kept(places: Iterable[Path]) -> Path | None:
     return None
 
 
-def files_of(folder: Path) -> dict[str, Path]:
-    """The files to keep of a folder that is converted back."""
-    names = (*FILES, *template_names(folder))
-    return {name: path for name in names if (path := file_in(folder, name))}
-
-
 def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str]) -> dict[str, Any]:
     """The arguments of a tokenizer of transformers that a folder's files give.
 
@@ -94,14 +89,8 @@ def tokenizer_arguments(folder: Path, known: Iterable[str], own: dict[str, str])
 
 def read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """The chat templates of a folder by name, in files of their own or else in this tokenizer_config.json."""
-    found: dict[str, str] = {}
-    for file in (TEMPLATE, *template_names(folder)):
-        if (path := file_in(folder, file)) is not None:
-            try:
-                name = "default" if file == TEMPLATE else Path(file).stem
-                found[name] = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise InvalidInput(f"{folder / file}: this is not UTF-8 ({error})") from None
+    files = files_in(folder, (TEMPLATE,))
+    found = {"default" if file == TEMPLATE else Path(file).stem: read_text(folder / file) for file in files}
     given = config.get("chat_template")
     if found or given is None:
         return found

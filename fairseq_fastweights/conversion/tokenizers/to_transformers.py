@@ -11,10 +11,10 @@ from fairseq.data import Dictionary
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, original_files, original_mixers
+from fairseq_fastweights.conversion.files.folders import ORIGINALS, RECORD, files_in, original_mixers
 from fairseq_fastweights.conversion.files.weight_files import first_line, read_json
 from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
-from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
+from fairseq_fastweights.conversion.tokenizers.tokenizer_json import (
     END_OF_TEXT,
     PIECES,
     added_token,
@@ -140,7 +140,7 @@ def _original(dictionary: Dictionary, folder: Path) -> tuple[dict[str, Any], dic
     Also returns its special tokens at the beginning and the end of texts.
     """
     path = folder / ORIGINALS
-    original_files(folder, ORIGINALS)  # none is a link to elsewhere
+    files_in(folder, within=ORIGINALS)  # none is a link to elsewhere
     try:
         original = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many libraries

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+
 from fairseq_fastweights.conversion.files.weight_files import read_json
-from fairseq_fastweights.conversion.tokenizers.gpt2_files import (
-    END_OF_TEXT,
-    PAIR,
-    PIECES,
-    is_id,
-    read_pair,
-    write_for_gpt2,
-)
 from fairseq_fastweights.files.text_files import read_text
 from fairseq_fastweights.invalid_input import InvalidInput
 
@@ -23,6 +17,18 @@ FILE, SETTINGS = "tokenizer.json", "tokenizer_words.json"
 FILES = (FILE, SETTINGS)
 """The files: the tokenizer, and the id of its end-of-text token, {"end_of_text": id}."""
 
+PIECES = ("encoder.json", "vocab.bpe")
+"""The files of fairseq's `--bpe gpt2`."""
+
+PAIR = ("vocab.json", "merges.txt")
+"""GPT-2's files."""
+
+END_OF_TEXT = "<|endoftext|>"
+
+_PRINTABLE = frozenset(bytes_to_unicode().values())
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+_IDS = range(2**31)
 _MOST_SPARE = 1024
 """The largest number of vocabulary entries that a model may have beyond its tokenizer's, to pad its matrices."""
 
@@ -63,7 +69,25 @@ class WholeTokenizer:
         """Writes the files that `--bpe tokenizer_json` reads, and of a BPE like GPT-2's those of `--bpe gpt2`."""
         (folder / FILE).write_text(self.text, encoding="utf-8", newline="")
         (folder / SETTINGS).write_text(json.dumps({"end_of_text": end_of_text}), encoding="ascii")
-        write_for_gpt2(folder, self.content, end_of_text, vocabulary_size)
+        # `--bpe gpt2` knows no added tokens but the end of text, which no text has, no normalizer, and only GPT-2's
+        # expression for splits.
+        model, splitter = self.content["model"], self.content["pre_tokenizer"] or {}
+        others = {entry["id"] for entry in self.content["added_tokens"]} - {end_of_text}
+        splits = [splitter.get(name) for name in ("type", "add_prefix_space", "use_regex")] == [
+            "ByteLevel",
+            False,
+            True,
+        ]
+        if others or self.content["normalizer"] or model["type"] != "BPE" or not splits:
+            return
+        added = {entry["content"]: entry["id"] for entry in self.content["added_tokens"]}
+        pieces = {piece: i for piece, i in (model["vocab"] | added).items() if set(piece) <= _PRINTABLE}
+        ids = set(pieces.values())
+        pieces |= {f"<|{i}|>": i for i in range(vocabulary_size) if i not in ids}
+        (folder / PIECES[0]).write_text(json.dumps(pieces), encoding="ascii")
+        # fairseq leaves out the first line and the text after the last line end.
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+        (folder / PIECES[1]).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
 
 
 def read_whole_tokenizer(folder: Path, byte_level: bool = False) -> WholeTokenizer:
@@ -100,21 +124,53 @@ def read_whole_tokenizer(folder: Path, byte_level: bool = False) -> WholeTokeniz
     )
 
 
-def tokenizer_options(folder: Path) -> str | None:
-    """The options of fairseq's commands that name a converted folder's tokenizer; None if it has none."""
-    if (folder / SETTINGS).is_file():
-        return f"--bpe tokenizer_json --tokenizer-json-folder {folder}"
-    if (folder / PIECES[0]).is_file():
-        return f"--bpe gpt2 --gpt2-encoder-json {folder / PIECES[0]} --gpt2-vocab-bpe {folder / PIECES[1]}"
-    return None
+def read_pair(folder: Path) -> dict[str, Any]:
+    """Reads GPT-2's files as the contents of a tokenizer.json; raises a `ValueError` if they do not say enough."""
+    if (folder / "tokenizer_config.json").is_file():
+        config = read_json(folder / "tokenizer_config.json")
+        for name in ("add_prefix_space", "add_bos_token"):
+            if config.get(name):
+                raise InvalidInput(f"{folder / 'tokenizer_config.json'}: {name} is set; it must not be")
+    path, others = folder / PAIR[0], folder / "added_tokens.json"
+    ids = _read_ids(path)
+    tokens = _read_ids(others) if others.is_file() else {}
+    tokens |= {token: i for token, i in ids.items() if token == END_OF_TEXT}
+    # GPT-NeoX's lists its runs of spaces as they are; only its tokenizer.json says that they are cut out first.
+    strange = {piece for piece in ids.keys() - tokens.keys() if not set(piece) <= _PRINTABLE}
+    if strange:
+        raise InvalidInput(
+            f"{path}: {len(strange)} pieces, {min(strange)!r} for one, are not written in characters for bytes; they "
+            "must be among the added tokens, as tokenizer.json has them"
+        )
+    return _content(path, ids, folder / PAIR[1], tokens)
+
+
+def read_pieces(folder: Path) -> dict[str, Any]:
+    """Reads the files of `--bpe gpt2` as the contents of a tokenizer.json."""
+    path = folder / PIECES[0]
+    ids = {piece: i for piece, i in _read_ids(path).items() if set(piece) <= _PRINTABLE}
+    return _content(path, ids, folder / PIECES[1], {})
 
 
 def read_end_of_text(path: Path) -> int:
     """Reads the id of the end-of-text token in a file that `from-huggingface` wrote, or raises a `ValueError`."""
     value: Any = read_json(path).get("end_of_text")
-    if not is_id(value):
+    if type(value) is not int or value not in _IDS:
         raise InvalidInput(f"{path}: end_of_text is {str(value)[:200]}; it must be a whole number")
     return int(value)
+
+
+def added_token(token_id: int, content: str, *, special: bool = False) -> dict[str, Any]:
+    """An entry of a tokenizer.json's added_tokens."""
+    others = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, **others, "special": special}
+
+
+def tokenizer_file(model: dict[str, Any], added: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+    """The contents of a tokenizer.json."""
+    added = sorted(added, key=lambda entry: entry["id"])
+    parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")) | parts
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "model": model, **parts}
 
 
 def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,7 +180,7 @@ def read_added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any
         raise InvalidInput(f"{path}: added_tokens is {str(entries)[:200]}; it must be a list")
     for entry in entries:
         token, value = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(token, str) or not token or not is_id(value):
+        if not isinstance(token, str) or not token or type(value) is not int or value not in _IDS:
             raise InvalidInput(f"{path}: added_tokens holds {str(entry)[:200]}; it must have a content and an id")
     return entries
 
@@ -147,3 +203,34 @@ def open_tokenizer(path: Path, text: str | None = None) -> Any:
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # it would make the pieces random
     return tokenizer
+
+
+def _content(path: Path, vocabulary: dict[str, int], merges: Path, added: dict[str, int]) -> dict[str, Any]:
+    """The contents of the tokenizer.json; `path`: of the vocabulary, for messages."""
+    pairs = _read_merges(merges)
+    made = (*sorted(_PRINTABLE), *(first + second for first, second in pairs))
+    if lacking := next((piece for piece in made if piece not in vocabulary), None):
+        raise InvalidInput(f"{path}: it lacks the piece {lacking!r}, a byte or one that {merges.name} makes")
+    # A token that is in the list of added ones alone would get the next id.
+    model = {"type": "BPE", "vocab": added | vocabulary, "merges": pairs}
+    entries = [added_token(i, token) for token, i in added.items()]
+    return tokenizer_file(model, entries, pre_tokenizer=_BYTES, decoder=_BYTES)
+
+
+def _read_ids(path: Path) -> dict[str, int]:
+    """Reads the id of each piece."""
+    content = read_json(path)
+    for piece, value in content.items():
+        if type(value) is not int or value not in _IDS:
+            raise InvalidInput(f"{path}: the number of {piece!r} is {str(value)[:200]}; it must be a whole number")
+    return content
+
+
+def _read_merges(path: Path) -> list[list[str]]:
+    """Reads the pairs of pieces to join, in order."""
+    lines = read_text(path).split("\n")
+    lines = lines[1:-1] if path.name == PIECES[1] else lines[lines[0].startswith("#version") :]  # as fairseq reads it
+    pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip()]
+    if wrong := next((pair for pair in pairs if len(pair) != 2 or not all(pair)), None):
+        raise InvalidInput(f"{path}: it holds {' '.join(wrong)[:200]!r}; each line must be two pieces")
+    return pairs
