@@ -23,9 +23,8 @@ from fairseq_fastweights.conversion.transfer.base_model import (
     follow_heads,
     read_base_model,
 )
-from fairseq_fastweights.conversion.transfer.freezing import Freezing, LossImprovement, freeze_for_good
-from fairseq_fastweights.conversion.transfer.groups import parse_groups
-from fairseq_fastweights.conversion.transfer.options import TransferOptions, check_options
+from fairseq_fastweights.conversion.transfer.freezing import Freezing
+from fairseq_fastweights.conversion.transfer.options import TransferOptions, check_options, parse_groups
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from fairseq_fastweights.data.corpus import Documents, PackedDocuments, TokenCorpus
 from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
@@ -221,13 +220,12 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
             raise InvalidInput(f"freeze is {options.freeze!r}, which leaves nothing to train")
         if options.dry_run:
             raise SystemExit(0)
-        if options.unfreeze_threshold is None:
-            freeze_for_good(frozen)
-        else:
-            improvement = LossImprovement(
-                options.unfreeze_threshold, options.unfreeze_patience, options.unfreeze_interval
-            )
-            self._freezing = Freezing(frozen, improvement)
+        if options.unfreeze_threshold is not None:
+            settings = (options.unfreeze_threshold, options.unfreeze_patience, options.unfreeze_interval)
+            self._freezing = Freezing(frozen, *settings)
+            return
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def train_step(
         self, sample: Any, model: Any, criterion: Any, optimizer: Any, *others: Any, **named: Any

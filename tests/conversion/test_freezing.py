@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fairseq_fastweights.conversion.transfer.freezing import Freezing, LossImprovement
+from fairseq_fastweights.conversion.transfer.freezing import Freezing
 from tests.conftest import train
 from tests.tasks.conftest import train_in_two, weights
 
 HARD = "--decoder-normalize-before --update-rule decay --feature-dim 4 --weight-decay 0.1 --clip-norm 0.05".split()
 
 
-def run(improvement: LossImprovement, losses: list[float], first: int = 1) -> int | None:
+def run(freezing: Freezing, losses: list[float], first: int = 1) -> int | None:
     """The update with which improvement was over. The n-th has n samples; `losses` are of a sample."""
     for update, loss in enumerate(losses, start=first):
-        improvement.add(update * loss, update)
-        if improvement.over:
+        freezing.observe([{"loss": update * loss, "sample_size": update}])
+        if freezing.state["over"]:
             return update
     return None
 
@@ -49,10 +49,10 @@ def run(improvement: LossImprovement, losses: list[float], first: int = 1) -> in
     ],
 )
 def test_improvement_is_over_when_it_has_been_small_for_long_enough(threshold, patience, interval, losses, over_at):
-    improvement, first, second = (LossImprovement(threshold, patience, interval) for _ in range(3))
-    assert run(improvement, losses) == over_at
-    run(improvement, [5] * interval + [1] * interval)
-    assert improvement.over or over_at is None  # for good
+    freezing, first, second = (Freezing([], threshold, patience, interval) for _ in range(3))
+    assert run(freezing, losses) == over_at
+    run(freezing, [5] * interval + [1] * interval)
+    assert freezing.state["over"] or over_at is None  # for good
     # A state goes on where another was left.
     run(first, losses[:-1])
     second.state = dict(first.state)
@@ -67,7 +67,7 @@ def test_a_frozen_parameter_does_not_move_until_improvement_is_over(kind, decay)
     moved = []
     for update in range(5):
         if update in (0, 3):  # its state lies in the optimizer and comes back with it
-            freezing = Freezing([frozen], LossImprovement(0.01, 1, 2))
+            freezing = Freezing([frozen], 0.01, 1, 2)
         freezing.attach(optimizer)
         optimizer.optimizer.zero_grad()
         (frozen * free).sum().backward()

@@ -13,9 +13,9 @@ from fairseq import options, tasks
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer, build_attention
 from fairseq_fastweights.conversion.transfer.base_model import read_base_model
 from fairseq_fastweights.mixers.mixer import Mixer
+from fairseq_fastweights.tasks.attention_transfer_criterion import AttentionTransfer, build_attention
 from tests.conftest import QUIET, TASK, binarise, command, import_plugin
 from tests.conversion import llamas, sources
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fairseq_fastweights.conversion.transfer import recurrent_swap
-from fairseq_fastweights.conversion.transfer.attention_transfer import AttentionTransfer
 from fairseq_fastweights.conversion.transfer.base_model import read_base_model
 from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     AVERAGED,
@@ -24,6 +23,7 @@ from fairseq_fastweights.conversion.transfer.recurrent_swap import (
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.registry import build_mixer, option_name
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+from fairseq_fastweights.tasks.attention_transfer_criterion import AttentionTransfer
 from tests.conversion.transfers import PRE_NORM, make_source, save_as_today, take
 from tests.mixers import contract
 

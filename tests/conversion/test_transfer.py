@@ -9,7 +9,8 @@ import pytest
 import torch
 from fairseq import tasks
 
-from fairseq_fastweights.conversion.transfer.groups import GROUPS, attention_of, group_of, parse_groups
+from fairseq_fastweights.conversion.transfer.options import GROUPS, parse_groups
+from fairseq_fastweights.conversion.transfer.weights import attention_of, group_of
 from tests.conftest import train
 from tests.conversion.transfers import PRE_NORM, make_source, save_as_in_2019, save_as_today, take
 from tests.models.conftest import SIZES

@@ -8,7 +8,7 @@ import torch
 from fairseq import tasks
 
 from fairseq_fastweights.conversion.transfer.base_model import read_base_model
-from fairseq_fastweights.conversion.transfer.groups import GROUPS
+from fairseq_fastweights.conversion.transfer.options import GROUPS
 from fairseq_fastweights.conversion.transfer.weights import transfer
 from tests.conversion.transfers import PRE_NORM, changed, make_source, take
 from tests.models.conftest import WORDS

@@ -10,8 +10,10 @@ from typing import Any, Optional
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
-from fairseq_fastweights.conversion.transfer.groups import GROUPS, parse_groups
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
+
+GROUPS = ("embeddings", "output", "feed-forward", "output-projection", "attention")
+"""The groups of weights that can be transferred and frozen (Choi 2024, Sec. 3)."""
 
 
 @dataclass
@@ -73,6 +75,18 @@ class TransferOptions(FairseqDataclass):
     zero_sharding: Any = II("distributed_training.zero_sharding")
     use_bmuf: bool = II("optimization.use_bmuf")
     tpu: bool = II("common.tpu")
+
+
+def parse_groups(argument: str, text: str) -> frozenset[str]:
+    """Reads "all", "none", or comma-separated `GROUPS`; raises a `ValueError` for any other word."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words == ["all"]:
+        return frozenset(GROUPS)
+    if words == ["none"]:
+        return frozenset()
+    if not set(words) <= set(GROUPS):
+        raise InvalidInput(f"{argument} is {text!r}; it must be all, none, or comma-separated: {', '.join(GROUPS)}")
+    return frozenset(words)
 
 
 def check_options(options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_fastweights.conversion.files.weight_files import text_table
 from fairseq_fastweights.conversion.transfer.base_model import BaseModel
-from fairseq_fastweights.conversion.transfer.groups import GROUPS, attention_of, count_layers, group_of
-from fairseq_fastweights.conversion.transfer.options import plain_value
+from fairseq_fastweights.conversion.transfer.options import GROUPS, plain_value
 from fairseq_fastweights.conversion.transfer.recurrent_swap import (
     bias_option,
     check_recurrent,
@@ -26,6 +26,23 @@ from fairseq_fastweights.conversion.transfer.swap import Start, check_swap, lack
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import Mixer
 from fairseq_fastweights.mixers.softmax_attention import SoftmaxAttention
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+# By group: the beginnings of names after `decoder.`, and after `decoder.layers.<number>.`
+_OF_DECODER: dict[str, tuple[str, ...]] = {
+    "embeddings": ("embed_tokens.", "embed_positions.", "project_in_dim.", "layernorm_embedding."),
+    "output": ("layer_norm.", "project_out_dim.", "output_projection.", "adaptive_softmax."),
+}
+_OF_LAYER: dict[str, tuple[str, ...]] = {
+    "attention": tuple(f"self_attn.{part}." for part in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "in_proj")),
+    # With the scales and norms of the attention's output.
+    "output-projection": (
+        *(f"self_attn.{part}_proj." for part in ("out", "o", "output_gate")),
+        *("attn_ln.", "c_attn"),
+    ),
+    "feed-forward": ("fc1.", "fc2.", "ffn_layernorm.", "w_resid"),
+}
 
 HOW = ("kept", "rescaled", "folded", "new")
 _NO_SCALE = (
@@ -341,3 +358,49 @@ def _targets(model: nn.Module, pre_norm: bool, own_attention: set[str]) -> list[
 
 def _size(shape: torch.Size) -> str:
     return " x ".join(map(str, shape))
+
+
+def group_of(name: str, layers: int, pre_norm: bool) -> str | None:
+    """The group of a parameter of a Transformer language model; None for parameters that a Transformer lacks, as gates.
+
+    A norm belongs to the part after it. If norms follow the parts, the attention's norm belongs to the feed-forward
+    network, and the feed-forward network's norm to the next layer's attention, or to the output.
+
+    Args:
+        name: fairseq's name of the parameter.
+        layers: number of layers of the model.
+        pre_norm: whether norms come before each part of a layer, or after it.
+    """
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return _look_up(name.removeprefix("decoder."), _OF_DECODER) if name.startswith("decoder.") else None
+    number, part = int(in_layer[1]), in_layer[2]
+    if part.startswith("self_attn_layer_norm."):
+        return "attention" if pre_norm else "feed-forward"
+    if part.startswith("final_layer_norm."):
+        if pre_norm:
+            return "feed-forward"
+        return "attention" if number + 1 < layers else "output"
+    return _look_up(part, _OF_LAYER)
+
+
+def attention_of(name: str, pre_norm: bool) -> str | None:
+    """The path, with a dot at its end, of the attention that a parameter of that group belongs to or precedes.
+
+    None for parameters outside the layers.
+    """
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return None
+    follows = not pre_norm and in_layer[2].startswith("final_layer_norm.")
+    return f"decoder.layers.{int(in_layer[1]) + follows}.self_attn."
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """The number of layers of a model with parameters of these names."""
+    found = [_LAYER.match(name) for name in names]
+    return len({match[1] for match in found if match})
+
+
+def _look_up(part: str, table: dict[str, tuple[str, ...]]) -> str | None:
+    return next((group for group, starts in table.items() if part.startswith(starts)), None)
