@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.data import Dictionary
 from safetensors import SafetensorError
 from torch import Tensor
 
 from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, Family, read_family
+from fairseq_fastweights.conversion.families.settings import SCALINGS
 from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
@@ -24,12 +27,29 @@ from fairseq_fastweights.conversion.files.folders import (
     original_mixers,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import check_weights, read_json, read_state, save_weights
-from fairseq_fastweights.conversion.to_transformers_class import write_as
+from fairseq_fastweights.conversion.files.weight_files import (
+    check_weights,
+    configuration,
+    read_json,
+    read_state,
+    save_weights,
+)
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILES, PIECES
 from fairseq_fastweights.conversion.trained_models import find_run, load_run
+from fairseq_fastweights.huggingface.configuration import FastWeightConfig
+from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
 from fairseq_fastweights.invalid_input import InvalidInput
+from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models import checkpoint_settings
+from fairseq_fastweights.models.description import config_of, new_name
+
+_DELTA = "gated-delta"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NOT_COMPARED = {"dropout", "attention_dropout", "activation_dropout", "layerdrop", "adaptive_softmax_dropout"}
+_NOT_COMPARED |= {"initializer_range", "use_cache", *_TOKENS}
+_NOT_COMPARED |= {"hidden_act", "adaptive_input_factor", "adaptive_softmax_factor"}  # no effect: SwiGLU, no clusters
+_NOT_COMPARED |= {"model_type", "keys_to_ignore_at_inference", "mixer_settings", "format_version"}
+"""Settings without effect on the outputs, and those that are compared in another way."""
 
 
 def to_huggingface(
@@ -70,7 +90,7 @@ def to_huggingface(
     model, made, dictionary = load_run(run)
     if model_type is not None:
         try:
-            write_as(model_type, target, model, dictionary, made, run.pieces)
+            _write_as(model_type, target, model, dictionary, made, run.pieces)
         except ValueError as error:
             raise InvalidInput(f"{run.checkpoint}: {error}") from None
         return
@@ -146,3 +166,134 @@ def _note_dtype(path: Path, config: Mapping[str, Any], types: set[torch.dtype]) 
     keys = [key for key in ("dtype", "torch_dtype") if key in config]
     if any(config[key] != name for key in keys):
         path.write_text(json.dumps({**config, **dict.fromkeys(keys, name)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_as(
+    kind: str, target: Path, model: FastWeightForCausalLM, dictionary: Dictionary, tokenizer: Any, pieces: Path | None
+) -> None:
+    """Writes a folder with a model of one of transformers' classes.
+
+    A model of a dictionary keeps its token ids. One whose vocabulary came from a Hugging Face folder, without fairseq's
+    special tokens, gets that folder's ids and tokenizer back.
+
+    Args:
+        kind: the class's model_type, one of `families.family.SERVED`.
+        target: the new folder.
+        model, dictionary, tokenizer: as `load_run` returns them.
+        pieces: the folder of the tokenizer, which may be one that `from_huggingface` made.
+
+    Raises:
+        ValueError: if the class cannot be this model; the message lists the settings in which they differ. Nothing is
+            written then.
+        OSError: if the target cannot be written; nothing is left of it.
+    """
+    # Only a model that masks fairseq's special symbols can lose their rows and keep its probabilities.
+    source = pieces if model.config.masked_tokens and pieces is not None and (pieces / RECORD).is_file() else None
+    settings = _settings(kind, model.config)
+    originals: dict[str, Path] = {}
+    if source is None:  # the vocabulary is fairseq's dictionary
+        family = read_family(settings, set()).with_own_ids()
+    else:
+        end = read_json(source / RECORD).get("end_of_text")
+        settings |= {"vocab_size": len(dictionary) - 3, "eos_token_id": end}
+        family = read_family(settings, set())
+        originals = files_in(source, within=ORIGINALS)
+        given = read_json(originals.pop("config.json"))
+        settings |= {name: given[name] for name in _TOKENS if name in given}
+    _check_fits(kind, family, model.config, dictionary, masks=source is not None)
+    own = model.state_dict()
+    weights = family.join({name: own[new_name(name)] for name in family.model.parameters})
+    classes = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config: Any = import_module("transformers").AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config.architectures, config.dtype = [classes[kind]], model.config.dtype
+    with new_folder(target) as folder:
+        save_weights(folder, weights)
+        config.save_pretrained(folder)
+        if source is None:
+            model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            _check_tokenizer(kind, folder, tokenizer)
+        copy_files(originals, folder)
+
+
+def _check_tokenizer(kind: str, folder: Path, tokenizer: Any) -> None:
+    """Raises a `ValueError` if transformers reads tokenizers of this class otherwise than their files say."""
+    read = import_module("transformers").AutoTokenizer.from_pretrained(folder)
+    if not isinstance(tokenizer, type(read)):  # only this package decodes words between spaces in parts
+        raise InvalidInput(
+            f"--as is {kind}, of which transformers reads all tokenizers as {type(read).__name__}; this one is none"
+        )
+
+
+def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
+    """The config.json of the class that is most like this model."""
+    own, heads = _canonical(config), config.num_attention_heads
+    assert isinstance(config.mixers, list)
+    same = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+    same += " tie_word_embeddings attention_dropout bos_token_id eos_token_id pad_token_id"
+    settings: dict[str, Any] = {
+        "model_type": kind,
+        **{name: getattr(config, name) for name in same.split()},
+        "num_key_value_heads": own.get("kv_heads", heads),
+        "rms_norm_eps": config.rms_norm_eps or 1e-6,
+        "hidden_act": "silu",
+    }
+    if kind != "olmo_hybrid":
+        settings["head_dim"] = own.get("head_dim", config.hidden_size // heads)
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    rotary = own.get("rotary_dim", 0)
+    if kind == "olmo_hybrid" and not rotary:
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": None}  # without any, 10,000 is the base
+    else:
+        parameters = {"rope_type": "default", "rope_theta": own.get("rotary_base") or 10000.0}
+        if text := own.get("rotary_scaling"):
+            name, _, numbers = text.partition(":")
+            parameters |= {"rope_type": name, **dict(zip(SCALINGS[name], map(float, numbers.split(",")), strict=True))}
+        if kind == "qwen3_5_text":
+            parameters["partial_rotary_factor"] = max(rotary, 2) / settings["head_dim"]
+        settings["rope_parameters"] = parameters
+    if kind in ("olmo_hybrid", "qwen3_5_text"):
+        linear = {"num_key_heads": "key_heads", "key_head_dim": "key_dim", "value_head_dim": "value_dim"}
+        linear |= {"conv_kernel_dim": "conv"}
+        settings |= {f"linear_{name}": own.get(f"gated_delta_{option}", 1) for name, option in linear.items()}
+        settings["linear_num_value_heads"] = own.get("fast_weight_heads", 1)
+        kinds = ["linear_attention" if mixer == _DELTA else "full_attention" for mixer in config.mixers]
+        settings["layer_types"] = kinds
+    if kind == "olmo_hybrid":
+        settings["linear_allow_neg_eigval"] = own.get("gated_delta_negative_eigenvalues", True)
+    return settings
+
+
+def _check_fits(kind: str, family: Family, config: FastWeightConfig, dictionary: Dictionary, *, masks: bool) -> None:
+    """Raises a `ValueError` that lists the settings in which a class differs from a model, if there are any."""
+    # Both as FastWeightConfig: the class as it would be read back, and the model.
+    theirs = config_of(configuration(family.options | {"mask-special-symbols": masks}).model, dictionary)
+    names = sorted(set(FastWeightConfig.__annotations__) - _NOT_COMPARED)
+    pairs = {name: (getattr(config, name), getattr(theirs, name)) for name in names}
+    if config.mixers == theirs.mixers:
+        ours, other = _canonical(config), _canonical(theirs)
+        pairs |= {name: (ours.get(name), other.get(name)) for name in sorted({*ours, *other} - {"backend"})}
+    different = [
+        f"{name} is {mine!r}, of {kind} {its!r}"
+        for name, (mine, its) in pairs.items()
+        if (parse_scaling(mine) != parse_scaling(its) if name == "rotary_scaling" else mine != its)
+    ]
+    if different:
+        raise InvalidInput(f"--as is {kind}; a model of this class differs in {len(different)}: {'; '.join(different)}")
+
+
+def _canonical(config: FastWeightConfig) -> dict[str, Any]:
+    """The settings of mixers, in which a 0 that stands for a default is replaced by its value."""
+    settings = dict(config.mixer_settings or {})
+    heads = config.num_attention_heads
+    settings["fast_weight_heads"] = settings.get("fast_weight_heads") or heads
+    size = config.hidden_size // settings["fast_weight_heads"]
+    filled = {"kv_heads": heads, "head_dim": config.hidden_size // heads, "gated_delta_key_dim": size}
+    filled |= {"gated_delta_value_dim": size, "gated_delta_key_heads": settings["fast_weight_heads"]}
+    settings |= {name: value for name, value in filled.items() if settings.get(name) == 0}
+    if _DELTA not in (config.mixers or ()):
+        del settings["fast_weight_heads"]
+    if settings.get("rotary_dim") == 0:
+        settings |= {"rotary_base": None, "rotary_scaling": ""}
+    return settings

@@ -12,13 +12,12 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
 from fairseq_fastweights.conversion.files.folders import RECORD, path_of
-from fairseq_fastweights.conversion.files.weight_files import read_state
+from fairseq_fastweights.conversion.files.weight_files import options_in, read_state
 from fairseq_fastweights.conversion.tokenizers.settings import find_kept, generation_config
 from fairseq_fastweights.conversion.tokenizers.to_transformers import find_pieces, make_tokenizer, original_ids
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM
@@ -105,7 +104,7 @@ def find_run(
     if not checkpoint.is_file():
         raise InvalidInput(f"{path}: there is no such checkpoint")
     state = read_state(checkpoint)
-    task = _task_of(state)
+    task = options_in(state, "task")
     trained_on = str(task.get("data") or "").split(":")[0]
     places = [checkpoint.parent, *([Path(trained_on)] if trained_on else [])] if data is None else [data]
     dictionary = next((place / "dict.txt" for place in places if (place / "dict.txt").is_file()), None)
@@ -184,13 +183,3 @@ def _check_kind(model: Any, task: Any) -> None:
             f"output_dictionary_size is {len(task.target_dictionary)}; it must be the dictionary's, "
             f"{len(task.dictionary)}"
         )
-
-
-def _task_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The options of the task in a checkpoint, of either format."""
-    cfg, args = state.get("cfg"), state.get("args")
-    if OmegaConf.is_config(cfg):
-        cfg = OmegaConf.to_container(cfg, resolve=False)
-    if isinstance(cfg, dict):
-        return dict(cfg.get("task") or {})
-    return {} if args is None else dict(vars(args))

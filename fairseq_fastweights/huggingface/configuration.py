@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -67,6 +66,16 @@ _SHARED_TYPES: dict[str, type] = {
     **dict.fromkeys(("feature_map", "rotary_scaling", "projection_bias", "backend"), str),
 }
 """Of the settings of several kinds of mixers; the others are whole numbers."""
+Probability: TypeAlias = float
+NonNegative: TypeAlias = float
+Positive: TypeAlias = float
+TokenId: TypeAlias = int
+_LIMITS: dict[str, dict[str, Any]] = {
+    "Probability": {"least": 0, "most": 1},
+    "NonNegative": {"least": 0},
+    "Positive": {"above": 0},
+}
+"""The limits of numbers, by the declared types of settings."""
 _TYPE_NAMES = {int: "a whole number", bool: "true or false", str: "a name"}
 
 
@@ -151,31 +160,31 @@ class FastWeightConfig(PreTrainedConfig):
     pre_norm: bool = True
     final_norm: bool = True
     parallel_residual: bool = False
-    rms_norm_eps: float | None = None
+    rms_norm_eps: NonNegative | None = None
     zero_centered_norms: bool = False
     output_norm_layers: list[int] | None = None
     swiglu: bool = False
     embedding_norm: bool = False
     scale_embeddings: bool = True
     adaptive_input_cutoffs: list[int] | None = None
-    adaptive_input_factor: float = 4.0
+    adaptive_input_factor: Positive = 4.0
     adaptive_softmax_cutoffs: list[int] | None = None
-    adaptive_softmax_factor: float = 4.0
-    adaptive_softmax_dropout: float = 0.0
+    adaptive_softmax_factor: Positive = 4.0
+    adaptive_softmax_dropout: Probability = 0.0
     adaptive_softmax_bias: bool = False
     square_projections: str = "keep"
     tie_word_embeddings: bool = True
     tie_adaptive_projections: bool = False
     masked_tokens: list[int] | None = None
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    layerdrop: float = 0.0
-    initializer_range: float | None = None
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.0
+    activation_dropout: Probability = 0.0
+    layerdrop: Probability = 0.0
+    initializer_range: NonNegative | None = None
     use_cache: bool = True
-    pad_token_id: int | None = 1
-    bos_token_id: int | None = 2
-    eos_token_id: int | list[int] | None = 2
+    pad_token_id: TokenId | None = 1
+    bos_token_id: TokenId | None = 2
+    eos_token_id: TokenId | list[int] | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not _is_count(self.format_version) or self.format_version != FORMAT:
@@ -219,17 +228,15 @@ class FastWeightConfig(PreTrainedConfig):
 
     def _check_types(self) -> None:
         """Checks each number, flag and name by itself, by the type of its field."""
-        for name, kind in FastWeightConfig.__annotations__.items():
-            value = getattr(self, name)
-            if value is None and kind.endswith("None"):
+        for name, declared in FastWeightConfig.__annotations__.items():
+            value, kind = getattr(self, name), declared.removesuffix(" | None")
+            if value is None and kind != declared:
                 continue
             if kind == "bool" and (not isinstance(value, int) or value not in (True, False)):
                 raise InvalidInput(f"{name} is {value!r}; it must be true or false")
-            if name.endswith("_factor"):
-                check_number(name, value, above=0)
-            elif kind.startswith("float"):
-                check_number(name, value, 0, 1 if kind == "float" else math.inf)  # all others are probabilities
-            elif kind in ("int", "int | None") and not name.endswith("token_id"):
+            if kind in _LIMITS:
+                check_number(name, value, **_LIMITS[kind])
+            elif kind == "int":
                 _check_count(name, value)
             elif name in _NAMES and value not in _NAMES[name]:
                 raise InvalidInput(f"{name} is {value!r}; it must be one of {', '.join(_NAMES[name])}")

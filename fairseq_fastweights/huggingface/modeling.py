@@ -270,14 +270,6 @@ class FastWeightModel(FastWeightPreTrainedModel):
         """The mixers of the layers, in order."""
         return [module for module in self.modules() if isinstance(module, Mixer)]
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The module from numbers of word types to embeddings, before they are scaled."""
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the embeddings."""
-        self.embed_tokens = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -467,10 +459,6 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module | None:
         """The output layer; None for an adaptive softmax, which has several matrices."""
         return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the output layer."""
-        self.lm_head = new_embeddings
 
     def forward(
         self,

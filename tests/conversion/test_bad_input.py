@@ -111,11 +111,7 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("bin", weights(lambda s: s | {HEAD: s[HEAD] + 1}), f"is true in config.json, but {HEAD} is not transformer.wte.w"),
     ("bin", weights(lambda s: {n: x for n, x in s.items() if n != "transformer.ln_f.bias"} | OTHERS), MISFITS),
     # Links, of which the contents would be published with the model.
-    (
-        "gpt2",
-        link("special_tokens_map.json", "../secret"),
-        "special_tokens_map.json is a link to .*/secret; it must be",
-    ),
+    ("gpt2", link("special_tokens_map.json", "../secret"), "special_tokens_map.json is a link to .*/secret; it must b"),
     ("neox", link("generation_config.json", "/dev/zero"), "config.json is a link to /dev/zero; it must be a file in"),
     ("neox", link("chat_template.jinja", "nowhere"), "chat_template.jinja cannot be read"),
     ("neox", lambda f: (f / "vocab.json").mkdir(), "vocab.json is a folder; it must be a regular file"),
@@ -133,11 +129,7 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("converted", lambda f: torch.save([1], f / "model.pt"), "model.pt: this is not a checkpoint of fairseq's"),
     ("converted", weights(lambda s: {"model": s["model"] | {"x": 1}}, "model.pt"), "this is not a checkpoint of fairs"),
     ("converted", weights(lambda s: {"model": s["model"] | {"x": torch.ones(2)}}, "model.pt"), r"x +\(2,\) +nothing"),
-    (
-        "converted",
-        lambda f: torch.save({"model": Harmful()}, f / "model.pt"),
-        "model.pt is refused: it asks for .*open",
-    ),
+    ("converted", lambda f: torch.save({"model": Harmful()}, f / "model.pt"), "model.pt is refused: it asks for .*ope"),
 ]
 
 

@@ -108,11 +108,7 @@ def cut(path: Path) -> None:
         (lambda writer: None, cut, "cannot be read as a GGUF file"),
         (lambda writer: None, lambda path: path.write_bytes(b"GGUF"), "cannot be read as a GGUF file"),
         (lambda writer: None, lambda path: path.unlink(), "cannot be read (No such file"),
-        (
-            lambda writer: writer.add_rope_scaling_factor(2.0),
-            change_nothing,
-            "it has llama.rope.scaling.factor; scaled",
-        ),
+        (lambda writer: writer.add_rope_scaling_factor(2.0), change_nothing, "it has llama.rope.scaling.factor; scale"),
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4)), change_nothing, "it has rope_freqs.weight"),
         (lambda writer: writer.add_block_count(10**6), change_nothing, "num_hidden_layers is 1000000"),
     ],

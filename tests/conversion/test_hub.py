@@ -121,14 +121,8 @@ def answered(kind: type[Exception], status: int = 404) -> Exception:
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
-        (
-            ConnectionError("no route to host\n"),
-            "the hub cannot be reached (no route to host); nor is it in the cache, ",
-        ),
-        (
-            errors.OfflineModeIsEnabled("offline mode is enabled."),
-            "cannot be reached (offline mode is enabled); nor is",
-        ),
+        (ConnectionError("no route to host\n"), "the hub cannot be reached (no route to host); nor is it in the cache"),
+        (errors.OfflineModeIsEnabled("offline mode is enabled."), "cannot be reached (offline mode is enabled); nor i"),
         (answered(errors.RepositoryNotFoundError), "there is no such folder, and the hub has no such model, or none"),
         (answered(errors.GatedRepoError), "conditions must be accepted first, at https://huggingface.co/some/model;"),
         (answered(errors.RevisionNotFoundError), "revision is 'v1'; the hub has no such branch, tag or commit of it"),

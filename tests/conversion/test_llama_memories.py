@@ -169,10 +169,7 @@ def test_gradients_of_several_processes_are_added_up_or_it_is_refused(converted)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--criterion", "attention_transfer", "--transfer", OWN],
-            "transfer is .* it must be all, as without --transfer",
-        ),
+        (["--criterion", "attention_transfer", "--transfer", OWN], "transfer is .* it must be all, as without --trans"),
         (["--criterion", "attention_transfer", "--carry-over-state"], "carry_over_state is set; with criterion att"),
         (["--kv-heads", "3"], "kv_heads is 3; it must be a divisor of num_heads, 4"),
         (["--head-dim", "-2"], "head_dim is -2; it must be at least 0"),

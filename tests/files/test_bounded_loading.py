@@ -78,15 +78,9 @@ COSTLY = r"is refused: its values would take more than 1\d,\d+,\d+ bytes of memo
 # Values that Python writes in either format, and the message about each.
 WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes": (lambda: Call(bytearray, 10**8), f"is refused: it asks for .*bytearray{NEEDLESS}"),
-    "a string": (
-        lambda: ["x" * 10**5] * 99,
-        r"is refused: of \d+,\d+ bytes, its values have 9,9\d\d,\d+ where repeated",
-    ),
+    "a string": (lambda: ["x" * 10**5] * 99, r"is refused: of \d+,\d+ bytes, its values have 9,9\d\d,\d+ where repeat"),
     "a list within itself": (lambda: {"cfg": itself()}, "is refused: cfg.1.again holds itself"),
-    "lists of one list": (
-        lambda: {"cfg": multiplied(9)},
-        r"is refused: of \d+,\d+ bytes, its values have [\d,]+ where",
-    ),
+    "lists of one list": (lambda: {"cfg": multiplied(9)}, r"is refused: of \d+,\d+ bytes, its values have [\d,]+ wher"),
     "deep": (lambda: {"cfg": nested(101)}, r"is refused: cfg[.0]+ is nested more than 100 levels deep"),
     "a key of two lines": (lambda: {"a\nb": nested(101)}, r"is refused: 'a\\nb'[.0]+ is nested"),
     "one number": (
@@ -110,20 +104,14 @@ WRITTEN: dict[str, tuple[Callable[[], Any], str]] = {
     "uninitialised bytes": (lambda: Call(torch.UntypedStorage, 9), rf"{LOST} \(a call of something else than a name\)"),
     "uninitialised numbers": (lambda: Call(torch.FloatStorage, 9), rf"{LOST} \(a call of something else than a name\)"),
     "a name": (lambda: {"w": Namespace}, f"is refused: w is _Name{NEEDLESS}"),
-    "a float as a key": (
-        lambda: {0.5: 1},
-        "is refused: a key in it is a float; it must be a string, a whole number or",
-    ),
+    "a float as a key": (lambda: {0.5: 1}, "is refused: a key in it is a float; it must be a string, a whole number o"),
     "a long tuple as a key": (lambda: {(1,) * 9: 1}, "is refused: a key in it is a tuple"),
     "tuples within a key": (lambda: {((1, 2),): 1}, "is refused: a key in it is a tuple"),
     "a long text within a key": (lambda: {("x" * 201,): 1}, "is refused: a key in it is a str"),
     "keys of one hash": (lambda: {i * (2**61 - 1): 0 for i in range(2, 9)}, "is refused: a key in it is a int"),
     "a set of one hash": (lambda: {i * (2**61 - 1) for i in range(2, 9)}, "is refused: a key in it is a int"),
     "many tuples as keys": (lambda: {(i, 0): 0 for i in range(1001)}, "is refused: a key in it is a tuple"),
-    "objects": (
-        lambda: np.array([{}, []], dtype=object),
-        rf"{LOST} \(a NumPy array of type 'O8', where only numbers are",
-    ),
+    "objects": (lambda: np.array([{}, []], dtype=object), rf"{LOST} \(a NumPy array of type 'O8', where only numbers"),
     "a long number": (lambda: [1 << 3000], rf"{LOST} \(torch.save writes no opcode LONG4\)"),
 }
 
@@ -182,10 +170,7 @@ FORGED: dict[str, tuple[bytes, str]] = {
     ),
     "tuples for an array": (b"](" + doubled(40) + array("f8", b"h\x28", "") + b"e", rf"{LOST} \(a shape with a part"),
     "tuples of tuples": (b"](" + doubled(40) + b"e", r"is refused: of \d+,\d+ bytes, its values have [\d,]+ where"),
-    "an array of 10 TB": (
-        array("f8", (10**12,), "12345678"),
-        rf"{LOST} \(a NumPy array of shape \(1000000000000,\) with 8 b",
-    ),
+    "an array of 10 TB": (array("f8", (10**12,), "12345678"), rf"{LOST} \(a NumPy array of shape \(1000000000000,\) w"),
     "a number of 1 GB": (array("S1000000000", (1,), "x"), rf"{LOST} \(a NumPy array of type 'S1000000000', where only"),
     "an array of arrays": (array("1000000000f8", (1,), "x"), rf"{LOST} \(a NumPy array of type '1000000000f8', where"),
     "a number of a number": (b"\x96" + HUGE, rf"{LOST} \(torch.save writes no opcode BYTEARRAY8\)"),
@@ -198,37 +183,22 @@ FORGED: dict[str, tuple[bytes, str]] = {
     "entries of a tensor": (tensor() + b"K\0K\0s", rf"{LOST} \(entries for Tensor, where a dictionary must be\)"),
     "values for a tuple": (b")Na", rf"{LOST} \(values for tuple, where a list must be\)"),
     "a state of a tensor": (tensor() + b")b", rf"{LOST} \(a state for Tensor\)"),
-    "other attributes": (
-        name("collections.OrderedDict") + b")R}" + text("get") + b"Nsb",
-        rf"{LOST} \(a state for Ordered",
-    ),
+    "other attributes": (name("collections.OrderedDict") + b")R}" + text("get") + b"Nsb", rf"{LOST} \(a state for Ord"),
     "attributes that multiply": (
         name("collections.OrderedDict") + b")R}" + text("_metadata") + b"](" + doubled(40) + b"esb",
         r"is refused: of \d+,\d+ bytes, its values have [\d,]+ where",
     ),
-    "more than its storage": (
-        tensor((5,)),
-        r"is refused: it has a tensor of shape \(5,\), for which its 16 bytes are too",
-    ),
+    "more than its storage": (tensor((5,)), r"is refused: it has a tensor of shape \(5,\), for which its 16 bytes are"),
     "behind its storage": (tensor(offset=1), r"is refused: it has a tensor of shape \(4,\), for which its 16 bytes"),
-    "far behind its storage": (
-        tensor(stride=(2**59,)),
-        r"is refused: it has a tensor of shape \(4,\), for which its 16",
-    ),
+    "far behind its storage": (tensor(stride=(2**59,)), r"is refused: it has a tensor of shape \(4,\), for which its"),
     "before its storage": (tensor(offset=-1), rf"{LOST} \(a shape with a part that is .* below 0"),
     "backwards": (tensor(stride=(-1,)), rf"{LOST} \(a shape with a part that is .* below 0"),
     "more numbers than there are": (tensor((2**40, 2**40), (0, 0)), r"is refused: it has a tensor of shape \(10995116"),
     "of 65 dimensions": (tensor((1,) * 65, (1,) * 65), rf"{LOST} \(a shape that is none\)"),
     "a larger storage": (tensor(numel=5), "is damaged: a tensor needs 20 bytes of its record data/0, which has 16"),
-    "a smaller storage": (
-        tensor((3,), numel=3),
-        "is damaged: a tensor needs 12 bytes of its record data/0, which has 16",
-    ),
+    "a smaller storage": (tensor((3,), numel=3), "is damaged: a tensor needs 12 bytes of its record data/0, which has"),
     "a storage of two types": (tensor() + tensor((8,), kind="Half", numel=8) + b"\x86", rf"{LOST} \(.*two types"),
-    "no storage": (
-        tensor(key="../data.pkl"),
-        "is damaged: a tensor needs 16 bytes .* data/../data.pkl, which is missing",
-    ),
+    "no storage": (tensor(key="../data.pkl"), "is damaged: a tensor needs 16 bytes .* data/../data.pkl, which is miss"),
     "a tensor without storage": (
         name("torch._utils._rebuild_tensor_v2") + b"(NK\0))\x89}tR",
         rf"{LOST} \(a tensor with",

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from fairseq_fastweights.conversion.__main__ import main
 from fairseq_fastweights.conversion.files.weight_files import load_safely
 from fairseq_fastweights.huggingface import FastWeightConfig, FastWeightForCausalLM
-from tests.conversion.test_bad_input import Harmful
+from tests.conversion.test_bad_input import Harmful, cut, gone, setting
+from tests.conversion.test_bad_input import weights as in_file
 
 Change = Callable[[Path], Any]
 
@@ -31,18 +32,8 @@ def folders(save, tmp_path_factory) -> dict[str, Path]:
     return {"run": folder / "run", "exported": folder / "exported"}
 
 
-def cut(name: str) -> Change:
-    return lambda folder: (folder / name).write_bytes(
-        (folder / name).read_bytes()[: (folder / name).stat().st_size // 2]
-    )
-
-
 def checkpoint(change: Callable[[dict], Any]) -> Change:
-    def spoil(folder: Path) -> None:
-        state = torch.load(folder / "checkpoint_best.pt", weights_only=True)
-        torch.save(change(state), folder / "checkpoint_best.pt")
-
-    return spoil
+    return in_file(change, "checkpoint_best.pt")
 
 
 def flip(folder: Path) -> None:
@@ -54,14 +45,6 @@ def flip(folder: Path) -> None:
 
 def options(**changes: Any) -> Change:
     return checkpoint(lambda state: state["cfg"]["model"].update(changes) or state)
-
-
-def setting(**changes: Any) -> Change:
-    def spoil(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return spoil
 
 
 def weights(change: Callable[[dict], Any]) -> Change:
@@ -88,7 +71,7 @@ def without_dictionary(folder: Path) -> None:
 
 FC1 = "model.layers.1.fc1.bias"
 BAD: list[tuple[str, Change, str]] = [
-    ("run", lambda f: (f / "checkpoint_best.pt").unlink(), "source: there is no checkpoint; it must hold one of"),
+    ("run", gone("checkpoint_best.pt"), "source: there is no checkpoint; it must hold one of"),
     ("run", shutil.rmtree, "source: there is no such checkpoint"),
     ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
     ("run", link("dict.txt"), "dict.txt is a link to .*/elsewhere; it must be a file in source, so copy it there"),
@@ -99,17 +82,13 @@ BAD: list[tuple[str, Change, str]] = [
     ("run", checkpoint(lambda s: {"model": s["model"]}), "checkpoint_best.pt: "),
     ("run", lambda f: (f / "dict.txt").write_text("w0 1\nw1 1\n"), "checkpoint_best.pt: .*dictionary (digest|size) is"),
     ("run", lambda f: (f / "dict.txt").write_text("w0\n"), "checkpoint_best.pt: .*dictionary"),
-    (
-        "run",
-        checkpoint(lambda s: s["model"].pop("decoder.layers.1.fc1.bias") is None or s),
-        r"Missing key.*1\.fc1\.bias",
-    ),
+    ("run", checkpoint(lambda s: s["model"].pop("decoder.layers.1.fc1.bias") is None or s), r"Missing key.*1\.fc1\.bi"),
     ("run", options(decoder_ffn_embed_dim=48), "checkpoint_best.pt: .*size mismatch"),
     ("run", options(update_rule="delta"), "best.pt: the checkpoint does not fit the model: .*mixers is 'gated'"),
     ("run", options(character_embeddings=True, character_filters="[(1, 4)]"), "best.pt: "),
     ("run", options(quant_noise_pq=0.1), "best.pt: "),
     ("exported", lambda f: (f / "config.json").write_text("{"), "config.json: this is not JSON"),
-    ("exported", lambda f: (f / "model.safetensors").unlink(), "source: there are no weights; it must hold one of"),
+    ("exported", gone("model.safetensors"), "source: there are no weights; it must hold one of"),
     ("exported", cut("model.safetensors"), "model.safetensors: the file is broken or cut short"),
     ("exported", flip, "model.safetensors is damaged: its weights do not have the digest"),
     ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
@@ -233,14 +212,8 @@ def test_settings_are_refused_by_name(settings, message):
         (setting(hidden_size=10**6), "^hidden_size is 10{6} in config.json, and it asks for a tensor of shape"),
         (setting(vocab_size=10**8), "^vocab_size is 10{8} in config.json, and it asks for a tensor of shape"),
         (setting(num_hidden_layers=9999, mixers="gated"), r"exported: num_hidden_layers is 9999 in .*, and there are"),
-        (
-            weights(lambda s: s | {FC1: s[FC1].to(torch.complex64)}),
-            f": weight {FC1} is of type .*; it must be floating-po",
-        ),
-        (
-            weights(lambda s: s | {FC1: s[FC1].to(torch.int8)}),
-            f": weight {FC1} is of type .*; it must be floating-point",
-        ),
+        (weights(lambda s: s | {FC1: s[FC1].to(torch.complex64)}), f": weight {FC1} is of type .*; it must be floatin"),
+        (weights(lambda s: s | {FC1: s[FC1].to(torch.int8)}), f": weight {FC1} is of type .*; it must be floating-poi"),
     ],
 )
 def test_a_folder_is_held_against_its_weights_before_a_model_is_made(folders, tmp_path, change, says, safetensors):

@@ -113,10 +113,7 @@ CASES = {
         " --criterion adaptive_loss --ddp-backend legacy_ddp",
         1e-5,
     ),
-    "adaptive softmax": (
-        "--adaptive-softmax-cutoff 20 --criterion adaptive_loss --ddp-backend legacy_ddp",
-        1e-5,
-    ),
+    "adaptive softmax": ("--adaptive-softmax-cutoff 20 --criterion adaptive_loss --ddp-backend legacy_ddp", 1e-5),
     # Gradients are rounded to 8 and to 11 bits before they are added up, and Adam's first steps take their signs.
     "bf16": ("--bf16", 1e-2),
     "fp16": ("--fp16 --fp16-no-flatten-grads --fp16-init-scale 4", 2e-3),

@@ -141,10 +141,9 @@ class Family:
         """All weights of the folder, without buffers, in the order of the converted model's."""
         parts = {name: part for part in self.parts for name in part.ours}
         for name in self.model.parameters.keys() - parts.keys():
-            # The innermost module that has another name.
-            module = name
-            while module not in self.modules:
-                module = module.rpartition(".")[0]
+            words = name.split(".")
+            starts = (".".join(words[:n]) for n in range(len(words), 0, -1))
+            module = next(start for start in starts if start in self.modules)  # the innermost with another name
             parts[name] = Part((self.modules[module] + name.removeprefix(module),), (name,))
         return list(dict.fromkeys(parts[name] for name in self.model.parameters))
 
@@ -233,7 +232,7 @@ def language_model(
     # Models with other mixers name those of all layers, softmax included.
     if "mixers" in options:
         del common["softmax-attention-layers"]
-    named = {f"decoder.{own}": name for own, name in modules.items()}
+    named = {f"decoder.{own}": name for own, name in {**modules, "output_projection": output}.items()}
     for i, (theirs, own) in enumerate(layers):
         ours = f"decoder.layers.{i}"
         named |= {ours: theirs, **{f"{ours}.{module}": f"{theirs}.{name}" for module, name in own.items()}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fairseq import options
+from fairseq import options as fairseq_options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
@@ -161,6 +162,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def options_in(state: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """The options of the model or the task, as `group` says, in a checkpoint; an older one has a Namespace of all."""
+    options = state.get("args")
+    if options is None:
+        options = (state.get("cfg") or {}).get(group)
+    if OmegaConf.is_config(options):
+        options = OmegaConf.to_container(options, resolve=False)
+    return dict(vars(options) if isinstance(options, Namespace) else options or {})
+
+
 def configuration(settings: Mapping[str, Any]) -> Any:
     """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name without dashes; no ${...}."""
     for name, value in settings.items():
@@ -186,8 +197,8 @@ def build_on_meta(cfg: Any, dictionary: Dictionary) -> FastWeightLanguageModel:
 @cache
 def _defaults() -> Any:
     """The configuration without options; fairseq takes a second for it."""
-    parser = options.get_training_parser("language_modeling")
-    args = options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
+    parser = fairseq_options.get_training_parser("language_modeling")
+    args = fairseq_options.parse_args_and_arch(parser, [".", "--arch", "fast_weight_lm"])
     with warnings.catch_warnings():  # fairseq calls hydra in old ways that still work
         warnings.simplefilter("ignore", UserWarning)
         return convert_namespace_to_omegaconf(args)

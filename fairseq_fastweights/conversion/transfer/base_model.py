@@ -15,9 +15,9 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
-from omegaconf import OmegaConf
 from torch import Tensor
 
+from fairseq_fastweights.conversion.files.weight_files import options_in
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 
@@ -93,7 +93,7 @@ def read_base_model(file: Path) -> BaseModel:
             f"{file} holds a model with other mixers than softmax ({settings.get('mixers')}); transfer_from takes "
             "Transformers. To train it further, use --finetune-from-model"
         )
-    return BaseModel(file, _upgrade(weights), _options(state))
+    return BaseModel(file, _upgrade(weights), options_in(state, "model"))
 
 
 def follow_heads(options: Any, base: BaseModel, groups: frozenset[str]) -> None:
@@ -148,13 +148,3 @@ def _upgrade(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif not _BUFFERS.fullmatch(name):
             upgraded[name] = tensor
     return upgraded
-
-
-def _options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's options; those of a Namespace without the defaults that fairseq adds."""
-    options = state.get("args")
-    if options is None:
-        options = (state.get("cfg") or {}).get("model")
-    if OmegaConf.is_config(options):
-        options = OmegaConf.to_container(options, resolve=False)
-    return dict(vars(options) if isinstance(options, Namespace) else options or {})
