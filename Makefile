@@ -74,9 +74,8 @@ coverage: setup
 
 # Several hours: runs of the suite's parts for every mutant.
 mutation: setup
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0 universalmutator==1.14.1
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt universalmutator==1.14.1
 	.venv/bin/python tools/mutation.py
-	.venv/bin/python tools/kernel_mutation.py
 
 # Tables and reference are made of the code; a broken link is an error.
 docs: setup

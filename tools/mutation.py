@@ -1,297 +1,383 @@
-"""Changes the package by mutants, one at a time, and counts those that the tests notice.
+"""Changes the package and the compiled kernels by mutants, one at a time, and counts those that the tests notice.
 
-    python tools/mutation.py [--sample 400] [--seed 1] [--jobs N] [--out FILE] [--seconds 60] [--minutes M] [FOLDER ...]
+    python tools/mutation.py [package|cpu|cuda ...] [--files WORD] [--sample 100] [--seed 1] [--jobs N]
+                             [--seconds 120] [--minutes M] [--out FILE]
 
-The mutants are cosmic-ray's (another operator, another number, a condition turned round, a loop that is not entered,
-...), drawn from the files of `fairseq_fastweights/` in proportion to the size of each folder. A mutant is tried against
-the tests that run its line, as one run of the suite under coverage says, then those of the same files and of files that
-name its module: processes of their own, and copies of a module, do not show in coverage. The tests of the same folder
-come first, those that `make test-fast` leaves out last. The parent of each trial has imported torch, fairseq and
-transformers, but not the package, and forks: a trial costs the import of the package and its tests alone.
+The mutants are universalmutator's (another operator, another number, a line or a condition left out), drawn from the
+lines of a part, one a line at most. A mutant of the package is tried against the tests of its folder, those of files
+that name its module first; one of `cpu/` is compiled for the best instruction set of this processor and tried against
+`tests/ops`; one of `cuda/` is compiled for the emulator and tried against `tests/cuda`: in each case against the tests
+that `make test-fast` runs, then against the others. Of each test function one case comes first, then a second one, and
+so on, for --seconds of CPU time: the shares are lower bounds. Mutants that do not compile, or that compile to the same
+code, are not counted; in Python changes of docstrings, types, `assert` and `strict=` count as the same code.
 
-It can be done in pieces: mutants in --out are not tried again, the suite is recorded once, FOLDER restricts the drawn
-mutants to some folders, and after --minutes no other is begun. Remove build/mutation/ where the package has changed.
-
-The result, a line of JSON for each mutant, has the share that each folder's tests catch at its end, for fast tests and
-for all. As tests are tried for a limited time, --seconds, the shares are lower bounds.
+The parent of each trial has imported torch, fairseq and transformers, but not the package, and forks. It can be done in
+pieces: mutants in --out are not tried again, and after --minutes no other is begun. SURVIVORS has mutants that no test
+noticed, with the reason where the mutant is no fault; those are not tried again.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import itertools
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
 import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import mutants
-from mutants import ROOT, lines_of, try_all
+import native_build
+from native_toolchain import Torch
 
-PACKAGE = "fairseq_fastweights"
+ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutation"
-FOLDERS = ("ops", "mixers", "models", "conversion", "data", "tasks", "integrations", "huggingface", "lm_eval", "files")
-TESTS = (
-    *(f"tests/{folder}" for folder in FOLDERS),
-    *sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")),
-    "tests/tools/test_native_build.py",
+SURVIVORS = ROOT / "tests" / "surviving_mutants.jsonl"
+HEAVY = (
+    *("torch", "torch._dynamo", "numpy", "pytest", "fairseq", "fairseq.tasks", "fairseq.models"),
+    *("transformers", "transformers.trainer", "lm_eval.models.huggingface"),
 )
-INSTANT = 0.05
-"""Seconds, less than the import of the package takes."""
-LEFT_OUT = (
-    # Their changes are no faults, or none that a test should see.
-    *("RemoveDecorator", "VariableInserter", "VariableReplacer"),
-    # Python keeps small numbers and short names once: `is` finds the same as `==`.
-    *("Operator_Eq_Is.", "Operator_NotEq_IsNot."),
-    # Numbers with a point have no such operators: whatever runs the line fails.
-    *("_BitAnd", "_BitOr", "_BitXor", "_LShift", "_RShift"),
-)
+MARKS = {"fast": "not slow and not emulated", "slow": "slow or emulated"}
+IGNORED = (r"^\s*(#|//|\*|using |namespace |template|static_assert|TORCH_)", r"^\s*[{}()\[\];,]*\s*$")
+BUILD_EMULATED = "from tests.cuda.build import build; print(build())"
+
+
+class Part(NamedTuple):
+    """A folder, the endings of its files, universalmutator's rules and the tests."""
+
+    folder: str
+    suffixes: tuple[str, ...]
+    rules: tuple[str, ...]
+    tests: str
+
+
+_CPP = ("universal.rules", "c_like.rules", "cpp.rules")
+PARTS = {
+    "package": Part("fairseq_fastweights", (".py",), ("universal.rules", "python.rules"), "tests"),
+    "cpu": Part("cpu", (".h", ".cpp"), _CPP, "tests/ops"),
+    "cuda": Part("cuda", (".h", ".cpp", ".cu", ".cuh"), _CPP, "tests/cuda"),
+}
 
 
 @dataclass(frozen=True)
-class Mutant(mutants.Mutant):
-    """The `occurrence`-th place of a file to which cosmic-ray's `operator` applies."""
+class Mutant:
+    """A change of a file: `instead` replaces the `text` of a line."""
 
-    operator: str
-    occurrence: int
+    path: str
+    line: int
+    text: str
+    instead: str
 
     @property
-    def folder(self) -> str:
-        return folder_of(self.path)
+    def key(self) -> tuple[str, str, str]:
+        """The mutant wherever its line has moved to."""
+        return self.path, self.text.strip(), self.instead.strip()
+
+    def apply(self, source: str) -> str:
+        lines = source.splitlines(keepends=True)
+        lines[self.line - 1] = f"{self.instead}\n"
+        return "".join(lines)
 
 
-def folder_of(path: str) -> str:
-    parts = Path(path).parts
-    return parts[1] if len(parts) > 2 else Path(parts[1]).stem
+def sample(part: Part, word: str, seed: int) -> Iterator[Mutant]:
+    """All lines of a part's files in a drawn order, each with one drawn mutant."""
+    from universalmutator import mutator
 
-
-def never_false(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The places of types, `assert` and `strict=`: a change there is no fault."""
-    nodes = list(ast.walk(ast.parse(source)))
-    parts = [getattr(node, kind, None) for node in nodes for kind in ("annotation", "returns")]
-    parts += [x for x in nodes if isinstance(x, ast.Assert) or (isinstance(x, ast.keyword) and x.arg == "strict")]
-    return [((x.lineno, x.col_offset), (x.end_lineno, x.end_col_offset)) for x in parts if x is not None]
-
-
-def mutants_of(root: Path, path: Path) -> Iterator[Mutant]:
-    """All mutants of a file, each with an empty `instead`."""
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.plugins import get_operator, operator_names
-
-    source = path.read_text()
-    known = never_false(source)
-    nodes = list(ast_nodes(get_ast(source)))
-    for name in sorted(operator_names()):
-        if any(word in f"{name}." for word in LEFT_OUT):
+    drawn, places = random.Random(seed), defaultdict(list)
+    for path in sorted((ROOT / part.folder).rglob("*.*")):
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix not in part.suffixes or word not in name:
             continue
-        operator = get_operator(name)()
-        places = [place for node in nodes for place in operator.mutation_positions(node)]
-        for occurrence, (start, end) in enumerate(places):
-            if not any(first <= start and end <= last for first, last in known):
-                text = source.splitlines()[start[0] - 1]
-                yield Mutant(str(path.relative_to(root)), start[0], text, "", name, occurrence)
+        lines = path.read_text().splitlines(keepends=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # universalmutator prints its progress
+            found = mutator.mutants_regexp(lines, ruleFiles=list(part.rules), ignorePatterns=list(IGNORED))
+        for line, instead, *_ in found:
+            places[name, line].append(Mutant(name, line, lines[line - 1].rstrip("\n"), instead.rstrip("\n")))
+    yield from (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
 
 
-def mutated(source: str, mutant: Mutant) -> str:
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    return str(mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence))
-
-
-def with_change(root: Path, mutant: Mutant) -> Mutant | None:
-    """The mutant with the first line that it changes; None if it is no Python, as without the star before arguments."""
-    before = (root / mutant.path).read_text()
-    after = mutated(before, mutant)
-    try:
-        ast.parse(after)
-    except SyntaxError:
-        return None
-    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
-    text, instead = next(((a, b) for a, b in pairs if a != b), ("", ""))
-    return replace(mutant, text=text, instead=instead)
+def behaviour(source: str) -> str:
+    """The syntax tree of a module without docstrings, types, `assert` and `strict=`. Raises `SyntaxError`."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for name in {"annotation", "returns"} & set(node._fields):
+            setattr(node, name, None)
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            node.value = ast.Constant(True)
+        elif isinstance(node, ast.Assert):
+            node.test, node.msg = ast.Constant(True), None
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    compile(source, "", "exec")  # finds a `break` outside of a loop, too
+    return ast.dump(tree)
 
 
-def sample(root: Path, size: int, seed: int) -> list[Mutant]:
-    """`size` mutants: of a folder as many as it has places that can be mutated, of a place one at most."""
-    drawn = random.Random(seed)
-    places: dict[tuple[str, int, str], list[Mutant]] = defaultdict(list)
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        for mutant in mutants_of(root, path):
-            # Each of the twelve other operators that may replace a `+` is one chance of the same place.
-            places[mutant.path, mutant.line, mutant.operator.split("_")[0]].append(mutant)
-    chosen = (drawn.choice(places[place]) for place in drawn.sample(sorted(places), len(places)))
-    changed = (with_change(root, mutant) for mutant in chosen)
-    return list(itertools.islice((mutant for mutant in changed if mutant), size))
+class Order:
+    """pytest's plugin: one case of each function, then a second one ..., files that name a module first; for a time."""
+
+    def __init__(self, module: str, seconds: float) -> None:
+        self.pattern, self.seconds = re.compile(rf"\b{module}\b"), seconds
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        names = {path: bool(self.pattern.search(path.read_text())) for path in {item.path for item in items}}
+        cases, ranks = Counter[str](), {}
+        for item in items:
+            function = item.nodeid.partition("[")[0]
+            ranks[item] = not names[item.path], cases[function]
+            cases[function] += 1
+        items.sort(key=ranks.__getitem__)
+        self.end = time.process_time() + self.seconds
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if time.process_time() > self.end:
+            item.session.shouldstop = "the time is up"
 
 
-@dataclass
-class Suite:
-    """Facts about the tests: which run a line, how long they take, which are slow."""
+class Copy:
+    """A copy of the checkout, in which tests run."""
 
-    by_line: dict[str, dict[int, set[str]]]
-    seconds: dict[str, float]
-    slow: set[str]
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output = folder, folder / "output.txt"
+        shutil.rmtree(folder, ignore_errors=True)
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
+        shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
 
-    def of(self, mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
-        """Attempts on a mutant: the fast tests of its own folder, the other fast ones, the slow ones, each for a time.
-
-        Tests that run its line come before the others of their files. Tests of less than `INSTANT` come first: most
-        rows of tables of bad input are, and each may be the only one to notice. Then of each function the quickest
-        case, so that a large table leaves time for the other functions.
-        """
-        lines = self.by_line.get(mutant.path, {})
-        # Tables and definitions run at import, in no test: any test of the file may notice them.
-        running = lines.get(mutant.line) or set().union(*lines.values(), set())
-        every = {test: test.partition("::")[0] for test in self.seconds}
-        name = rf"\b{Path(mutant.path).stem}\b"
-        files = {test.partition("::")[0] for test in running}
-        files |= {file for file in set(every.values()) if re.search(name, (ROOT / file).read_text())}
-        tests = running | {test for test, file in every.items() if file in files}
-        cases: dict[str, int] = defaultdict(int)
-        ranks = {}
-        for test in sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test)):
-            ranks[test] = cases[test.partition("[")[0]]
-            cases[test.partition("[")[0]] += 1
-        near = (f"tests/{mutant.folder}/", f"tests/test_{mutant.folder}.py")
-        chosen: dict[tuple[str, bool], list[str]] = {("fast", True): [], ("fast", False): [], ("slow", True): []}
-        spent = dict.fromkeys(chosen, 0.0)
-
-        def order(test: str) -> tuple[bool, int, float, str]:
-            took = self.seconds.get(test, 0.0)
-            return test not in running, -1 if took < INSTANT else ranks[test], took, test
-
-        for test in sorted(tests, key=order):
-            group = ("slow", True) if test in self.slow else ("fast", test.startswith(near))
-            spent[group] += self.seconds.get(test, 0.0)
-            if not chosen[group] or spent[group] < seconds:
-                chosen[group].append(test)
-        return [(kind, listed) for (kind, _), listed in chosen.items() if listed]
-
-
-def record_suite() -> None:
-    """Runs the tests once under coverage, for `Suite`."""
-    WORK.mkdir(parents=True, exist_ok=True)
-    settings = WORK / "coveragerc"
-    settings.write_text(f"[run]\nsource = {ROOT / PACKAGE}\ndata_file = {WORK / 'coverage'}\n")
-    run = [sys.executable, "-m", "pytest", "-q", "-n", "auto", f"--junitxml={WORK / 'tests.xml'}"]
-    run += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
-    if subprocess.run([*run, *TESTS], cwd=ROOT).returncode:
-        (WORK / "tests.xml").unlink(missing_ok=True)
-        raise SystemExit("the suite must pass without a mutant")
-
-
-def load_suite() -> Suite:
-    from coverage import CoverageData
-
-    data = CoverageData(str(WORK / "coverage"))
-    data.read()
-    by_line: dict[str, dict[int, set[str]]] = {}
-    for name in data.measured_files():
-        lines = data.contexts_by_lineno(name)
-        by_line[str(Path(name).relative_to(ROOT))] = {
-            line: {context.split("|")[0] for context in contexts if "::" in context} for line, contexts in lines.items()
-        }
-    seconds: dict[str, float] = {}
-    for case in ElementTree.parse(WORK / "tests.xml").iter("testcase"):
-        if not case.get("classname"):  # a file that is skipped as a whole
-            continue
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        seconds[test] = float(case.get("time", 0))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "-p", "no:cacheprovider", *TESTS]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    return Suite(by_line, seconds, {line for line in listed.splitlines() if "::" in line})
-
-
-class Bench(mutants.Bench):
-    """A copy of the checkout; it knows which tests pass without a mutant."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(WORK / f"copy-{number}")
-        self.sound: dict[str, bool] = {}
-
-    def outcome(self, mutant: Mutant, suite: Suite, seconds: float) -> str:
-        """The tests that notice the mutant: "fast" ones, "slow" ones, or none ("survived", "not run")."""
-        path, tries = self.copy / mutant.path, suite.of(mutant, seconds)
-        original = path.read_text()
-        for kind, tests in tries:
-            if self.noticed(tests, 60 + seconds, path, original, mutated(original, mutant)):
-                return kind
-        return "survived" if tries else "not run"
-
-    def noticed(self, tests: list[str], limit: float, path: Path, original: str, fault: str) -> bool:
-        """True if one of the tests fails, or does not end, with the mutant and passes without it."""
-        tests = [test for test in tests if self.sound.get(test, True)]
-        while tests:
-            self.write(path, fault)
-            passed = self.run(tests, limit)
-            self.write(path, original)
-            if passed:
-                return False
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - |$)", self.output.read_text(), re.M)
-            # A run without a name ended before its summary: the package cannot be imported, or it hangs.
-            if failed is None or failed[1] not in tests:
-                return True
-            if failed[1] not in self.sound:
-                self.sound[failed[1]] = self.run([failed[1]], limit)
-            if self.sound[failed[1]]:
-                return True
-            tests.remove(failed[1])
-        return False
-
-    @staticmethod
-    def write(path: Path, source: str) -> None:
+    def write(self, name: str, source: str) -> None:
+        path = self.folder / name
         path.write_text(source)
         # Python tells old bytecode by the source's size and second, which two mutants may share.
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink(missing_ok=True)
 
-    def run(self, tests: list[str], limit: float) -> bool:
-        """True if these tests pass."""
-        listed = self.copy / "tests.args"
-        listed.write_text("\n".join(tests))
-        return self.passes([f"@{listed}"], limit)
+    def failing(self, arguments: Sequence[str], order: Order, limit: float, library: str) -> str | None:
+        """The first test that fails, by a pytest in a fork; "" if it ends, or hangs, without one; None if all pass."""
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            # CPU time, as a busy machine slows the clock's; SIGXCPU ends the process.
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
+            os.chdir(self.folder)
+            sys.path[:0] = paths = [str(self.folder), str(self.folder / "tools")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+            if library:
+                os.environ["FASTWEIGHTS_NATIVE_CPU"] = library
+            output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            status = 1
+            try:
+                flags = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+                status = int(importlib.import_module("pytest").main([*flags, *arguments], plugins=[order]))
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + limit + 600  # for tests that wait and compute nothing
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.02)
+        if found := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output.read_text(errors="replace"), re.M):
+            return found[1]
+        # 2: the time was up; 5: there is no test with these marks.
+        return None if os.waitstatus_to_exitcode(ended[1]) in (0, 2, 5) else ""
 
 
-def shares(results: list[dict[str, Any]]) -> str:
-    """A table: of each folder's mutants, the share that fast tests catch and that all do."""
-    rows = ["| folder | mutants | caught by fast tests | by all |", "| --- | --- | --- | --- |"]
-    folders: dict[str, list[str]] = defaultdict(list)
+class Bench:
+    """Two copies of the checkout: one for mutants, one to see whether a test fails without a mutant, too."""
+
+    def __init__(self, number: int, part: str, seconds: float) -> None:
+        self.part, self.seconds = part, seconds
+        self.copy, self.clean = (Copy(WORK / f"{part}-{kind}-{number}") for kind in ("mutant", "clean"))
+        self.kernels = CpuKernels() if part == "cpu" else None
+        self.unsound: set[str] = set()
+        self.library = self.whole = ""
+        self.digest = self.build(None)
+
+    def build(self, mutant: Mutant | None) -> str:
+        """Compiles the copy; returns a digest of the code. Raises `SyntaxError` or `CalledProcessError`."""
+        if self.part == "package":
+            return behaviour((self.copy.folder / mutant.path).read_text()) if mutant else ""
+        build = self.kernels.build if self.kernels else build_emulated
+        self.library = build(self.copy.folder, mutant)
+        digest = hashlib.sha256(Path(self.library).read_bytes()).hexdigest()
+        if mutant is None:
+            self.whole = shutil.copy(self.library, str(self.clean.folder))
+        return digest
+
+    def outcome(self, mutant: Mutant) -> str:
+        """The tests that notice it: "fast" ones, "slow" ones or none, "survived"; or why it is not counted."""
+        source = (self.copy.folder / mutant.path).read_text()
+        try:
+            self.copy.write(mutant.path, mutant.apply(source))
+            before = behaviour(source) if self.part == "package" else self.digest
+            if self.build(mutant) == before:
+                return "same code"
+            return next((kind for kind in MARKS if self.is_noticed(mutant, kind)), "survived")
+        except (SyntaxError, subprocess.CalledProcessError):
+            return "not compiled"
+        finally:
+            self.copy.write(mutant.path, source)
+
+    def is_noticed(self, mutant: Mutant, kind: str) -> bool:
+        """True if a test of this kind fails, or does not end, with the mutant and passes without it."""
+        env = self.kernels is not None
+        while True:
+            order = Order(Path(mutant.path).stem, self.seconds)
+            words = [
+                *self.tests_of(mutant),
+                "-m",
+                MARKS[kind],
+                *(f"--deselect={test}" for test in sorted(self.unsound)),
+            ]
+            test = self.copy.failing(words, order, 3 * self.seconds + 60, self.library if env else "")
+            if test is None:
+                return False
+            if not test or self.clean.failing([test], order, 600, self.whole if env else "") is None:
+                return True
+            self.unsound.add(test)
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests of its folder, or of the file that is called after its module."""
+        _, folder, *_ = Path(mutant.path).parts
+        near = [f"tests/{folder}", f"tests/test_{Path(folder).stem}.py"] if self.part == "package" else []
+        return [name for name in near if (ROOT / name).exists()] or [PARTS[self.part].tests]
+
+
+class CpuKernels:
+    """Compiles the library with -O1, at a third of the time of -O3; others than a mutant's are compiled once."""
+
+    def __init__(self) -> None:
+        self.plan = native_build.plan_cpu(Torch.find(), sanitize=False)
+        code = "from fairseq_fastweights.ops import backends; print(backends.cpu_instruction_set())"
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        self.variant = f"kernels, {run.stdout.strip()}, "
+        self.objects: dict[str, Path] = {}
+
+    def build(self, copy: Path, mutant: Mutant | None) -> str:
+        """Compiles a copy, and returns the library's path."""
+        objects = dict(self.objects)
+        # Other files than these sources are included by the kernels, which are compiled for each number type.
+        stem = Path(mutant.path).stem if mutant else ""
+        changed = stem if stem in ("binding", "dispatch", "steps_binding") else self.variant
+        for part in self.plan.compilations:
+            if mutant is None or part.title.startswith(changed):
+                objects[part.title] = copy / f"{'mutant' if mutant else 'whole'} {part.title}.o"
+                source = copy / part.source.relative_to(ROOT)
+                command = [*part.command, "-O1", "-w", "-c", str(source), "-o", str(objects[part.title])]
+                subprocess.run(command, check=True, capture_output=True)
+        self.objects = self.objects or objects
+        library = copy / "mutant.so"
+        link = [*self.plan.link, *map(str, objects.values()), *self.plan.link_libraries, "-o", str(library)]
+        subprocess.run(link, check=True, capture_output=True)
+        return str(library)
+
+
+def build_emulated(copy: Path, _: Mutant | None) -> str:
+    """Compiles a copy's CUDA kernels for the emulator, and returns the library's path."""
+    environment = os.environ | {"PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tools'}"}
+    command = [sys.executable, "-c", BUILD_EMULATED]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()[-1]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def try_all(options: argparse.Namespace, part: str, left: Sequence[Mutant], enough: Callable[[], bool]) -> None:
+    """Records the outcome of each mutant, until there are enough or the time is up."""
+
+    def work(number: int) -> None:
+        bench = Bench(number, part, options.seconds)
+        for mutant in left[number :: options.jobs]:
+            started = time.monotonic()
+            if started > options.end or enough():
+                break
+            outcome = bench.outcome(mutant)
+            result = asdict(mutant) | {"outcome": outcome, "seconds": round(time.monotonic() - started, 1)}
+            with options.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+            if outcome == "survived":
+                print(
+                    f"{mutant.path}:{mutant.line}",
+                    mutant.text.strip(),
+                    mutant.instead.strip(),
+                    sep="\n    ",
+                    flush=True,
+                )
+
+    # Each worker forks, which threads may not.
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=work, args=(number,)) for number in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit(f"a worker failed, as printed above; {options.out} has the trials so far, for another run")
+
+
+def shares(results: Sequence[dict[str, Any]]) -> str:
+    """A table: of each folder's mutants, the share that fast tests notice and that all do."""
+    folders: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
-        for folder in (folder_of(result["path"]), "all"):
-            folders[folder].append(result["outcome"])
-    for folder in sorted(folders, key=lambda name: (name == "all", name)):
-        outcomes = folders[folder]
-        fast = sum(outcome == "fast" for outcome in outcomes)
-        caught = fast + sum(outcome == "slow" for outcome in outcomes)
-        rows.append(f"| {folder} | {len(outcomes)} | {fast / len(outcomes):.0%} | {caught / len(outcomes):.0%} |")
+        if result["outcome"] in (*MARKS, "survived"):
+            folders["/".join(Path(result["path"]).parts[:2])][result["outcome"]] += 1
+    rows = ["| folder or file | mutants | noticed by fast tests | by all |", "| --- | ---: | ---: | ---: |"]
+    for folder, found in sorted(folders.items()):
+        shown = (f"{noticed / found.total():.0%}" for noticed in (found["fast"], found["fast"] + found["slow"]))
+        rows.append(f"| {folder} | {found.total()} | {' | '.join(shown)} |")
     return "\n".join(rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Counts the mutants of the package that the tests notice.")
-    parser.add_argument("folders", nargs="*", help="of fairseq_fastweights/ (default: all)")
-    parser.add_argument("--seconds", type=float, default=60, help="of tests, by their record, for each of three tries")
-    options = mutants.parse(parser, arguments, 400, WORK / "mutants.jsonl")
-    if not options.seconds > 0:  # rejects NaN, too
-        parser.error(f"--seconds is {options.seconds}; it must be positive")
-    if not (WORK / "tests.xml").exists():
-        record_suite()
-    suite = load_suite()
-    drawn = sample(ROOT, options.sample, options.seed)
-    drawn = [mutant for mutant in drawn if not options.folders or mutant.folder in options.folders]
-    done = {(line["path"], line["operator"], line["occurrence"]) for line in lines_of(options.out)}
-    left = [mutant for mutant in drawn if (mutant.path, mutant.operator, mutant.occurrence) not in done]
-    print(f"{len(drawn)} mutants, {len(left)} of them to try", flush=True)
-    try_all(options, left, lambda number: partial(Bench(number).outcome, suite=suite, seconds=options.seconds))
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Counts the mutants that the tests notice.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--files", default="", metavar="WORD", help="only mutants of files whose paths have it")
+    parser.add_argument("--sample", type=int, default=100, help="mutants of each part (default: 100)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials side by side")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="CPU time of fast tests, and of others (default: 120)"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other mutant after them")
+    parser.add_argument("--out", type=Path, default=WORK / "mutants.jsonl", help="a line for each mutant")
+    options = parser.parse_args(arguments)
+    for name in ("seconds", "minutes"):
+        if not getattr(options, name) > 0:  # rejects NaN, too
+            parser.error(f"--{name} is {getattr(options, name)}; it must be positive")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"PART is {min(unknown)}; it must be one of {', '.join(PARTS)}")
+    options.end = time.monotonic() + 60 * options.minutes
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    for name in HEAVY:  # once for all forks, which import only the package itself
+        importlib.import_module(name)
+    importlib.import_module("torch").set_num_threads(1)
+    known = [line for line in lines_of(SURVIVORS) if line.get("reason")] + lines_of(options.out)
+    done = {Mutant(*(line[name] for name in ("path", "line", "text", "instead"))).key for line in known}
+    for part in options.parts or PARTS:
+
+        def enough(start: str = f"{PARTS[part].folder}/") -> bool:
+            tried = (line for line in lines_of(options.out) if line["path"].startswith(start))
+            return sum(line["outcome"] in (*MARKS, "survived") for line in tried) >= int(options.sample)
+
+        left = [mutant for mutant in sample(PARTS[part], options.files, options.seed) if mutant.key not in done]
+        try_all(options, part, left, enough)
     print(shares(lines_of(options.out)))
     return 0
 

@@ -46,7 +46,7 @@ LISTED = {
     "fairseq_fastweights/ops/libraries.py: ctypes.CDLL, torch.ops.load_library": "kernels, compiled with the package",
     "tools/build_fairseq.py: unpack_archive": "the source of fairseq, whose hash pip has compared",
     "tools/faults.py: import_module": OF_ITS_OWN,
-    "tools/mutants.py: import_module": OF_ITS_OWN,
+    "tools/mutation.py: compile, import_module": "modules of this project, and mutants, which do not run",
     "tools/native_build.py: importlib.util.spec_from_file_location": OF_ITS_OWN,
     "tools/native_toolchain.py: runpy.run_path": "the version in the torch that is installed",
     "benchmarks/build_causal_product.py: torch.utils.cpp_extension.load": "a peer's kernel, from its hashed source",
