@@ -4,7 +4,6 @@ A worker answers after each block of updates, and waits to be asked for the next
 """
 
 import contextlib
-import itertools
 import math
 import multiprocessing
 import os
@@ -35,7 +34,9 @@ TURN_SECONDS = {"cuda": 1.0, "cpu": 3.0}
 MOST_UPDATES = 40  # of a turn
 WARM_UP = 5  # updates before the first turn
 FEWEST_PROCESSES = 8  # that wait side by side, where there are fewer cores
-WAITING = 1 / 6  # of its memory stays with a waiting worker, for weights and averages: a guess
+# Shares of a GPU's memory: for workers that wait, each with a sixth of its memory for weights and averages, a guess;
+# and for workers that compile and make their first updates.
+WAITING, WARMING = 0.4 * 6, 0.5
 # In seconds: for an answer that takes a few; for a process to end; of the budget, for another group to begin; until a
 # worker that is not ready is left out.
 PATIENCE, SECONDS_TO_END = 120.0, 10.0
@@ -201,51 +202,40 @@ def serve(connection: Connection, training: Training, log: Path) -> None:
         connection.send({"status": status, "message": brief(error)})
 
 
-class Lost(Exception):
-    """A training is over before its end: `row` has its status and the reason."""
-
-    def __init__(self, status: str, message: str) -> None:
-        super().__init__(message)
-        self.row = {"status": status, "message": message}
-
-
 class Worker:
-    """A worker process, seen from the program that measures."""
+    """A worker process, seen from the program that measures; `row` is its result, or why it has none."""
 
     def __init__(self, training: Training, log: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._log = log
+        self.training, self.row, self._log = training, Row(), log
+        self._turns: list[Row] = []
+        self._seconds = 1e-6
         self._process = context.Process(target=serve, args=(theirs, training, log), daemon=True)
         self._process.start()
         theirs.close()
 
-    def answer(self, seconds: float) -> Row | None:
-        """The answer that comes within so many seconds, or None. Raises `Lost`."""
+    def answer(self, seconds: float, late: str = "failed") -> Row:
+        """The answer that comes within so many seconds; empty if there is none: then the worker is lost, or `late`."""
         try:
-            if not self.connection.poll(seconds):
-                return None
-            found = self.connection.recv()
+            if self.connection.poll(seconds):
+                found = self.connection.recv()
+            else:
+                found = {"status": late, "message": f"it did not answer within {seconds:.0f} s"}
         except (EOFError, OSError):
             lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
             last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            raise Lost("failed", f"its process ended: {last[:150]}") from None
-        if "status" in found:
-            raise Lost(found["status"], found["message"])
-        return found
+            found = {"status": "failed", "message": f"its process ended: {last[:150]}"}
+        if "status" not in found:
+            return found
+        self.row = found
+        self.end()
+        return {}
 
     def tell(self, request: str, updates: int) -> None:
         """Sends a request."""
         with contextlib.suppress(OSError):  # the process has ended; `answer` says why
             self.connection.send((request, updates))
-
-    def ask(self, request: str, updates: int = 1) -> Row:
-        """Sends a request, and returns the answer to it. Raises `Lost`."""
-        self.tell(request, updates)
-        found = self.answer(PATIENCE)
-        if found is None:
-            raise Lost("failed", f"it did not answer within {PATIENCE:.0f} s")
-        return found
 
     def end(self) -> None:
         """Ends the process, by force if it does not end by itself."""
@@ -254,16 +244,44 @@ class Worker:
         self._process.kill()
         self._process.join()
 
+    def warm_up(self, seconds: float) -> None:
+        """Waits for the first updates, which were asked for."""
+        if found := self.answer(seconds, "left out"):
+            self._seconds = found["seconds"] / WARM_UP
 
-Guessed = Sequence[tuple[Training, int]]
-"""Trainings, each with a guess of the GiB that it takes at work."""
+    def take_turn(self) -> None:
+        """Times updates for about as long as a turn is."""
+        updates = max(2, min(MOST_UPDATES, math.ceil(TURN_SECONDS[self.training.device] / max(self._seconds, 1e-6))))
+        self.tell("time", updates)
+        if turn := self.answer(PATIENCE):
+            self._turns.append(turn | {"updates": updates})
+            self._seconds = turn["seconds"] / updates
+
+    def finish(self) -> None:
+        """Profiles an update, makes the row of speed, memory, operators and waits, and ends the process."""
+        self.tell("profile", 1)
+        if not (profiled := self.answer(PATIENCE)):
+            return
+        speeds = summarize([turn["tokens"] / turn["seconds"] for turn in self._turns])
+        seconds = summarize([turn["seconds"] / turn["updates"] for turn in self._turns])
+        on_gpu = profiled.get("kernels")
+        # A profiler slows down the CPU: the GPU's time is compared with an update that was not profiled.
+        busy = min(1.0, profiled["kernel seconds"] / seconds["median"]) if on_gpu else None
+        self.row = {"status": "measured", "tokens per second": speeds, "seconds": seconds}
+        self.row |= {"peak bytes": max(turn["memory"] for turn in self._turns), "operators": profiled["operators"]}
+        self.row |= {"kernels": on_gpu or None, "busy": busy, "waits": profiled.get("waits")}
+        self.end()
 
 
-def groups(trainings: Guessed, room: float, most: int) -> Iterator[list[tuple[Training, int]]]:
-    """Divides trainings, in order, into groups of at most `most` that fit into `room` GiB while they wait."""
-    group: list[tuple[Training, int]] = []
+Guessed = tuple[Training, int]
+"""A training, with a guess of the GiB that it takes at work."""
+
+
+def slices(trainings: Sequence[Guessed], room: float, most: int) -> Iterator[list[Guessed]]:
+    """Divides trainings, in order, into groups of at most `most` that fit into `room` GiB, or that are one."""
+    group: list[Guessed] = []
     for training, memory in trainings:
-        if group and (len(group) == most or WAITING * (memory + sum(each for _, each in group)) > room):
+        if group and (len(group) == most or memory + sum(each for _, each in group) > room):
             yield group
             group = []
         group.append((training, memory))
@@ -271,93 +289,8 @@ def groups(trainings: Guessed, room: float, most: int) -> Iterator[list[tuple[Tr
         yield group
 
 
-def get_ready(
-    group: Guessed, start: Callable[[Training], Worker], room: float, seconds: float, rows: dict[Training, Row]
-) -> dict[Training, tuple[Worker, float]]:
-    """Starts all trainings; as many as fit into `room` GiB compile and make their first updates at a time.
-
-    Returns the workers that are ready, each with the seconds of an update; `rows` gets a row for each of the others. A
-    training that needs more than the room gets ready alone.
-    """
-    deadline = time.monotonic() + seconds
-    workers = {training: start(training) for training, _ in group}
-    loading, loaded, warming, sizes = list(workers), [], [], dict(group)
-    ready: dict[Training, tuple[Worker, float]] = {}
-    while loading or loaded or warming:
-        for training in (*loading, *warming):
-            waiting = loading if training in loading else warming
-            try:
-                found = workers[training].answer(0.02)
-            except Lost as reason:
-                rows[training] = reason.row
-                workers[training].end()
-                waiting.remove(training)
-                continue
-            if found is not None:
-                waiting.remove(training)
-                if waiting is loading:
-                    loaded.append(training)
-                else:
-                    ready[training] = workers[training], found["seconds"] / WARM_UP
-        while loaded and (not warming or sum(sizes[each] for each in (*warming, loaded[0])) <= room):
-            warming.append(loaded.pop(0))
-            workers[warming[-1]].tell("time", WARM_UP)
-        if time.monotonic() > deadline:
-            for training in (*loading, *loaded, *warming):
-                rows[training] = {"status": "left out", "message": f"not ready after {seconds:.0f} s"}
-                workers[training].end()
-            break
-    return {training: ready[training] for training, _ in group if training in ready}
-
-
-def take_turns(
-    ready: dict[Training, tuple[Worker, float]],
-    device: str,
-    rounds: int,
-    budget: Budget,
-    rows: dict[Training, Row],
-) -> int:
-    """Times the trainings in turns, A B C A B C ..., and adds a row for each; returns the number of rounds.
-
-    The first round is made in any case, others while there are seconds left.
-    """
-    taken: dict[Training, list[Row]] = {training: [] for training in ready}
-    made = 0
-    while made < rounds and ready and (not made or budget.left > 0):
-        for training, (worker, seconds) in list(ready.items()):
-            updates = max(2, min(MOST_UPDATES, math.ceil(TURN_SECONDS[device] / max(seconds, 1e-6))))
-            try:
-                turn = worker.ask("time", updates)
-                taken[training].append(turn | {"updates": updates})
-                ready[training] = worker, turn["seconds"] / updates
-            except Lost as reason:
-                rows[training] = reason.row
-                worker.end()
-                del ready[training]
-        made += 1
-    for training, (worker, _) in ready.items():
-        try:
-            rows[training] = _row(taken[training], worker.ask("profile"))
-        except Lost as reason:
-            rows[training] = reason.row
-        worker.end()
-    return made
-
-
-def _row(turns: Sequence[Row], profiled: Row) -> Row:
-    """A training's speed and memory, and the operators and waits of an update."""
-    speeds = summarize([turn["tokens"] / turn["seconds"] for turn in turns])
-    seconds = summarize([turn["seconds"] / turn["updates"] for turn in turns])
-    row = {"status": "measured", "tokens per second": speeds, "seconds": seconds}
-    row |= {"peak bytes": max(turn["memory"] for turn in turns), "operators": profiled["operators"]}
-    on_gpu = profiled.get("kernels")
-    # A profiler slows down the CPU: the GPU's time is compared with an update that was not profiled.
-    busy = min(1.0, profiled["kernel seconds"] / seconds["median"]) if on_gpu else None
-    return row | {"kernels": on_gpu or None, "busy": busy, "waits": profiled.get("waits")}
-
-
 def measure(
-    trainings: Guessed,
+    trainings: Sequence[Guessed],
     folder: Path,
     device: str,
     rounds: int,
@@ -367,31 +300,42 @@ def measure(
 ) -> None:
     """Measures all trainings, one group after the other, and saves the rows after each.
 
-    `memory`: GiB of the GPU, of which 0.4 are for workers that wait and 0.5 for those that get ready; infinite on a
+    A group starts side by side, as many as fit compile and make their first updates at a time, and then all take turns,
+    A B C A B C ...: one round in any case, others while there are seconds left. `memory`: GiB of the GPU; infinite on a
     CPU, whose cores serve one at a time.
     """
-    rows: dict[Training, Row] = {}
+    workers: list[Worker] = []
     cores = os.cpu_count() or 1
     # Several compile at the same time.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // 4)))
-    logs = itertools.count()
-
-    def start(training: Training) -> Worker:
-        return Worker(training, folder / f"{next(logs)}.log")
-
-    for number, group in enumerate(groups(trainings, 0.4 * memory, max(FEWEST_PROCESSES, cores))):
+    for number, group in enumerate(slices(trainings, WAITING * memory, max(FEWEST_PROCESSES, cores))):
         if number and budget.left <= LEAST[device]:
             budget.cut += [f"{training}: not measured" for training, _ in group]
             continue
-        room = 0.5 * memory if device == "cuda" else 0.0
-        ready = get_ready(group, start, room, min(LONGEST_SET_UP[device], max(budget.left, 0)), rows)
-        made = take_turns(ready, device, rounds, budget, rows)
+        started = {training: Worker(training, folder / f"{number}-{i}.log") for i, (training, _) in enumerate(group)}
+        workers += started.values()
+        until = time.monotonic() + min(LONGEST_SET_UP[device], max(budget.left, 0))
+        for few in slices(group, WARMING * memory if device == "cuda" else 0.0, len(group)):
+            warming = [started[training] for training, _ in few]
+            loaded = [worker for worker in warming if worker.answer(max(0.0, until - time.monotonic()), "left out")]
+            for worker in loaded:
+                worker.tell("time", WARM_UP)
+            for worker in loaded:
+                worker.warm_up(max(0.0, until - time.monotonic()))
+        made = 0
+        while (ready := [worker for worker in started.values() if not worker.row]) and made < rounds:
+            if made and budget.left <= 0:
+                break
+            for worker in ready:
+                worker.take_turn()
+            made += 1
+        for worker in ready:
+            worker.finish()
         if made < rounds:
-            budget.cut += [f"{training}: {made} rounds of {rounds}" for training in ready]
-        for training, _ in group:
-            row = rows[training]
+            budget.cut += [f"{worker.training}: {made} rounds of {rounds}" for worker in ready]
+        for training, worker in started.items():
+            row = worker.row
             told = f"{row['tokens per second']['median']:,.0f} tokens/s" if "seconds" in row else row["message"]
             print(f"{training}: {told}", file=sys.stderr, flush=True)
         facts = ("part", "model", "implementation")
-        known = [training for training, _ in trainings if training in rows]
-        save([{fact: getattr(training, fact) for fact in facts} | rows[training] for training in known])
+        save([{fact: getattr(worker.training, fact) for fact in facts} | worker.row for worker in workers])

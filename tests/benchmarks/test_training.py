@@ -14,7 +14,7 @@ import torch
 from harness import plain_training, records, workers
 from harness.timing import Budget
 from harness.trainings import FLA, PARTS, PLAIN, PLUGIN, STOCK, Training
-from harness.workers import Lost, UpdateBlocks, Worker, groups
+from harness.workers import UpdateBlocks, Worker, slices
 from torch import nn
 
 from tests.conftest import ROOT, import_plugin
@@ -125,11 +125,12 @@ def test_the_plain_model_is_fairseqs_transformer(part: str, tmp_path: Path, monk
 
 
 LOADED, WARM, TURN = {"tokens": 0}, {"seconds": 2.0}, {"seconds": 2.0, "tokens": 100, "memory": 5}
+GONE = {"status": "failed", "message": "gone"}
 PROFILE = {"operators": 9, "kernels": 3, "kernel seconds": 0.05, "waits": ["here"]}
 
 
-def named(name: str) -> tuple[Training, int]:
-    return Training("part", name, PLUGIN, (), Path(name), "cpu", "fp32"), 12
+def named(name: str, device: str = "cpu") -> tuple[Training, int]:
+    return Training("part", name, PLUGIN, (), Path(name), device, "fp32"), 12
 
 
 @pytest.fixture
@@ -140,31 +141,36 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         happened: list[str] = []
 
         class Fake(Worker):
-            """Answers from a script: an answer for each block, an error, or None if there is no answer yet."""
+            """Answers from a script: an answer for each block, or an error."""
 
             def __init__(self, training: Training, log: Path) -> None:
-                self.name = training.model
-                self.answers = [*scripts.get(self.name, [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, PROFILE])]
+                self.training, self.row, self._turns, self._seconds = training, {}, [], 1e-6
+                default = [LOADED, WARM, TURN, TURN, TURN | {"memory": 6}, PROFILE]
+                self.answers = [*scripts.get(training.model, default)]
                 self.tell("starts")
 
-            def answer(self, seconds: float) -> Any:
-                profiled = happened[-1] == f"{self.name} profile 1"
+            def answer(self, seconds: float, late: str = "failed") -> Any:
+                profiled = happened[-1].endswith(" profile 1")
                 answer = self.answers.pop(-1 if profiled else 0) if len(self.answers) > 1 else self.answers[0]
-                if isinstance(answer, Lost):
-                    raise answer
-                if answer and answer.keys() == {"seconds"}:
+                if answer is GONE:
+                    self.row = answer
+                    self.end()
+                    return {}
+                if answer.keys() == {"seconds"}:
                     self.tell("is warm")
                 return answer
 
             def tell(self, *event: object) -> None:
-                happened.append(" ".join(map(str, (self.name, *event))))
+                happened.append(" ".join(map(str, (self.training.model, *event))))
 
             def end(self) -> None:
                 self.tell("ends")
 
         monkeypatch.setattr(workers, "Worker", Fake)
         how, rows = {"device": "cpu", "budget": Budget(None), "memory": math.inf} | how, []
-        workers.measure(list(map(named, names)), tmp_path, rounds=rounds, save=rows.append, **how)
+        workers.measure(
+            [named(name, how["device"]) for name in names], tmp_path, rounds=rounds, save=rows.append, **how
+        )
         return happened, rows, how["budget"].cut
 
     return measure
@@ -181,8 +187,8 @@ def test_all_start_before_any_is_warm_and_then_they_take_turns(measured: Any) ->
 
 
 def test_a_lost_worker_has_a_reason_and_the_others_go_on(measured: Any) -> None:
-    gone, before = Lost("failed", "gone"), ([], [LOADED], [LOADED, WARM, TURN], [LOADED, WARM, TURN, TURN])
-    happened, [rows], _ = measured("abcde", {name: [*x, gone] for name, x in zip("abcd", before, strict=True)}, 2)
+    before = ([], [LOADED], [LOADED, WARM, TURN], [LOADED, WARM, TURN, TURN])
+    happened, [rows], _ = measured("abcde", {name: [*x, GONE] for name, x in zip("abcd", before, strict=True)}, 2)
     assert [row["status"] for row in rows] == ["failed"] * 4 + ["measured"]
     assert all(row["message"] == "gone" for row in rows[:4])
     assert sorted(line for line in happened if line.endswith("ends")) == [f"{name} ends" for name in "abcde"]
@@ -190,12 +196,12 @@ def test_a_lost_worker_has_a_reason_and_the_others_go_on(measured: Any) -> None:
 
 def test_as_many_compile_at_a_time_as_the_gpu_has_room_for(measured: Any) -> None:
     """Busy time is the GPU's time in a profiled update over the time of another one."""
-    slow = [LOADED, None, None, None, {"seconds": 0.5}, TURN | {"seconds": 1.0}, PROFILE]
+    slow = [LOADED, {"seconds": 0.5}, TURN | {"seconds": 1.0}, PROFILE]
     happened, [[row, *_], *_], _ = measured("abcd", dict.fromkeys("abcd", slow), 1, device="cuda", memory=60)
     # Half of the memory is for two of 12 GiB.
     at_a_time = list(accumulate({"time 5": 1, "is warm": -1}.get(line[2:], 0) for line in happened))
     assert max(at_a_time) == 2 and at_a_time[-1] == 0
-    assert next(groups([named("a")] * 30, 24, 99)) == [named("a")] * 12
+    assert next(slices([named("a")] * 30, 144, 99)) == [named("a")] * 12
     assert row["seconds"]["median"] == 0.1 and (row["busy"], row["kernels"], row["waits"]) == (0.5, 3, ["here"])
 
 
