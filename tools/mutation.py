@@ -155,6 +155,8 @@ class Copy:
         shutil.rmtree(folder, ignore_errors=True)
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
         shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
+        (folder / "build").mkdir()
+        (folder / "build" / "native").symlink_to(ROOT / "build" / "native")  # objects, by all that they are made from
 
     def write(self, name: str, source: str) -> None:
         path = self.folder / name
