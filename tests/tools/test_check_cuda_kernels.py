@@ -3,13 +3,12 @@
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import check_cuda_kernels
-import kernel_instructions
 import pytest
-from check_cuda_kernels import SMALL_SPILLS, Kernel, read_compiler_output, read_ptx
-from kernel_instructions import Listing, nvdisasm
+from check_cuda_kernels import SMALL_SPILLS, Kernel, Listing, nvdisasm, read_compiler_output, read_ptx
 from native_toolchain import Nvcc, Unavailable
 
 OUTPUT = """ptxas info    : 0 bytes gmem
@@ -147,8 +146,8 @@ def test_convolutions_and_gates_take_few_instructions_for_an_element(nvcc: None)
     except Unavailable as reason:
         pytest.skip(str(reason))
     with ThreadPoolExecutor(1 if "PYTEST_XDIST_WORKER" in os.environ else 2) as pool:
-        files = [kernel_instructions.ROOT / f"cuda/{name}.cu" for name in kernel_instructions.FILES]
-        counts = [each for own in pool.map(kernel_instructions.count, files) for each in own]
+        files = [check_cuda_kernels.ROOT / f"cuda/{name}.cu" for name in check_cuda_kernels.COUNTED]
+        counts = [each for own in pool.map(partial(check_cuda_kernels.count, Nvcc.find()), files) for each in own]
     for name, (forward, most_forward, backward, most_backward) in MOST_INSTRUCTIONS.items():
         for pattern, most in ((forward, most_forward), (backward, most_backward)):
             found = [each for each in counts if re.match(pattern, each.kernel)]
