@@ -58,15 +58,11 @@ def build_generator(model: Any, dictionary: Dictionary, beam: int, length: int) 
 
 @dataclass
 class Hypotheses:
-    """The tensors that the generator holds between two tokens, for an ensemble of one model.
+    """The tensors that the generator holds between two tokens, for an ensemble of one model."""
 
-    `tokens` are (rows, tokens so far and the symbol before them), those of a sentence `beam` rows one by one; `scores`,
-    the sums of their logarithmic probabilities; `order` says which of the rows before each continues.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    order: Tensor
+    tokens: Tensor  # (rows, tokens so far and the symbol before them), those of a sentence `beam` rows one by one
+    scores: Tensor  # the sums of their logarithmic probabilities
+    order: Tensor  # which of the rows before each continues
     encoder_outs: list[dict[str, list[Tensor]]]
     states: list[dict[str, Any]]
 

@@ -72,24 +72,16 @@ QUICK_SHAPES = (Shape("quick", 2, 2, 48, 8, 16, 1), Shape("quick-step", 2, 2, 1,
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all implementations, in the layout (batch, time, heads, dim), contiguous.
+    """The inputs of all implementations, in the layout (batch, time, heads, dim), contiguous."""
 
-    Attributes:
-        q, k: (batch, time, heads, key_dim). k is normalised to length 1, as the delta rule needs it.
-        v, d_out: (batch, time, heads, value_dim); d_out is the gradient that arrives at the output.
-        wide_q, wide_k: (batch, time, heads, value_dim), queries and keys of softmax attention with this head size.
-        gates: by rule its arguments after q, k and v, in order.
-        state: (batch, heads, key_dim, value_dim), float32; only for a shape of one step.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    d_out: Tensor
-    wide_q: Tensor
+    q: Tensor  # (batch, time, heads, key_dim)
+    k: Tensor  # the same, normalised to length 1, as the delta rule needs it
+    v: Tensor  # (batch, time, heads, value_dim)
+    d_out: Tensor  # the gradient that arrives at the output, of the shape of v
+    wide_q: Tensor  # queries and keys of softmax attention with this head size, of the shape of v
     wide_k: Tensor
-    gates: dict[str, list[Tensor]]
-    state: Tensor | None
+    gates: dict[str, list[Tensor]]  # by rule its arguments after q, k and v, in order
+    state: Tensor | None  # (batch, heads, key_dim, value_dim), float32; only for a shape of one step
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:

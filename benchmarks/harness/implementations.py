@@ -24,16 +24,12 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """A call that is ready to be timed, with contiguous inputs in the implementation's own layout.
-
-    `forward` computes the output; `inputs` get gradients from `d_out`, in the output's layout; `as_reference` brings an
-    output to (batch, time, heads, value_dim).
-    """
+    """A call that is ready to be timed, with contiguous inputs in the implementation's own layout."""
 
     forward: Callable[[], Tensor]
-    inputs: list[Tensor]
-    d_out: Tensor
-    as_reference: Callable[[Tensor], Tensor] = lambda out: out
+    inputs: list[Tensor]  # those that get gradients
+    d_out: Tensor  # in the output's layout
+    as_reference: Callable[[Tensor], Tensor] = lambda out: out  # brings it to (batch, time, heads, value_dim)
 
     def run_forward(self) -> Tensor:
         with torch.no_grad():
@@ -46,17 +42,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An implementation of a rule, one of `cases.RULES` or "softmax" for attention.
-
-    `prepare` makes its work from a shape and its inputs, or raises `Refusal`. `same`: its output must equal that of the
-    project's rule. `compiles`: its first call compiles, and may take long.
-    """
+    """An implementation of a rule."""
 
     name: str
-    rule: str
-    prepare: Callable[[Shape, Inputs], Work]
-    same: bool = True
-    compiles: bool = False
+    rule: str  # one of `cases.RULES`, or "softmax" for attention
+    prepare: Callable[[Shape, Inputs], Work]  # may raise `Refusal`
+    same: bool = True  # its output must equal that of the project's rule
+    compiles: bool = False  # its first call compiles, and may take long
 
 
 def leaf(x: Tensor) -> Tensor:

@@ -43,26 +43,16 @@ _QUICK_PAIRS = f"{_QUICK_LAYERS} {_QUICK_LAYERS.replace('decoder', 'encoder')}"
 
 @dataclass(frozen=True)
 class Part:
-    """A size of models, with its batch.
+    """A size of models, with its batch."""
 
-    Attributes:
-        flags: of fairseq-train, for all models.
-        batch, length: rows of a batch and tokens of a row; of translations, the batches of an update, and the tokens of
-            a batch.
-        types: entries of the vocabulary.
-        runs: model and implementation of each; `others` come after the runs of all parts.
-        memory: GiB of a GPU for a training, at most: a guess, which limits the trainings that get ready at a time.
-        quick: flags that make it tiny.
-    """
-
-    flags: str
-    batch: int
-    length: int
-    types: int
-    runs: Sequence[tuple[str, str]]
-    memory: int
-    others: Sequence[tuple[str, str]] = ()
-    quick: str = _QUICK_BANDS
+    flags: str  # of fairseq-train, for all models
+    batch: int  # rows of a batch; of translations, the batches of an update
+    length: int  # tokens of a row; of translations, those of a batch
+    types: int  # entries of the vocabulary
+    runs: Sequence[tuple[str, str]]  # model and implementation of each
+    memory: int  # GiB of a GPU for a training, at most: a guess, which limits those that get ready at a time
+    others: Sequence[tuple[str, str]] = ()  # these come after the runs of all parts
+    quick: str = _QUICK_BANDS  # flags that make it tiny
     translates: bool = False
 
     def prepare(self, folder: Path, updates: int, quick: bool) -> Path:
@@ -152,18 +142,13 @@ ON_CPU = ("demo",)
 
 @dataclass(frozen=True)
 class Training:
-    """A model of a part, to be trained in one way.
-
-    Attributes:
-        flags: of fairseq-train; the plain loops take their sizes from these.
-        data: the folder with the text.
-    """
+    """A model of a part, to be trained in one way."""
 
     part: str
     model: str
     implementation: str
-    flags: tuple[str, ...]
-    data: Path
+    flags: tuple[str, ...]  # of fairseq-train; the plain loops take their sizes from these
+    data: Path  # the folder with the text
     device: str
     precision: str
 

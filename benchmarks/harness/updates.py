@@ -43,14 +43,12 @@ _COMPILED = "_cpp_fused_"
 class Update:
     """Counts of an update.
 
-    Attributes:
-        operators: for each part, how often every operator was started. An operator within another counts with that: a
-            list of tensors is one operator. Every kernel of compiled code counts, and a replay of a CUDA graph is one.
-        waits: the operators at which the CPU would wait for a GPU, with the lines of fairseq and of the plugin.
+    An operator within another counts with that: a list of tensors is one operator. Every kernel of compiled code
+    counts, and a replay of a CUDA graph is one.
     """
 
-    operators: dict[str, Counter[str]] = field(default_factory=dict)
-    waits: list[str] = field(default_factory=list)
+    operators: dict[str, Counter[str]] = field(default_factory=dict)  # by part, how often each was started
+    waits: list[str] = field(default_factory=list)  # where the CPU would wait for a GPU, with fairseq's lines
 
     @property
     def total(self) -> int:

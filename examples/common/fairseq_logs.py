@@ -16,28 +16,20 @@ _JSON_LINE = re.compile(r"\| (train_inner|train|valid) \| (\{.*)$", re.MULTILINE
 
 @dataclass
 class Training:
-    """The contents of a log of `fairseq-train --log-format json`.
+    """The contents of a log of `fairseq-train --log-format json`."""
 
-    `parameters`: of the model; None if the log ends before that was built. `train`, `valid`: perplexity by update; one
-    that an interrupted training did twice counts once. `speed`: tokens per second, and `updates_per_second`, the
-    medians of the reports, or of the epochs of a training that is shorter than the time to its first report. `seconds`:
-    that its updates took, all parts of an interrupted training together. `finished`: whether the training came to the
-    end. `gpus`: the name of each, of the last part. `gpu_memory`: GiB that torch had of the first GPU at most, in the
-    updates that were reported. `backends`: those that computed the update rules; `without_kernels`, those of them that
-    took the place of kernels which were missing.
-    """
-
-    parameters: int | None = None
-    train: dict[int, float] = field(default_factory=dict)
+    parameters: int | None = None  # of the model; None if the log ends before that was built
+    train: dict[int, float] = field(default_factory=dict)  # perplexity by update, each update once
     valid: dict[int, float] = field(default_factory=dict)
-    speed: float | None = None
+    # Medians of the reports, or of the epochs of a training that is shorter than the time to its first report.
+    speed: float | None = None  # tokens per second
     updates_per_second: float | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # that its updates took, all parts of an interrupted training together
     finished: bool = False
-    gpus: list[str] = field(default_factory=list)
-    gpu_memory: float | None = None
-    backends: list[str] = field(default_factory=list)
-    without_kernels: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)  # the name of each, of the last part
+    gpu_memory: float | None = None  # the peak GiB of the first GPU, in the updates that were reported
+    backends: list[str] = field(default_factory=list)  # those that computed the update rules
+    without_kernels: list[str] = field(default_factory=list)  # those of them that took the place of missing kernels
 
 
 def parse_training(log: str) -> Training:

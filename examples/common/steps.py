@@ -39,34 +39,19 @@ _TAIL = 20_000
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A command, and the means to tell whether it is done.
+    """A command, and the means to tell whether it is done."""
 
-    Attributes:
-        title: its purpose, for people.
-        folder: where its log and its results are.
-        command: program and arguments. The program's folder is not part of the key.
-        read_result: reads the step's result from its log; raises ValueError if the log holds none.
-        describe_progress: tells from the end of a log how far the step has come.
-        after: the steps whose results it uses.
-        depends_on: a digest of all else that it uses.
-        resumes: whether the command goes on with the files that an interrupted one left in the folder.
-        always: whether it runs at each call, goes on with whatever the folder holds, and is never done.
-        locks: the folder that one process at a time works in; its own if it is None.
-        gpus: how many it gets, if there are any.
-        log_name: its log's name in the folder.
-    """
-
-    title: str
-    folder: Path
-    command: Sequence[str]
-    read_result: Callable[[str], dict[str, Any]] = lambda log: {}
-    describe_progress: Callable[[str], str] = lambda log: ""
-    after: Sequence[Step] = ()
-    depends_on: str = ""
-    resumes: bool = False
-    always: bool = False
-    locks: Path | None = None
-    gpus: int = 0
+    title: str  # its purpose, for people
+    folder: Path  # where its log and its results are
+    command: Sequence[str]  # program and arguments; the program's folder is not part of the key
+    read_result: Callable[[str], dict[str, Any]] = lambda log: {}  # of its log; raises ValueError if that holds none
+    describe_progress: Callable[[str], str] = lambda log: ""  # by the end of a log
+    after: Sequence[Step] = ()  # the steps whose results it uses
+    depends_on: str = ""  # a digest of all else that it uses
+    resumes: bool = False  # whether the command goes on with the files that an interrupted one left in the folder
+    always: bool = False  # runs at each call, goes on with whatever the folder holds, and is never done
+    locks: Path | None = None  # the folder that one process at a time works in; its own if it is None
+    gpus: int = 0  # how many it gets, if there are any
     log_name: str = "log.txt"
     key: str = field(init=False)
 

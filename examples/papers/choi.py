@@ -85,16 +85,12 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of Table 4, where models are set beside published ones.
+    """A row of Table 4, where models are set beside published ones."""
 
-    `model`: in the paper's words. `tokens`: of its training. `numbers`: perplexity on LAMBADA, then `MEASURES`.
-    `row`: of Table 2 that is the same model; None if others trained it.
-    """
-
-    model: str
-    tokens: str
-    numbers: str
-    row: str | None = None
+    model: str  # in the paper's words
+    tokens: str  # of its training
+    numbers: str  # perplexity on LAMBADA, then `MEASURES`
+    row: str | None = None  # of Table 2 that is the same model; None if others trained it
 
 
 TABLE_4 = (

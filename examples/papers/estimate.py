@@ -45,25 +45,16 @@ FILES = 3
 
 @dataclass(frozen=True)
 class Size:
-    """The work of a training, whatever the GPU.
+    """The work of a training, whatever the GPU."""
 
-    Attributes:
-        words: that an update predicts. `updates`: how many there are.
-        most: into how many batches an update may be divided; 1 if a batch must be whole. `batches`: in how many it is,
-            if the recipe says so.
-        layers: those of a decoder that reads a source count one and a half times.
-        products: weights that a word is multiplied with. `parameters`: all.
-        kept: numbers that a word keeps for the backward pass.
-    """
-
-    words: int
+    words: int  # that an update predicts
     updates: float
-    most: int
-    batches: int | None
-    layers: float
-    products: int
+    most: int  # into how many batches an update may be divided; 1 if a batch must be whole
+    batches: int | None  # in how many it is, if the recipe says so
+    layers: float  # those of a decoder that reads a source count one and a half times
+    products: int  # weights that a word is multiplied with
     parameters: int
-    kept: int
+    kept: int  # numbers that a word keeps for the backward pass
 
     @property
     def operations(self) -> float:
@@ -129,22 +120,22 @@ def size_of(table: Table, row: Row) -> Size:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Hours of a row on one GPU, at least and at most, GB of its memory and of the disk, batches of an update."""
+    """A row on one GPU."""
 
-    least: float
+    least: float  # hours
     most: float
-    memory: float
+    memory: float  # GB
     disk: float
-    batches: int
+    batches: int  # of an update
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Measurements: an update's seconds, those in which the GPU was busy, its terabytes per second, the model."""
+    """The measurements of a model's training."""
 
-    seconds: float
-    busy: float
-    bandwidth: float
+    seconds: float  # of an update
+    busy: float  # those in which the GPU was busy
+    bandwidth: float  # of the GPU, terabytes per second
     size: Size
 
 

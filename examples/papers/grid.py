@@ -40,19 +40,15 @@ _POINTS = 100
 
 @dataclass(frozen=True)
 class Run:
-    """A row with a seed.
-
-    `commands`: those of its steps, as the ledger has them. `steps`: its training, and all that scores it. `inputs`: as
-    in `Entry`.
-    """
+    """A row with a seed."""
 
     table: str
     name: str
     seed: int
     places: Places
-    commands: list[str]
-    steps: list[Step]
-    inputs: str
+    commands: list[str]  # those of its steps, as the ledger has them
+    steps: list[Step]  # its training, and all that scores it
+    inputs: str  # as in `Entry`
 
     @property
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:
@@ -270,18 +266,13 @@ def visible() -> list[str]:
 
 @dataclass(frozen=True)
 class Way:
-    """How runs are run.
+    """How runs are run."""
 
-    `jobs`: how many at a time; None is as many as there are GPUs for, or cores. `estimate`: "yes" prints first how long
-    it will take, "only" runs nothing, or "no". `environment`: variables of the commands. `mark`: the file that marks
-    OUT as made by this program. `replaces`: whether runs that were begun with other commands or data begin anew.
-    """
-
-    jobs: int | None = None
-    estimate: str = "yes"
-    environment: Mapping[str, str] = field(default_factory=one_thread)
-    mark: str = "made-by-reproduce"
-    replaces: bool = False
+    jobs: int | None = None  # how many at a time; None is as many as there are GPUs for, or cores
+    estimate: str = "yes"  # prints first how long it will take; "only" runs nothing; or "no"
+    environment: Mapping[str, str] = field(default_factory=one_thread)  # variables of the commands
+    mark: str = "made-by-reproduce"  # the file that marks OUT as made by this program
+    replaces: bool = False  # whether runs that were begun with other commands or data begin anew
 
 
 def run_grid(runs: Sequence[Run], out: Path, ledger: Path, way: Way) -> None:

@@ -25,38 +25,25 @@ STATE = "state"
 class LanguageModel:
     """A recipe of `fairseq-train` and `fairseq-eval-lm`.
 
-    Attributes:
-        options: of fairseq-train, for all rows.
-        batch: segments of an update; they are divided among GPUs and accumulated batches.
-        in_order: whether these are segments of as many streams, in the order of the text.
-        length: tokens of a segment.
-        modes: of evaluation. sliding: a window of `length` tokens that moves on by one token, the only one that is
-            scored; carried: segments, each starting with the state that the one before left; context-N: windows, of
-            which the first N tokens are only read, but for the text's first window; memory-M-N: segments of N, with a
-            Transformer-XL's memory of M positions, in which longer distances than `length` count as `length`.
-        splits: those that are scored.
-        checkpoint: which of OUT is scored.
-        precisions: options by precision; the first is the default.
-        sources: whether a training starts from a model.
-        same_dictionary: whether the data must be cut into the source's subwords.
-        becomes_source: whether other models can start from a trained one.
-        counts_state: whether the size of a trained model's state is counted, too.
-        evaluate: options of fairseq-eval-lm.
+    Its modes of evaluation are: sliding, a window of `length` tokens that moves on by one token, the only one that is
+    scored; carried, segments, each starting with the state that the one before left; context-N, windows, of which the
+    first N tokens are only read, but for the text's first window; memory-M-N, segments of N, with a Transformer-XL's
+    memory of M positions, in which longer distances than `length` count as `length`.
     """
 
-    options: str
-    batch: int
-    length: int
+    options: str  # of fairseq-train, for all rows
+    batch: int  # segments of an update; they are divided among GPUs and accumulated batches
+    length: int  # tokens of a segment
     modes: tuple[str, ...]
-    in_order: bool = False
-    splits: str = "valid test"
-    checkpoint: str = BEST
-    precisions: dict[str, str] = field(default_factory=dict)
-    sources: bool = False
-    same_dictionary: bool = False
-    becomes_source: bool = False
-    counts_state: bool = False
-    evaluate: str = ""
+    in_order: bool = False  # whether the segments are of as many streams, in the order of the text
+    splits: str = "valid test"  # those that are scored
+    checkpoint: str = BEST  # which of OUT is scored
+    precisions: dict[str, str] = field(default_factory=dict)  # options by precision; the first is the default
+    sources: bool = False  # whether a training starts from a model
+    same_dictionary: bool = False  # whether the data must be cut into the source's subwords
+    becomes_source: bool = False  # whether other models can start from a trained one
+    counts_state: bool = False  # whether the size of a trained model's state is counted, too
+    evaluate: str = ""  # options of fairseq-eval-lm
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> list[str]:
         gpus, update_freq = positive(env, "GPUS"), positive(env, "UPDATE_FREQ")

@@ -33,54 +33,33 @@ _COMPUTES = ("fairseq_fastweights", "cpu")
 class Entry:
     """A row that was trained and scored with a seed.
 
-    Attributes:
-        table, row, seed: which.
-        commands: those that ran, with DATA, OUT and SOURCE for the folders.
-        commit, code: of this repository, and a digest of the code that computes; empty outside a checkout.
-        versions: of Python and of the packages that compute.
-        processor: as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`).
-        data: a digest of the dictionary and the binarised training text.
-        inputs: a digest of the other inputs: the text that is scored, and the model that the training started from;
-            empty in lines that were written before it was noted.
-        seconds: that the training took.
-        parameters: of the model.
-        train, valid: perplexity by update; of training text at most 100 of them.
-        scores: by name.
-        gpu, gpus: name and number of those that trained; "" and 0 on a CPU.
-        precision: of the training.
-        words_per_second: that it read, the median of its reports.
-        memory_gib: that it took at most, of the first GPU, or on a CPU of the largest process.
-        kernels: by part, the compiled kernels that there were: a digest of their sources.
-        backends: those that computed the update rules, as the training's log has them.
-        without_kernels: those of them that ran because kernels were missing.
-
-    The attributes after `scores` are empty or None in lines that were written before it was noted. Speed and memory are
-    not compared: they differ from one run to the next.
+    Fields after `scores` are empty or None in lines that were written before they were noted. Speed and memory are not
+    compared: they differ from one run to the next.
     """
 
     table: str
     row: str
     seed: int
-    commands: list[str]
-    commit: str
-    code: str
-    versions: dict[str, str]
-    processor: str
-    data: str
-    seconds: float
+    commands: list[str]  # those that ran, with DATA, OUT and SOURCE for the folders
+    commit: str  # of this repository; "" outside a checkout, as is the next
+    code: str  # a digest of the code that computes
+    versions: dict[str, str]  # of Python and of the packages that compute
+    processor: str  # as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`)
+    data: str  # a digest of the dictionary and the binarised training text
+    seconds: float  # of the training
     parameters: int
     scores: dict[str, float]
-    inputs: str = ""
-    gpu: str = ""
+    inputs: str = ""  # a digest of the text that is scored and of the model that the training started from
+    gpu: str = ""  # the name of those that trained; "" on a CPU
     gpus: int = 0
     precision: str = ""
-    words_per_second: float | None = field(default=None, compare=False)
-    memory_gib: float | None = field(default=None, compare=False)
-    kernels: dict[str, str] = field(default_factory=dict)
-    backends: list[str] = field(default_factory=list)
-    without_kernels: list[str] = field(default_factory=list)
-    valid: list[tuple[int, float]] = field(default_factory=list)
-    train: list[tuple[int, float]] = field(default_factory=list)
+    words_per_second: float | None = field(default=None, compare=False)  # the median of the training's reports
+    memory_gib: float | None = field(default=None, compare=False)  # peak of the first GPU, or of the largest process
+    kernels: dict[str, str] = field(default_factory=dict)  # by part a digest of the sources of compiled kernels
+    backends: list[str] = field(default_factory=list)  # those that computed the update rules, by the training's log
+    without_kernels: list[str] = field(default_factory=list)  # those of them that ran because kernels were missing
+    valid: list[tuple[int, float]] = field(default_factory=list)  # perplexity by update
+    train: list[tuple[int, float]] = field(default_factory=list)  # the same of training text, at most 100 of them
 
     @property
     def key(self) -> tuple[str, str, int, tuple[str, ...]]:

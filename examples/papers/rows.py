@@ -22,15 +22,11 @@ CONVERTED = "model.pt"
 
 @dataclass(frozen=True)
 class Places:
-    """The folders of a call.
+    """The folders of a call."""
 
-    `data`: as the experiment's prepare.sh leaves it. `out`: for the checkpoints and logs of this model. `source`: the
-    folder or checkpoint that a model starts from, if it starts from one.
-    """
-
-    data: Path
-    out: Path
-    source: Path | None = None
+    data: Path  # as the experiment's prepare.sh leaves it
+    out: Path  # for the checkpoints and logs of this model
+    source: Path | None = None  # the folder or checkpoint that a model starts from, if it starts from one
 
     @property
     def checkpoint(self) -> Path | None:
@@ -43,17 +39,13 @@ class Places:
 
 @dataclass(frozen=True)
 class Scoring:
-    """A program that scores a checkpoint.
+    """A program that scores a checkpoint."""
 
-    `words`: its name and arguments. `title`: the text and the way of scoring, for people. `folder`: of its log and
-    results, in OUT. `checkpoint`: the one that it scores. `reads`: the files of the data that it reads.
-    """
-
-    words: list[str]
-    title: str
-    folder: str
-    checkpoint: Path
-    reads: Sequence[Path]
+    words: list[str]  # its name and arguments
+    title: str  # the text and the way of scoring, for people
+    folder: str  # of its log and results, in OUT
+    checkpoint: Path  # the one that it scores
+    reads: Sequence[Path]  # the files of the data that it reads
 
 
 class Recipe(Protocol):
@@ -82,33 +74,23 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
+    """A row of a table."""
 
-    `model`: for people, in the paper's words. `recipe`: how it is trained and scored. `options`: further ones
-    of fairseq-train; the word SOURCE stands for the checkpoint that it starts from. `numbers`: the paper's, in the
-    order of the table's measures. `seeds`: those that `reproduce.py run` trains it with. `source`: the row of whose
-    first seed's model it starts.
-    """
-
-    model: str
+    model: str  # for people, in the paper's words
     recipe: Recipe
-    options: str
-    numbers: tuple[str, ...]
-    seeds: tuple[int, ...] = (1,)
-    source: str | None = None
+    options: str  # further ones of fairseq-train; the word SOURCE stands for the checkpoint that it starts from
+    numbers: tuple[str, ...]  # the paper's, in the order of the table's measures
+    seeds: tuple[int, ...] = (1,)  # those that `reproduce.py run` trains it with
+    source: str | None = None  # the row of whose first seed's model it starts
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper, or an expectation, about rows that are scaled down.
+    """A statement of a paper, or an expectation, about rows that are scaled down."""
 
-    `text`: for people. `of`: a row and the name of one of its scores, which, less that of `minus` if that is given, is
-    at least `at_least` and at most `at_most`, where these are given.
-    """
-
-    text: str
-    of: tuple[str, str]
-    minus: tuple[str, str] | None = None
+    text: str  # for people
+    of: tuple[str, str]  # a row and the name of one of its scores
+    minus: tuple[str, str] | None = None  # the score that is subtracted from it, if any
     at_least: float | None = None
     at_most: float | None = None
 
@@ -132,20 +114,15 @@ def read_claims(measure: str, text: str, **measures: str) -> tuple[Claim, ...]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper.
+    """A table of a paper."""
 
-    `title`: paper, number and subject. `folder`: of examples/, where the README says more. `measures`: the names of the
-    paper's numbers. `rows`: by their names on the command line. `claims`: of tables that are scaled down. `page`: of
-    docs/, where the results are. `baseline`: the row, and its perplexity, that the losses of all are compared with.
-    """
-
-    title: str
-    folder: str
-    measures: tuple[str, ...]
-    rows: dict[str, Row]
-    claims: tuple[Claim, ...] = ()
-    page: str = "results.md"
-    baseline: tuple[str, str] | None = None
+    title: str  # paper, number and subject
+    folder: str  # of examples/, where the README says more
+    measures: tuple[str, ...]  # the names of the paper's numbers
+    rows: dict[str, Row]  # by their names on the command line
+    claims: tuple[Claim, ...] = ()  # of tables that are scaled down
+    page: str = "results.md"  # of docs/, where the results are
+    baseline: tuple[str, str] | None = None  # the row, and its perplexity, that the losses of all are compared with
 
 
 def training(places: Places, task: str, row: str, options: list[str], gpus: int, update_freq: int) -> list[str]:

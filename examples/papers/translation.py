@@ -20,19 +20,12 @@ GENERATE = ROOT / "examples" / "wmt14" / "generate.sh"
 
 @dataclass(frozen=True)
 class Translation:
-    """A recipe of `fairseq-train` and generate.sh.
+    """A recipe of `fairseq-train` and generate.sh."""
 
-    Attributes:
-        options: of fairseq-train, for all rows.
-        tokens: target subwords of a batch, at most.
-        accumulated: GPUs and batches added up for an update.
-        generate: options of generate.sh.
-    """
-
-    options: str
-    tokens: int
-    accumulated: int = 1
-    generate: str = ""
+    options: str  # of fairseq-train, for all rows
+    tokens: int  # target subwords of a batch, at most
+    accumulated: int = 1  # GPUs and batches added up for an update
+    generate: str = ""  # options of generate.sh
     sources = False
 
     def training(self, row: str, places: Places, options: list[str], env: Mapping[str, str]) -> list[str]:

@@ -18,18 +18,14 @@ KEY_DIM = 64
 
 @dataclass(frozen=True)
 class Model:
-    """A memory and its feature map.
+    """A memory and its feature map."""
 
-    `title`: for figures and tables. `memory`: "softmax", "sum", "delta" or "capped". `feature_map`: a name of
-    `feature_maps.FEATURE_MAPS`. `dpfp_nu`, `favor_features`: sizes of these maps. `layer_norm`: of the capped memory.
-    """
-
-    title: str
-    memory: str
-    feature_map: str = "identity"
+    title: str  # for figures and tables
+    memory: str  # "softmax", "sum", "delta" or "capped"
+    feature_map: str = "identity"  # a name of `feature_maps.FEATURE_MAPS`
     dpfp_nu: int = 1
     favor_features: int | None = None
-    layer_norm: bool = False
+    layer_norm: bool = False  # of the capped memory
 
     def build(self, key_dim: int = KEY_DIM) -> Memory:
         """The memory, with random features drawn from torch's global generator."""

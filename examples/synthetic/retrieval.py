@@ -16,15 +16,11 @@ SETTINGS = {1: "capacity: L = S, without replacement", 2: "update rules: L = 2 S
 
 @dataclass(frozen=True)
 class Sequences:
-    """Pairs that are written one after the other.
+    """Pairs that are written one after the other."""
 
-    `keys`, `values`: (batch, length), integers from 0 to `size` - 1. `size`: S, how many keys, and how many values,
-    there are.
-    """
-
-    keys: Tensor
-    values: Tensor
-    size: int
+    keys: Tensor  # (batch, length), integers from 0 to `size` - 1
+    values: Tensor  # the same
+    size: int  # S, how many keys, and how many values, there are
 
     def latest(self) -> Tensor:
         """The place where each key was written last: (batch, size), -1 for a key that was not written."""

@@ -42,21 +42,15 @@ AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class Point:
-    """A model, a size, and all else that its result depends on.
-
-    `setting`: 1 or 2. `model`: a name of `MODELS[setting]`. `size`: S. `seed`: of the initial weights and all that is
-    drawn. `max_steps`: where training ends if nothing else ends it. `device`: "cpu" or "cuda", whose generators draw
-    different numbers. `evaluate_length`: "S" evaluates Setting 2 on sequences of S pairs, as the authors' program
-    does, "" on as many as in training.
-    """
+    """A model, a size, and all else that its result depends on."""
 
     setting: int
-    model: str
-    size: int
-    seed: int = 1
-    max_steps: int = MAX_STEPS
-    device: str = "cpu"
-    evaluate_length: str = ""
+    model: str  # a name of `MODELS[setting]`
+    size: int  # S
+    seed: int = 1  # of the initial weights and all that is drawn
+    max_steps: int = MAX_STEPS  # where training ends if nothing else ends it
+    device: str = "cpu"  # or "cuda", whose generator draws other numbers
+    evaluate_length: str = ""  # "S": Setting 2 is evaluated on S pairs, as by the authors' program; "": as trained
 
     @property
     def key(self) -> str:

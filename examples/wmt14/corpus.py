@@ -16,17 +16,13 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three splits in two languages that were checked.
-
-    `files`: by split and language. `pairs`: lines by split. `digest`: of the languages and the whole text, compressed
-    or not.
-    """
+    """Three splits in two languages that were checked."""
 
     source: str
     target: str
-    files: dict[tuple[str, str], Path]
-    pairs: dict[str, int]
-    digest: str
+    files: dict[tuple[str, str], Path]  # by split and language
+    pairs: dict[str, int]  # lines by split
+    digest: str  # of the languages and the whole text, compressed or not
 
     def read(self, split: str, language: str) -> Iterator[str]:
         """The lines as they came, without the line ends."""

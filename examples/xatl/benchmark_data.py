@@ -24,18 +24,13 @@ from common.files import UserError, read_lines
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task of lm_eval and its data.
+    """A task of lm_eval and its data."""
 
-    `config`: the task's file among lm_eval's. `hub`: the name of its data on the hub, and of their part. `split`: the
-    one that is scored. `fields`: of a line in a file, for people. `fits`: whether a line has them; if not, it may
-    raise.
-    """
-
-    config: str
-    hub: tuple[str, str | None]
-    split: str
-    fields: str
-    fits: Callable[[Any], bool]
+    config: str  # the task's file among lm_eval's
+    hub: tuple[str, str | None]  # the name of its data on the hub, and of their part
+    split: str  # the one that is scored
+    fields: str  # of a line in a file, for people
+    fits: Callable[[Any], bool]  # whether a line has them; if not, it may raise
 
 
 def _texts(line: Any, *names: str) -> bool:
