@@ -8,7 +8,8 @@ benchmarks/targets.json lists them by program and device:
         softmax attention, "of one length" for the source in the run's settings.
     quantity: the target for readers; {fewest} and {most} stand for the lengths that were measured.
     "at least" or "at most": the limit for the worst case; `label` names a case.
-    slow, fast: changes of a case that find two rows; the quantity is the former's time over the latter's.
+    slow, fast: changes of a case that find two rows; the quantity is the former's time over the latter's. Of several
+        values the fastest row that was measured counts.
     number: otherwise, a number (`_NUMBERS`) of the row that `fast` finds, by default that of the native kernels.
     show: the format of a number, a function of `pages`.
 """
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 from harness import ROOT, pages
 from harness.implementations import BACKENDS
 from harness.pages import Record, Row, count, markdown, median, significant
-from harness.trainings import COMPILED, PLAIN, PLUGIN, REPLAYED, SOFTMAX, STOCK
 
 
 class Failure(str):
@@ -32,7 +32,6 @@ class Failure(str):
 # A number for a target, or the reason why there is none; None for a case that the target leaves out.
 Number = float | str | None
 
-OURS = (PLUGIN, COMPILED, REPLAYED)
 GOALS = json.loads((ROOT / "benchmarks" / "targets.json").read_text())
 
 
@@ -113,9 +112,13 @@ def _compare(target: dict[str, Any], choices: dict[str, Any], record: Record) ->
     rows, span = record["rows"], _span(record)
 
     def find(case: Row, changes: Row) -> Row | str:
-        wanted = case | {name: span.get(value, value) for name, value in changes.items()}
-        row = next((row for row in rows if wanted.items() <= row.items()), None)
-        return "not in the run, or cut" if row is None else _why_not(row) or row
+        wanted = {
+            name: value if isinstance(value, list) else [span.get(value, value)]
+            for name, value in (case | changes).items()
+        }
+        found = [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
+        measured = [row for row in found if _why_not(row) is None]
+        return min(measured, key=median) if measured else next(map(_why_not, found), None) or "not in the run, or cut"
 
     def number(case: Row) -> Number:
         fast = find(case, target.get("fast", {"implementation": "native"}))
@@ -162,42 +165,6 @@ def _over_best_peer(rows: Sequence[Row], own: Row) -> Number:
     return min(times) / median(own) if times else "no peer ran"
 
 
-def _trained(rows: Sequence[Row], own: Row, model: str, *implementations: str) -> Row | str:
-    """The fastest of the trainings of a model in the part of `own`, or why there is none."""
-    found = [row for row in rows if (row["part"], row["model"]) == (own["part"], model)]
-    found = [row for row in found if row["implementation"] in implementations]
-    measured = [row for row in found if row["status"] == "measured"]
-    reasons = [_why_not(row) or "" for row in found]
-    return min(measured, key=median) if measured else next(iter(reasons), f"{model} is not in the run, or cut")
-
-
-def _of_the_faster(show: Callable[[Row], Number]) -> Callable[[Sequence[Row], Row], Number]:
-    """A number of the plugin's fastest training: plain, compiled or replayed."""
-
-    def number(rows: Sequence[Row], own: Row) -> Number:
-        found = _trained(rows, own, own["model"], *OURS)
-        return found if isinstance(found, str) else show(found)
-
-    return number
-
-
-def _over(*implementations: str, model: str | None = None) -> Callable[[Sequence[Row], Row], Number]:
-    """The speed of the plugin's fastest training over that of another implementation, or of another model."""
-
-    def number(rows: Sequence[Row], own: Row) -> Number:
-        peer = _trained(rows, own, model or own["model"], *implementations)
-        return peer if isinstance(peer, str) else _of_the_faster(lambda row: median(peer) / median(row))(rows, own)
-
-    return number
-
-
-def _over_the_fastest(rows: Sequence[Row], own: Row) -> Number:
-    """Its speed over that of the fastest of three rules, whose speeds should be equal."""
-    others = [_trained(rows, own, model, *OURS) for model in ("sum", "delta", "dpfp-1")]
-    fastest = min(median(row) for row in others if not isinstance(row, str))
-    return _of_the_faster(lambda row: fastest / median(row))(rows, own)
-
-
 def _longest_over_shortest(rows: Sequence[Row], own: Row) -> Number:
     medians = [median(row, "seconds beside other lengths") for row in rows if row["model"] == own["model"]]
     return max(medians) / min(medians)
@@ -211,12 +178,8 @@ _NUMBERS: dict[str, Callable[[Sequence[Row], Row], Number]] = {
     "memory": lambda rows, own: own["memory"]["extra"] / own["memory"]["tensors"],
     # The first call of each rule and pass in its process is at the first shape.
     "first call beyond the second": lambda rows, own: own["first call"] - own["second call"],
-    "speed over softmax": _over(*OURS, model=SOFTMAX),
-    "speed over plain PyTorch": _over(PLAIN, model=SOFTMAX),
-    "speed over stock": _over(STOCK),
-    "speed over the fastest": _over_the_fastest,
-    "tokens per second": _of_the_faster(lambda row: median(row, "tokens per second")),
-    "busy": _of_the_faster(lambda row: "its profile has nothing of a GPU" if row["busy"] is None else row["busy"]),
-    "peak memory": _of_the_faster(lambda row: row["peak bytes"]),
+    "tokens per second": lambda rows, own: median(own, "tokens per second"),
+    "busy": lambda rows, own: "its profile has nothing of a GPU" if own["busy"] is None else own["busy"],
+    "peak memory": lambda rows, own: own["peak bytes"],
     "longest over shortest": _longest_over_shortest,
 }
