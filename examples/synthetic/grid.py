@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -19,37 +18,21 @@ from common.fairseq_logs import time_left
 from common.files import UserError, append_line
 from common.steps import Screen
 
-from synthetic.results import Result, file_of, read_results
+from synthetic.results import Result, file_of, read_result, read_results
 from synthetic.training import Point, train_point
 
 
-class Estimate:
-    """How long points take, learned from those that are finished."""
+def seconds_left(finished: Iterable[Result], running: Sequence[tuple[Point, float]], jobs: int) -> float | None:
+    """Seconds until the last point is done, by the pace of finished ones; None as long as none is finished.
 
-    def __init__(self, finished: Iterable[Result]) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._work: dict[str, float] = defaultdict(float)
-        for result in finished:
-            self.learn(result.point, result.seconds)
-
-    def learn(self, point: Point, seconds: float) -> None:
-        for name in (point.model, ""):
-            self._seconds[name] += seconds
-            self._work[name] += point.work
-
-    def left(self, waiting: Sequence[Point], running: Sequence[tuple[Point, float]], jobs: int) -> float | None:
-        """Seconds until the last point is done; None as long as none is finished.
-
-        `running`: points with the seconds that they have taken so far. `jobs`: how many run at a time.
-        """
-        if not self._work[""]:
-            return None
-        ahead = []
-        for point, taken in [*((point, 0.0) for point in waiting), *running]:
-            name = point.model if self._work[point.model] else ""  # the other models' pace, where there is none of it
-            # One that takes longer than expected is taken to be done any moment now: nothing better is known.
-            ahead.append(max(0.0, self._seconds[name] / self._work[name] * point.work - taken))
-        return max([sum(ahead) / jobs, *ahead], default=0.0)
+    `running`: points with the seconds that they have taken so far. `jobs`: how many run at a time.
+    """
+    seconds, work = map(sum, zip((0.0, 0.0), *((r.seconds, r.point.work) for r in finished), strict=True))
+    if not work:
+        return None
+    # One that takes longer than expected is taken to be done any moment now: nothing better is known.
+    ahead = [max(0.0, seconds / work * point.work - taken) for point, taken in running]
+    return max([sum(ahead) / jobs, *ahead], default=0.0)
 
 
 _reports: Any
@@ -96,16 +79,16 @@ class Grid(Screen):
         if len(waiting) < len(points):
             self.say(f"{len(points) - len(waiting)} of {len(points)} points: done before")
         devices = {point.device for point in points}
-        estimate = Estimate(result for result in finished.values() if result.point.device in devices)
+        known = [result for result in finished.values() if result.point.device in devices]
         before = dict(os.environ)
         os.environ.update(one_thread())  # which the workers inherit
         try:
-            self._work(waiting, estimate)
+            self._work(waiting, known)
         finally:
             os.environ.clear()
             os.environ.update(before)
 
-    def _work(self, waiting: list[Point], estimate: Estimate) -> None:
+    def _work(self, waiting: list[Point], known: list[Result]) -> None:
         total, done = len(waiting), 0
         running: dict[Future[dict[str, Any]], tuple[Point, float]] = {}
         progress: dict[str, str] = {}
@@ -127,8 +110,9 @@ class Grid(Screen):
                             raise UserError(f"{point.title} failed: {error}")
                         result = future.result()
                         append_line(file_of(self.folder, point.setting), result)
-                        estimate.learn(point, result["seconds"])
-                        left = estimate.left(waiting, [(other, 0.0) for other, _ in running.values()], self.jobs)
+                        known.append(read_result(result)[1])
+                        ahead = [(other, 0.0) for other in (*waiting, *(x for x, _ in running.values()))]
+                        left = seconds_left(known, ahead, self.jobs)
                         self.say(f"[{done}/{total}] {_told(point, result)}{time_left(left) if done < total else ''}")
                     while not reports.empty():
                         key, text = reports.get()
@@ -136,7 +120,7 @@ class Grid(Screen):
                     now = time.monotonic()
                     taken = [(point, now - started) for point, started in running.values()]
                     lines = [f"{point.title}: {progress.get(point.key, 'begins')}" for point, _ in taken]
-                    left = estimate.left(waiting, taken, self.jobs)
+                    left = seconds_left(known, [*((point, 0.0) for point in waiting), *taken], self.jobs)
                     self.show([*lines, f"{len(waiting)} waiting{time_left(left)}"])
             finally:
                 self.clear()

@@ -40,7 +40,7 @@ def read_results(path: Path) -> dict[str, Result]:
     result, and for a point that is there twice.
     """
     results: dict[str, Result] = {}
-    for number, (key, result) in read_values(path, _read, "result of a point"):
+    for number, (key, result) in read_values(path, read_result, "result of a point"):
         if key in results:
             raise UserError(f"{path}, line {number} repeats a point that an earlier line has; remove one of them")
         if key == result.point.key:
@@ -58,7 +58,8 @@ def one_of_each_seed(results: Iterable[Result]) -> list[Result]:
     return list(chosen.values())
 
 
-def _read(value: dict[str, Any]) -> tuple[str, Result]:
+def read_result(value: dict[str, Any]) -> tuple[str, Result]:
+    """A line's key and result; may raise as `read_values` says."""
     point = Point(**value["point"])
     if point.model not in MODELS[point.setting]:
         raise ValueError(point.model)
