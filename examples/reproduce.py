@@ -75,7 +75,7 @@ def _list(name: str) -> None:
 
 
 def listing(table: Table) -> str:
-    """A table's rows and the paper's numbers, as its README has them too."""
+    """A table's rows and the paper's numbers."""
     rows = [[f"`{name}`", row.model, *row.numbers] for name, row in table.rows.items()]
     return format_table(["row", "model", *table.measures], rows)
 

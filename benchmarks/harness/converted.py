@@ -14,7 +14,7 @@ SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3}
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 5}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 _BASE, _EPS = 100000.0, 1e-5
-# Mixers of converted layers with their settings, as in examples/papers/smollm2.py.
+# Mixers of converted layers with their settings, as in examples/papers/scaled.py.
 MEMORIES: dict[str, dict[str, Any]] = {
     "gated-delta": {"gated_delta_bias": True},
     "window-sum": {},

@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common import matrix_products
-from common.commands import ROOT, shown
+from common.commands import ROOT, fast_products, shown
 from common.files import append_line, read_values
 from common.identity import digest_of, split_files
 
@@ -44,7 +43,7 @@ class Entry:
     commit: str  # of this repository; "" outside a checkout, as is the next
     code: str  # a digest of the code that computes
     versions: dict[str, str]  # of Python and of the packages that compute
-    processor: str  # as the system calls it, and whether MKL was told to use AVX-512 on it (`matrix_products`)
+    processor: str  # as the system calls it, and whether MKL was told to use AVX-512 on it (`fast_products`)
     data: str  # a digest of the dictionary and the binarised training text
     seconds: float  # of the training
     parameters: int
@@ -170,7 +169,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _processor() -> str:
-    return f"{_model_name()}, AVX-512 in MKL" if matrix_products.environment() else _model_name()
+    return f"{_model_name()}, AVX-512 in MKL" if fast_products() else _model_name()
 
 
 def _model_name() -> str:
