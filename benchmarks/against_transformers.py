@@ -193,6 +193,7 @@ def conversions(sizes: dict[str, Any], quick: bool) -> Iterator[Comparison]:
     for (where, layers), mixer in itertools.product(converted.layers_of(shape).items(), converted.MEMORIES):
         models[f"{mixer} {where}"] = converted.converted(peer, mixer, layers)
     text = torch.randint(4, shape["vocab_size"], (2, 9), device=peer.device)
+    # The conversion without linear attention must be the base model itself.
     with torch.no_grad():
         check_alike(*(models[name](text).logits for name in ("source", PEER)))
     wanted, able = sizes.get("compiled", []), [name for name in models if name != PEER]

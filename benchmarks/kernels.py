@@ -59,6 +59,7 @@ def main() -> None:
         settings = LENGTHS | (LENGTHS_ON_CPU if options.device == "cpu" else {})
         settings |= QUICK_LENGTHS if options.quick else {}
         tokens, *sizes, dtype = settings.values()
+        # The number of tokens stays the same: longer rows are fewer.
         cases = [
             Case(Shape(f"T = {time}", tokens // time, sizes[0], time, *sizes[1:]), dtype, "forward+backward")
             for time in ((16, 64) if options.quick else [2**n for n in range(6, 15)])

@@ -38,6 +38,7 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
         (title, text), where = SECTIONS[record["program"]], "GPU" if record["device"] == "cuda" else "CPU"
         link = os.path.relpath(path, page.parent)
         parts.append(f"## {title}, {where}\n")
+        # Results of kernels that have changed since: only the peers' times still count.
         if "superseded" in record:
             parts.append(
                 f"Not measured in turns with the kernels as they are now; when it was, on {record['date'][:10]}, "

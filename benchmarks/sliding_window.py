@@ -79,6 +79,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {peer: [] for peer in TASKS}
     with tempfile.TemporaryDirectory() as name:
         data, checkpoint = prepare(Path(name), options.tokens)
+        # The start of a process, which the ratio leaves out of both.
         _, start = measure(data, checkpoint, TASKS["fairseq"], window=False)
         for _ in range(options.rounds):
             for peer, task in TASKS.items():

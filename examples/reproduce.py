@@ -194,6 +194,7 @@ def _reproduce(words: list[str], only_print: bool) -> None:
         raise UserError(f"{table} {name} {verb} takes {' '.join(names)} [OPTION ...]")
     *source, data, out = map(Path, folders)
     places = Places(data, out, *source)
+    # --print needs no files: only a call that works checks them.
     steps = steps_by_hand(verb, f"{table} {name}", row, places, options, checked=not only_print)
     if only_print:
         print("\n".join(shlex.join(step.command) for step in steps))

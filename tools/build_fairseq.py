@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise BuildError(f"this is Python {sys.version.split()[0]}, and fairseq can be built for 3.10 to 3.13")
         if options.constraint and not options.constraint.is_file():
             raise BuildError(f"--constraint {options.constraint}: there is no such file")
+        # A fairseq that works may be the user's own: it stays.
         if (version := installed_version()) and not options.force:
             if failure := import_failure():
                 print(f"fairseq {version} is installed and cannot be imported ({failure}); replacing it")

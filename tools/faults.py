@@ -71,6 +71,7 @@ def signalled(
 
 
 def killed_while_writing(training: Training, draw: random.Random) -> int:
+    # Bytes of all checkpoints together, before the process kills itself.
     left = draw.randrange(100_000, 700_000)
 
     def prepare(training: Training) -> None:
@@ -216,6 +217,7 @@ def data_changed(training: Training, draw: random.Random) -> int:
 
 
 def disk_full(training: Training, draw: random.Random) -> int:
+    # A limit on the size of files acts as a disk that is full; -1 lifts the hard limit.
     number, size = draw.randrange(1, UPDATES), draw.randrange(100, 20_000)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1))
     ended = training.run(lambda training: training.at_update(number, limit))

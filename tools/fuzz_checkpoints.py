@@ -408,6 +408,7 @@ def legacy(pickle: bytes, storages: dict[str, bytes], rng: Random) -> bytes:
 
 def made(seed: int, index: int) -> Case:
     """The case of this number."""
+    # Drawn from its number alone, so that --only makes the same case again.
     rng = Random(f"{seed} {index}")
     zipped, kind = rng.random() < 0.7, rng.choice(("written", "changed", "changed", "program", "program", "program"))
     if kind == "program":

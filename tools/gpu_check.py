@@ -138,6 +138,7 @@ def check(plan: Sequence[Stage], results: Path, seconds: float) -> list[str]:
         outcome = run(stage, deadline - time.monotonic(), WORK / f"{slug(stage.name)}.log")
         print(f"{outcome['status']}, {outcome['seconds']:.0f} s: {outcome['summary'][:300]}", flush=True)
         bad += [stage.name] if outcome["status"] != "passed" else []
+        # After each stage: a machine that is lent may be taken away at any time.
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         known = json.loads(results.read_text()) if results.exists() else {}
         known.setdefault("gpu check", {})[stage.name] = {"date": date, **outcome}

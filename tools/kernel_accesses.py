@@ -94,6 +94,7 @@ def kernels_of(emulator: Any, library: Path) -> list[Kernel]:
     for kernel, address, blocks, accesses, asked, needed, shared in rows:
         known = kernels.setdefault(kernel, Kernel(re.sub(noise, "", found[kernel + 1][0][0]), blocks, {}))
         lines = [line for _, line in found[address] if not re.match(r"emulation/.*\.(h|cpp):", line)]
+        # The four innermost lines tell a place within inlined functions.
         key, one = (bool(shared), " < ".join(lines[:4])), Count(accesses, asked, needed)
         known.lines[key] = total((known.lines[key], one)) if key in known.lines else one
     return list(kernels.values())

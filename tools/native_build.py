@@ -100,6 +100,7 @@ class Plan(NamedTuple):
 
 def instruction_sets(compiler: HostCompiler, listed: str) -> list[str]:
     """The `VARIANTS` that `listed` asks for, as FASTWEIGHTS_BUILD_ISA does; `Unavailable` if it is unknown."""
+    # On other processors the compiler has no such flags.
     known = list(VARIANTS) if is_x86() else ["baseline"]
     if listed == "all":
         return known

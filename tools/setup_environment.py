@@ -154,6 +154,7 @@ def make(folder: Path, stamp: dict[str, str]) -> None:
         ("a first import of all", [python, "-c", "import torch, fairseq, fairseq_fastweights"]),
     ):
         step(title, command, folder / LOG)
+    # The stamp comes last: without it the next run begins anew.
     (folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
     print(f".venv is ready ({time.monotonic() - started:.0f} s)")
 

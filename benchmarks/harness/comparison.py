@@ -200,5 +200,6 @@ def measure_all(
         if made < options.rounds:
             budget.cut.append(f"{case}: {made} rounds of {options.rounds}")
         print(f"{case}: {made} rounds", file=sys.stderr, flush=True)
+        # After each case, so that a program that is stopped leaves its results.
         records.save(program, options, **facts)
     return records.save(program, options, **facts)

@@ -24,6 +24,7 @@ def draw_next_token(record: dict[str, Any], path: Path) -> None:
     times = {model: _curve(record, model, lambda row: _milliseconds(row["seconds"])) for model in record["parameters"]}
     sizes = {model: _curve(record, model, lambda row: [row["peak bytes"] / 2**20]) for model in record["parameters"]}
     others = [rule for rule in rules if rule != shown]
+    # The rule that is drawn stands for all: the text says how far the others are from it.
     most = max(
         abs(theirs[1] / ours[1] - 1)
         for curves in (times, sizes)

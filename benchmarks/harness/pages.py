@@ -146,6 +146,7 @@ def _generation(record: Record) -> Iterator[str]:
     fewest = {row["model"]: median(row) for row in record["rows"] if row["length"] == min(base)}
 
     def expected(row: Row) -> str:
+        # A step on fewest tokens, and the time of moving the keys and values that it has besides.
         moved = median(base[row["length"]], "cache seconds") - median(base[min(base)], "cache seconds")
         return "–" if row["model"] == "transformer" else ratio((fewest["transformer"] + moved) / fewest[row["model"]])
 

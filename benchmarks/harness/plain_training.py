@@ -74,6 +74,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        # Pre-norm is x + f(norm(x)), post-norm norm(x + f(x)).
         for norm, block in zip(self.norms, (self.mixer, self.feed_forward), strict=True):
             # pre-norm or post-norm, as --decoder-normalize-before says
             x = x + self.dropout(block(norm(x))) if self.before else norm(x + self.dropout(block(x)))

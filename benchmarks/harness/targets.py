@@ -50,6 +50,7 @@ def judge(sense: str, limit: float, show: Callable[[float], str], numbers: Seque
 
     Cases without a number are named. A target is unmeasured if all cases are, and missed if one failed.
     """
+    # A case has a number, the reason why it has none, or an error (`Failure`), which is a text, too.
     known = [(value, label) for label, value in numbers if not isinstance(value, str)]
     failed = [(label, value) for label, value in numbers if isinstance(value, Failure)]
     missing = [(label, value) for label, value in numbers if type(value) is str]

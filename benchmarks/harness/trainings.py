@@ -66,6 +66,7 @@ class Part:
 
     def flags_of(self, model: str, implementation: str, backend: str, quick: bool) -> list[str]:
         """Options of fairseq-train for model and batch."""
+        # An update of translations adds up `batch` batches of `length` tokens.
         models = TRANSLATORS if self.translates else MODELS
         batch, length = (2, 16) if quick else (self.batch, self.length)
         if self.translates:

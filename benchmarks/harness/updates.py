@@ -119,10 +119,12 @@ def find_waits(trainer: Any, step: Callable[[], Any], found: list[str]) -> Any:
         gpu.note(x)
     original = trainer._prepare_sample
 
+    # Batches become clones whose originals are known, as fairseq's copies to a GPU are.
     def prepare(sample: Any, *others: Any, **options: Any) -> Any:
         moved = utils.apply_to_sample(lambda x: gpu.note(host_copies.remember(x.clone(), x)), sample)
         return original(moved, *others, **options)
 
+    # These methods are no operators: the mode below does not see them.
     kept = {name: getattr(Tensor, name) for name in ("cpu", "numpy", "tolist")}
 
     def asking(name: str) -> Callable[..., Any]:

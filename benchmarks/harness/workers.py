@@ -323,6 +323,7 @@ def measure(
             for worker in loaded:
                 worker.warm_up(max(0.0, until - time.monotonic()))
         made = 0
+        # A worker that has a row already is lost, with the reason in it.
         while (ready := [worker for worker in started.values() if not worker.row]) and made < rounds:
             if made and budget.left <= 0:
                 break

@@ -37,6 +37,7 @@ def parse_training(log: str) -> Training:
     training, speeds, steps, free, epochs = Training(), [], [], [], []
     if parameters := re.findall(r"num\. shared model params: ([\d,]+)", log):
         training.parameters = int(parameters[-1].replace(",", ""))
+    # Later lines of an update replace earlier ones: an interrupted training did it twice.
     last = 0
     for found in _JSON_LINE.finditer(log):
         last = found.end()

@@ -184,6 +184,7 @@ class Process:
         code = self.popen.returncode
         log = self.step.log.read_text(encoding="utf-8", errors="replace")
         reason = f"exit status {code}" if code > 0 else f"signal {-code}"
+        # An exit status of 0 is not enough: the log must hold a result.
         if code == 0:
             try:
                 result = self.step.read_result(log)
@@ -277,6 +278,7 @@ class Runner(Screen):
         running: list[Process] = []
         try:
             while (waiting := self._left(waiting, running)) or running:
+                # A step begins when a slot, all that it uses and the lock of its folder are there.
                 for step in list(waiting):
                     ready = len(running) < self.slots and all(s.result() is not None for s in step.after)
                     if ready and self._hold(step.lock):

@@ -90,6 +90,7 @@ def compare(options: argparse.Namespace) -> None:
     shutil.copy(pieces.folder / "subwords.model", out / "bin")
     write_json(out / "bin" / "preparation.json", {"made from": {"subwords": "sentencepiece", **LANGUAGES}})
 
+    # Ten validations, whose number does not depend on the length of the training.
     planned = f"{MODEL} {TRAINING} {schedule(options.updates, 100, -(-options.updates // 10))}"
     recipe = Translation(planned, tokens=BATCH, generate=GENERATION)
     rows = {name: Row(title, recipe, words, ()) for name, (title, words) in MODELS.items() if name in options.models}

@@ -89,6 +89,7 @@ def encode_split(source: Path, paths: list[Path], out: Path, most: int | None, w
         "files": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
         "tokens": most,
     }
+    # Times in nanoseconds, sizes and the tokenizer tell whether the sources are still the same.
     before = json.loads(record.read_text()) if record.exists() else {}
     if before.get("made from") == made_from:
         print(f"{out} is there")

@@ -32,6 +32,7 @@ def draw_table(name: str, table: Table, entries: Sequence[Entry], folder: Path) 
 
 def draw_validation(table: Table, entries: Sequence[Entry], path: Path) -> None:
     """Draws the validation perplexity of each row by update."""
+    # A mean of updates that only some seeds have reached would jump.
     curves = {}
     for row in table.rows:
         of_row = [entry for entry in entries if entry.row == row]

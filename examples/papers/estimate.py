@@ -144,6 +144,7 @@ def estimate(size: Size, gpu: dict[str, Any], precision: str, speeds: Sequence[S
     if precision not in gpu["teraflops"]:
         raise UserError(f"--precision is {precision}; this GPU has {', '.join(gpu['teraflops'])}")
     room = 0.9 * gpu["gigabytes"]
+    # The smallest number of batches that has room, or else the largest that divides the update.
     divisors = [number for number in range(1, size.most + 1) if size.most % number == 0]
     fitting = [number for number in divisors if size.gigabytes(precision, number) <= room]
     batches = size.batches or (fitting or divisors[-1:])[0]
@@ -184,6 +185,7 @@ def report(rows: Sequence[tuple[str, str]], gpu: str, precision: str, tables: di
     line.
     """
     speeds = measured(tables)
+    # By the cells of a line, the rows that have them.
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, row in rows:
         found = estimate(size_of(tables[name], tables[name].rows[row]), RECORD["gpus"][gpu], precision, speeds)

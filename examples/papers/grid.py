@@ -170,6 +170,7 @@ def steps_by_hand(
     scorings = row.recipe.evaluations(places, options, os.environ) if verb == "evaluate" else []
     if checked:
         row.recipe.check(verb, places, os.environ)
+    # By hand a training is never done: it goes on with whatever OUT holds.
     if training:
         return [Step(**_training(title, training, row, places, finishes=False), always=True, log_name="train.log")]
     of = [json.dumps(identity(each.checkpoint, each.reads)) if checked else "" for each in scorings]

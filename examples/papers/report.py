@@ -78,6 +78,7 @@ def block(name: str, table: Table, entries: Iterable[Entry], pictures: bool = Fa
         raise UserError(
             f"{name}: its runs are of different data, which no table may mix; give each a ledger of its own"
         )
+    # The size of the state comes after the perplexities.
     measures = sorted(dict.fromkeys(name for entry in found for name in entry.scores), key=lambda name: name == STATE)
     above = [f"loss above {table.rows[table.baseline[0]].model}, %"] if table.baseline else []
     header = ["model", "seeds", "parameters", "hours", "valid perplexity", *measures, *above, *table.measures]

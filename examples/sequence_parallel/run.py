@@ -41,6 +41,7 @@ def make_inputs(rule: str, sizes: argparse.Namespace, dtype: torch.dtype) -> Inp
     def normal(*width: int) -> Tensor:
         return torch.randn(*shape, *width, generator=draw, dtype=dtype)
 
+    # In all about -2 over the text: each segment keeps something of the state that enters it.
     def decay(*width: int) -> Tensor:
         return -torch.rand(*shape, *width, generator=draw, dtype=dtype) * 4 / sizes.time
 

@@ -80,6 +80,7 @@ def _draw(number: int, setting: int, size: int, results: Sequence[Result], path:
         ended = "" if by_size else " Trainings that have ended count with their last losses."
         notes.append(f"Lines go through the medians of the seeds, bands span them.{ended}")
     say(figure, MESSAGES[number].format(size=size), *notes)
+    # Levels below all curves would only stretch the scale.
     lowest = min(low for curve in curves.values() for _, _, low, _ in curve)
     levels = {label: level for label, level in LEVELS.items() if level >= lowest}
     draw_curves(axes, curves, labels=labels, levels=levels, marker="o" if by_size else "")

@@ -124,6 +124,7 @@ def train_point(point: Point, report: Callable[[int, float], None] = lambda step
     device = torch.device(point.device)
     retriever = Retriever(MODELS[point.setting][point.model], point.size).to(device)
     on_gpu = device.type == "cuda"
+    # A CUDA graph needs the optimiser's count of steps on the GPU (`capturable`).
     optimizer = torch.optim.Adam(retriever.parameters(), lr=LEARNING_RATE, fused=True, capturable=on_gpu)
     rule = StopRule(point.max_steps)
     curve = []

@@ -41,6 +41,7 @@ def survey(folder: Path, source: str, target: str) -> Corpus:
     files = {(split, lang): _find(folder, f"{split}.{lang}") for split in SPLITS for lang in (source, target)}
     digest = hashlib.sha256(f"{source} {target}".encode())
     counts = {}
+    # One pass finds the sizes, the digest and what cannot be decoded.
     for (split, language), path in files.items():
         counts[split, language] = 0
         digest.update(f"\0{split}.{language}\0".encode())

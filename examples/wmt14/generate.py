@@ -66,6 +66,7 @@ def translate(data: Path, out: Path, given: list[str]) -> None:
     subsets = (os.environ.get("SUBSETS") or "valid test").split()
     if not {*subsets} <= {"valid", "test"}:
         raise UserError(f"SUBSETS is {' '.join(subsets)}; it must be valid, test or both")
+    # All that can be wrong was looked at; now comes the work of minutes or hours.
     options = [*OPTIONS, *given]
     for subset in subsets:
         name, of = out / f"generate-{subset}", identity(out / "checkpoint_best.pt", split_files(data, subset))

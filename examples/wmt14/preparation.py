@@ -124,6 +124,7 @@ def prepare(out: Path, corpus: Corpus, digest: str, settings: Settings, workers:
     stages = Stages(out.with_name(f"{out.name}.unfinished"))
     kind, languages = settings.subwords, (settings.source, settings.target)
 
+    # The digest of a stage has the name of the one before, and with it all that went into that.
     title, clean = f"cleaning {sum(corpus.pairs.values()):,} pairs", partial(_clean, corpus, kind, workers)
     text = stages.run("text", [digest, languages, kind], title, clean)
     title, learn = f"learning {kind}, {settings.vocabulary:,} subwords", partial(_learn, text, settings)
