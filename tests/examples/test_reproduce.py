@@ -68,7 +68,7 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("table", ALL)
-def test_the_commands_of_a_table_are_those_that_were_compared_with_the_paper(table: str, reproduce) -> None:
+def test_all_commands_of_a_table_are_those_compared_with_the_paper(table: str, reproduce) -> None:
     """If they change on purpose, the page of the paper's rows is to be read again before its digest is."""
     found = []
     for name, row in ALL[table].rows.items():
