@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
-from html import escape
+from html import escape, unescape
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ SITE = {
 }
 """Files outside docs/, by their path in the repository, and their place in the site."""
 
+PHONE_LINE = 38
+"""Characters of code in a line of a phone of 390 pixels."""
+
 REPOSITORY = {place: path for path, place in SITE.items()}
 
 
@@ -46,12 +49,31 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Makes the parts that follow from the code, and the site's links of the repository's."""
     place = page.file.src_uri
+    page.meta["tags"] = config.extra["searched_as"].get(place, [])  # the search puts pages with these words first
     made = re.sub(r"^<!-- derivations -->$", lambda _: derivations(), markdown, flags=re.MULTILINE)
     made = re.sub(r"^<!--\n(:::.*?)\n-->$", r"\1", made, flags=re.MULTILINE | re.DOTALL)  # where code hosts show tables
-    return outside_of_code(made, lambda text: site_links(text, place))
+    return outside_of_code(made, lambda text: site_links(text, place, config.repo_url))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks inline code that is too long for one line of a phone, and the words within that stay in one piece."""
+
+    def marked(found: re.Match[str]) -> str:
+        if len(unescape(found[1])) <= PHONE_LINE:
+            return found[0]
+        # A path that is longer than a line may break behind its marks.
+        words = (
+            re.sub(r"[^/.,_=]+[/.,_=]*", r"<span>\g<0></span><wbr>", word)
+            if len(unescape(word)) > PHONE_LINE
+            else f"<span>{word}</span>"
+            for word in found[1].split(" ")
+        )
+        return f'<code class="long">{" ".join(words)}</code>'
+
+    return re.sub(r"(?<!<pre>)(?<!</span>)<code>([^<]*)</code>", marked, html)
 
 
 def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
@@ -61,10 +83,14 @@ def outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
     return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))
 
 
-def site_links(text: str, place: str) -> str:
+def site_links(text: str, place: str, repository: str = "") -> str:
     """Links between files of the repository as links between pages of the site.
 
-    `place` is the page's own in the site.
+    Args:
+        text: Markdown without blocks of code.
+        place: the page's own in the site.
+        repository: the published repository, to which links to files outside the site lead; without it these files
+            are named only.
     """
     here = Path(REPOSITORY.get(place, f"docs/{place}")).parent
 
@@ -79,6 +105,8 @@ def site_links(text: str, place: str) -> str:
             return f"{found['picture']}[{found['text']}]({target})"
         if not (ROOT / path).exists():
             return found[0]  # a broken link, which MkDocs tells
+        if repository:
+            return f"[{found['text']}]({repository.rstrip('/')}/blob/HEAD/{path})"
         return f"`{path}`" if path in found["text"] else f"{found['text']} (`{path}`)"
 
     return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
