@@ -1,4 +1,4 @@
-"""Measures again all that docs/performance.md says of a CPU, draws the figures and writes the page.
+"""Measures the rules, decode steps and lengths on a CPU again, draws the figures and writes the tables.
 
     python benchmarks/all_cpu.py [--budget 960] [--threads 2]
 

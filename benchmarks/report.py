@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the results in benchmarks/results and the text in benchmarks/page.md.
+"""Writes all tables from the results in benchmarks/results and the text in benchmarks/page.md.
 
 python benchmarks/report.py [--results FOLDER] [--page FILE]
 """
@@ -15,7 +15,7 @@ from harness.pages import Record, count
 from harness.program import make_parser
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "build" / "performance.md"
 
 # The head, and by program, in the page's order, title and text of its section.
 HEAD, *_words = re.split(r"\n%% (\w+): (.*)\n", (ROOT / "benchmarks" / "page.md").read_text())
@@ -121,13 +121,14 @@ def _beside(time: float | None, own: float) -> tuple[str, str]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/performance.md")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: build/performance.md")
     options = parser.parse_args()
     page = options.page.resolve()
     results = find_records(options.results.resolve())
     if not results:
         missing = "holds no results" if options.results.is_dir() else "is no folder"
         parser.error(f"--results is {options.results}, which {missing}; it must be where benchmarks/*.py wrote theirs")
+    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render(results, page))
 
 

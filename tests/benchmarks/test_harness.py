@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from argparse import Namespace
 from functools import partial
@@ -261,9 +262,20 @@ def test_targets_on_a_gpu_get_verdicts_worked_out_by_hand() -> None:
     assert "; ".join(lines) == SAID.replace("\n", " ")
 
 
-def test_the_committed_page_is_what_the_results_say(tmp_path: Path, run) -> None:
-    page = report.PAGE.with_name("nothing to read.md")
-    assert report.render(report.find_records(report.RESULTS), page) == report.PAGE.read_text()
+def test_the_page_says_what_the_results_say(tmp_path: Path, run) -> None:
+    """Each number of a row of docs/performance.md stands in the tables of the results that the row links to."""
+    page = (report.ROOT / "docs" / "performance.md").read_text()
+    found = report.find_records(report.RESULTS)
+    rows = re.findall(
+        r"^\| \*\*.*?results/(\w+\.json)\).*?\) \| (.*) \| (\d), (\d+) November \|$", page, flags=re.MULTILINE
+    )
+    assert len(rows) == page.count("\n| **") == 10
+    for file, said, threads, day in rows:
+        results = [(path, record) for path, record in found if path.name == file]
+        tables = report.render(results, report.PAGE)
+        assert f"{threads} thread" in tables and f"2026-11-{day}" in tables
+        numbers = re.findall(r"\d[\d,]*\.\d+|\d+(?= ms)|\d+(?= MiB)", said)
+        assert numbers and [number for number in numbers if number not in tables] == [], file
     (tmp_path / "other.json").write_text('{"tokens": 3}')
     for folder, message in (("missing", "missing, which is no folder"), (".", ", which holds no results")):
         assert message in run("report", "--results", tmp_path / folder, "--page", tmp_path / "page.md")
