@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
+from functools import partial
 from html import escape, unescape
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -112,16 +113,90 @@ def site_links(text: str, place: str, repository: str = "") -> str:
     return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
 
 
-def language_model_options(own: bool) -> str:
-    """Makes the table of options that language models add to fairseq's: those of `own` mixers, or all others."""
+PURPOSES = {
+    "mixers": "mixers update_rule softmax_attention_layers",
+    "features and gates": (
+        "feature_map feature_dim dpfp_nu favor_features normalization scale_read_out query_key_norm_eps "
+        "retention_rms_norm retention_eps softmax_output_gate softmax_joint_norm _conv _negative_eigenvalues _eps "
+        "delta_net_gate _gate_rank kimi_delta_gate_bias delta_product_writes gla_rank mamba_dt_rank mamba_conv"
+    ),
+    "heads and state": (
+        "fast_weight_heads kv_heads head_dim _key_heads _key_dim _value_dim _kv_heads retention_value_dim mamba_state "
+        "mamba_expansion gla_key_dim"
+    ),
+    "context": (
+        "rotary_dim rotary_base rotary_scaling local_window window_sum_window linformer_slots abc_slots "
+        "transformer_xl_memory transformer_xl_clamp_len transformer_xl_same_length carry_over_state "
+        "reset_state_probability text_streams separate_documents"
+    ),
+    "architecture": (
+        "rms_norm_eps zero_centered_norms output_norm_layers swiglu parallel_residual no_attention_bias "
+        "projection_bias _bias mamba_bias init_std square_projections adaptive_softmax_bias mask_special_symbols"
+    ),
+    "conversion": "transfer_from transfer freeze unfreeze_threshold unfreeze_patience unfreeze_interval dry_run",
+    "speed": "fast_weight_backend compile no_cuda_graphs cuda_graphs",
+}
+"""By purpose, the options of language models. `_conv` is that of each mixer that has no entry of its own for it."""
+
+
+def own_option(name: str) -> tuple[str, str]:
+    """A mixer and the name of its own option `--<mixer>-<name>`; two times "" for any other option."""
+    from fairseq_fastweights.mixers.registry import MIXERS, option_name
+
+    found = ((mixer, own) for mixer, kind in MIXERS.items() for own in kind.options if option_name(mixer, own) == name)
+    return next(found, ("", ""))
+
+
+def options_for(purpose: str) -> str:
+    """Makes the table of the options for a purpose, with the mixers that read each; options in no table are an error.
+
+    Options of several mixers that say the same are one row.
+    """
     from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+    from fairseq.tasks.language_modeling import LanguageModelingConfig
 
     from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModelConfig
-    from fairseq_fastweights.models.fast_weight_options import MixerOptions
+    from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingConfig
 
-    mixers = {field.name for field in fields(MixerOptions)}
-    added = added_fields(FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
-    return options(field for field in added if (field.name in mixers) == own)
+    of_model = added_fields(FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
+    of_task = added_fields(FastWeightLanguageModelingConfig, LanguageModelingConfig)
+    placed = {name: place for place, names in PURPOSES.items() for name in names.split()}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for field in (*of_model, *of_task):
+        mixer, own = own_option(field.name)
+        is_shared = bool(own) and field.name not in placed
+        name = f"_{own}" if is_shared else field.name
+        if field.metadata.get("help") and placed[name] == purpose:
+            shown, *others = row(field)
+            shown = f"`--MIXER{name.replace('_', '-')}`" if is_shared else shown
+            rows.setdefault((name, shown, *others), []).extend([mixer] if mixer else readers(field.name))
+    order = list(placed)
+    lines = sorted(rows.items(), key=lambda line: order.index(line[0][0]))
+    return table(OPTION_COLUMNS, ((*cells, shown_readers(names)) for (_, *cells), names in lines))
+
+
+OPTION_COLUMNS = ("option", "default", "meaning", "mixers")
+
+
+def readers(name: str) -> list[str]:
+    """The mixers that read an option of several mixers."""
+    from fairseq_fastweights.mixers.registry import MIXERS
+    from fairseq_fastweights.models.description import OPTIONS_OF_MIXERS
+
+    return [mixer for mixer, kind in MIXERS.items() if OPTIONS_OF_MIXERS.get(name) in kind.settings(mixer)]
+
+
+def shown_readers(names: list[str]) -> str:
+    """Names of mixers, of which those with an update rule of the papers are "rules"."""
+    from fairseq_fastweights.mixers.registry import MIXERS
+    from fairseq_fastweights.mixers.update_rules import UPDATE_RULES
+
+    if set(UPDATE_RULES) <= set(names):
+        names = ["rules", *(name for name in names if name not in UPDATE_RULES)]
+    lacking = [name for name in MIXERS if name not in names and name not in UPDATE_RULES]
+    if len(lacking) < 7 and names[:1] == ["rules"]:
+        return f"all but {', '.join(f'`{name}`' for name in lacking)}"
+    return ", ".join("rules" if name == "rules" else f"`{name}`" for name in names)
 
 
 def translation_model_options() -> str:
@@ -130,17 +205,16 @@ def translation_model_options() -> str:
     from fairseq_fastweights.models.fast_weight_transformer import FastWeightTransformerOptions
 
     shared = {(field.name, field.metadata.get("help")) for field in fields(FastWeightOptions)}
-    own = fields(FastWeightTransformerOptions)
-    return options(field for field in own if (field.name, field.metadata.get("help")) not in shared)
+    own = (x for x in fields(FastWeightTransformerOptions) if (x.name, x.metadata.get("help")) not in shared)
+    return table(OPTION_COLUMNS[:3], (row(field) for field in own if field.metadata.get("help")))
 
 
-def task_options() -> str:
-    """Makes the table of options that the language modelling task adds to fairseq's."""
-    from fairseq.tasks.language_modeling import LanguageModelingConfig
+def options_of_language_models_alone() -> str:
+    """Lists the options of language models that translation models lack."""
+    from fairseq_fastweights.models.fast_weight_options import FastWeightLanguageModelOptions, FastWeightOptions
 
-    from fairseq_fastweights.tasks.fast_weight_language_modeling import FastWeightLanguageModelingConfig
-
-    return options(added_fields(FastWeightLanguageModelingConfig, LanguageModelingConfig))
+    lacking = added_fields(FastWeightLanguageModelOptions, FastWeightOptions)
+    return ", ".join(f"`--{field.name.replace('_', '-')}`" for field in lacking)
 
 
 def added_fields(config: Any, base: Any) -> list[Any]:
@@ -149,25 +223,22 @@ def added_fields(config: Any, base: Any) -> list[Any]:
     return [field for field in fields(config) if field.name not in inherited]
 
 
-def options(shown: Iterable[Any]) -> str:
-    """Makes a table of those fields of a dataclass that have a help string: the others are set elsewhere."""
-    rows = (row(field) for field in shown if field.metadata.get("help"))
-    return table(("option", "default", "meaning"), rows)
-
-
 def row(field: Any) -> tuple[str, str, str]:
-    """An option as a row of a table."""
+    """An option as a row of a table: its name, its default, and the first sentence of its help."""
     if field.default is MISSING or field.default is None or field.default == "":
         default = ""
     elif isinstance(field.default, bool):
         default = "on" if field.default else "off"
     else:
-        default = f"`{field.default}`"
-    described = str(field.metadata["help"])
-    if default:
-        described = re.sub(r" \(default: [^()]*\)$", "", described)  # it has a column of its own
+        default = f"`{field.default:g}`" if isinstance(field.default, float) else f"`{field.default}`"
+    described = re.sub(r" \(default: ([^()]*)\)$", "" if default else r" (default: \1)", str(field.metadata["help"]))
+    meaning, *details = re.split(r"\. (?=[A-Z-])", described)
+    if details and (said := re.search(r" \(default: .*", details[-1])) and "(default: " not in meaning:
+        meaning += said[0]
     choices = [f"`{choice.value}`" for choice in field.type] if hasattr(field.type, "__members__") else []
-    meaning = described + (f". One of {', '.join(choices)}" if choices else "")
+    if choices:
+        meaning = f"{re.split(': |; ', meaning)[0]}: {', '.join(choices)}"
+    meaning = re.sub(r"(?<![\w`-])--[a-z][\w-]*|<\w+>", r"`\g<0>`", meaning)
     return f"`--{field.name.replace('_', '-')}`", default, meaning
 
 
@@ -178,7 +249,7 @@ def architectures() -> str:
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
     named = sorted((name, set_up) for name, set_up in ARCH_CONFIG_REGISTRY.items() if name.startswith("fast_weight_"))
-    rows = ((f"`{name}`", (inspect.getdoc(set_up) or "").split("\n")[0]) for name, set_up in named)
+    rows = ((f"`{name}`", (inspect.getdoc(set_up) or "sizes by options").split("\n")[0]) for name, set_up in named)
     return table(("`--arch`", "what it is"), rows)
 
 
@@ -238,10 +309,9 @@ def with_mixers(page: str) -> str:
 
 
 TABLES: dict[str, Callable[[str], str]] = {
-    "options of language models": lambda page: language_model_options(own=False),
-    "options of mixers": lambda page: language_model_options(own=True),
+    **{f"options for {purpose}": partial(lambda purpose, page: options_for(purpose), purpose) for purpose in PURPOSES},
     "options of translation models": lambda page: translation_model_options(),
-    "options of the task": lambda page: task_options(),
+    "options of language models alone": lambda page: options_of_language_models_alone(),
     "architectures": lambda page: architectures(),
     "public names": public_names,
 }
