@@ -141,10 +141,11 @@ def test_a_failing_stage_stops_no_other_and_results_are_kept(tmp_path: Path, mon
     fails, passes = "print('what went wrong\\nthe end'); raise SystemExit(3)", "print('all is well')"
     programs = {"first": [*PYTHON, fails], "second": [*PYTHON, passes], "absent": ["no-such-sanitizer"]}
     stages = [Stage(name, words, 300) for name, words in programs.items()]
-    fakes = {"device_name": lambda: "nvidia-h100", "stages": lambda device: stages}
-    for name, value in {"WORK": tmp_path / "work", "RESULTS": tmp_path, "ROOT": tmp_path, **fakes}.items():
+    fakes = {"device_name": lambda: "nvidia-h100", "stages": lambda *given: stages}
+    for name, value in {"ROOT": tmp_path, **fakes}.items():
         monkeypatch.setattr(gpu_check, name, value)
-    assert gpu_check.main([]) == 1
+    out = ["--out", str(tmp_path)]
+    assert gpu_check.main(out) == 1
     printed = capsys.readouterr().out
     assert "what went wrong" in printed and "3 stages, not passed: first, absent" in printed
     found = json.loads(results.read_text())
@@ -156,14 +157,45 @@ def test_a_failing_stage_stops_no_other_and_results_are_kept(tmp_path: Path, mon
         ("second", 0, "1 stages, all passed"),
         ("--minutes 1e-9 second", 1, "no time was left"),
     ):
-        assert gpu_check.main(words.split()) == status and says in capsys.readouterr().out
+        assert gpu_check.main([*out, *words.split()]) == status and says in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpu_check.main(["first", "c"])
 
 
+def test_a_stage_leaves_the_time_that_later_ones_have_reserved(tmp_path: Path, monkeypatch, capsys) -> None:
+    given: dict[str, float] = {}
+    wait = subprocess.Popen.wait
+
+    def waited(process: subprocess.Popen, seconds: float | None = None) -> int:
+        if seconds is not None:
+            given[process.args[-1]] = seconds
+        return wait(process, seconds)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+    plan = [
+        Stage("long", [*PYTHON, "0 # long"], 500, reserved=20),
+        Stage("measured", ["sh", "-c", 'echo "$0"', gpu_check.BUDGET], 300, reserved=150),
+        Stage("last", [*PYTHON, "0 # last"], 500, reserved=30),
+    ]
+    assert gpu_check.check(plan, tmp_path / "gpu.json", 400) == []
+    assert given["0 # long"] == pytest.approx(220, abs=20) and given["0 # last"] == pytest.approx(400, abs=20)
+    budget = int(json.loads((tmp_path / "gpu.json").read_text())["gpu check"]["measured"]["summary"])
+    assert budget == 275  # of its limit of 300
+
+
+@pytest.mark.slow
+def test_a_rehearsal_runs_the_stages_on_a_cpu(tmp_path: Path, capsys) -> None:
+    stages = ["environment", "operations", "layers", "racecheck", "CUDA graph"]
+    assert gpu_check.main(["--rehearse", "--out", str(tmp_path), *stages]) == 0
+    assert "CUDA graph: left out, a rehearsal has no GPU" in (printed := capsys.readouterr().out)
+    assert "4 stages, all passed" in printed and (tmp_path / "logs" / "operations.log").is_file()
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--rehearse"])
+
+
 def test_the_plan_names_existing_programs_and_each_sanitizer_tool(monkeypatch) -> None:
     plan = {stage.name: stage for stage in gpu_check.stages("gpu")}
-    named = [word for stage in plan.values() for word in stage.command if word.endswith(".py")]
+    named = [word.split()[-1] for stage in plan.values() for word in stage.command if word.endswith(".py")]
     assert named and all((ROOT / name).is_file() for name in named)
     assert plan["build"].environment == {"FASTWEIGHTS_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": ""}
     for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
