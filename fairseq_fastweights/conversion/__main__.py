@@ -85,8 +85,10 @@ def _from(source: str, target: Path, revision: str | None, end_of_text: str | No
     if dry_run:
         return str(hub.list_files(source, revision))
     path = hub.fetch(source, revision) if on_hub else path
+    # A GGUF file becomes a temporary folder; all else is a folder already.
     with unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else nullcontext(path) as folder:
         config = folder / "config.json"
+        # The project's own class says its options itself, and keeps fairseq's dictionary.
         if config.is_file() and read_json(config).get("model_type") == "fast_weight":
             if end_of_text is not None:
                 raise InvalidInput(

@@ -60,6 +60,7 @@ def from_project_class(source: Path, target: Path) -> str | None:
     cfg = configuration(options_of(config))
     model = build_on_meta(cfg, dictionary)
     weights = _read_weights(source, files, model)
+    # Buffers of fairseq's that no file of transformers has.
     for name, buffer in model.state_dict().items():
         if name not in weights:
             weights[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)  # fairseq's `_float_tensor`

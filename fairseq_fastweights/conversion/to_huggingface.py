@@ -130,6 +130,7 @@ def _restore_original(source: Path, target: Path, config: Mapping[str, Any], che
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(f"{source / RECORD}: weights must be a list of names")
     originals = files_in(source, within=ORIGINALS)
+    # --end-of-text may have chosen another token than config.json has.
     chosen = {} if record.get("end_of_text") is None else {"eos_token_id": record["end_of_text"]}
     family = read_family({**config, **chosen}, set(names))
     weights = family.join(_read_checkpoint(checkpoint, family))
@@ -251,6 +252,7 @@ def _settings(kind: str, config: FastWeightConfig) -> dict[str, Any]:
             name, _, numbers = text.partition(":")
             parameters |= {"rope_type": name, **dict(zip(SCALINGS[name], map(float, numbers.split(",")), strict=True))}
         if kind == "qwen3_5_text":
+            # No part is not allowed; a model without rotary embeddings then differs in rotary_dim.
             parameters["partial_rotary_factor"] = max(rotary, 2) / settings["head_dim"]
         settings["rope_parameters"] = parameters
     if kind in ("olmo_hybrid", "qwen3_5_text"):

@@ -152,6 +152,7 @@ def load_run(run: Run) -> tuple[FastWeightForCausalLM, PreTrainedTokenizerFast, 
     ours.load_state_dict(weights, strict=False)
     if different := sorted(set(ours.state_dict()) ^ set(weights)):
         raise InvalidInput(f"{run.checkpoint}: {len(different)} weights do not fit the model, {different[0]} for one")
+    # fairseq builds models in float32, whatever the checkpoint holds.
     if len(run.types) == 1:
         (dtype,) = run.types
         ours.to(dtype)

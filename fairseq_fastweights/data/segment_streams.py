@@ -116,6 +116,7 @@ class SegmentStreams(SamplesInOrder):
         """True if the segment that begins there starts in an empty state by chance."""
         if not self.reset_probability or self._epoch is None:
             return False
+        # By the place in the text: the same segments after an interruption, and for any number of processes.
         return np.random.default_rng((self.seed, self._epoch, start)).random() < self.reset_probability
 
     def _segments(self, span: Span) -> int:

@@ -1,4 +1,6 @@
-"""Digests in safetensors files, which have no checksums of their own, under "digest" in a file's metadata.
+"""Weights in files of transformers' models: digests in safetensors files, and the weights in files of torch.save.
+
+A safetensors file has no checksum of its own; a digest is under "digest" in its metadata.
 
 A digest covers the names, types, shapes and bytes of the file's tensors, in any order. Programs that change weights
 write files without a digest, as they leave out metadata that they do not know.
@@ -15,8 +17,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fairseq_fastweights.files.digests import crc32
-from fairseq_fastweights.files.integrity import why_not_regular
+from fairseq_fastweights.files.integrity import load_checked, why_not_regular
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _METADATA, _DIGEST = "__metadata__", "digest"
@@ -32,6 +36,7 @@ def note_digest(path: Path) -> None:
     header[_METADATA] = {**header.get(_METADATA, {}), _DIGEST: _digest(path, header, begin)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format asks for tensors at multiples of 8 bytes
+    # The header has another length, so the whole file is written anew.
     beside = path.with_name(f"{path.name}.tmp")
     beside.unlink(missing_ok=True)  # a link, which would name a file elsewhere
     with path.open("rb") as old, beside.open("xb") as new:
@@ -76,6 +81,25 @@ def described_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
+def weights_in_pickle(path: Path) -> dict[str, Tensor]:
+    """The weights in an undamaged file of torch.save.
+
+    Raises:
+        ValueError: if it is damaged, or holds anything but weights by name.
+        OSError: if it cannot be read.
+    """
+    if kind := why_not_regular(path):
+        raise InvalidInput(f"{path} {kind}")
+    with path.open("rb") as file:
+        content = load_checked(file, path, mapped=True)
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
+    for name, weight in content.items():
+        if not isinstance(name, str) or not isinstance(weight, Tensor):
+            raise InvalidInput(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
+    return content
+
+
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Reads a file's header: the description of its tensors by name, and the position of their bytes.
 
@@ -99,6 +123,7 @@ def _digest(path: Path, header: dict[str, Any], begin: int) -> str:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         memoryview(content) as view,
     ):
+        # In the order of names: programs write tensors in any order.
         for name in sorted(header.keys() - {_METADATA}):
             tensor = header[name]
             first, last = tensor["data_offsets"]

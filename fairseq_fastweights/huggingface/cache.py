@@ -93,6 +93,7 @@ class FastWeightCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Selects the rows `beam_idx`, for beam search."""
         check_whole("beam_idx", beam_idx, dims=1)
+        # Most steps of greedy search keep the rows as they are: no copy is made.
         if self.read is not None and not keeps_rows(beam_idx, self.read.shape[0]):
             self.batch_select_indices(beam_idx)
 

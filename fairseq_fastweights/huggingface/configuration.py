@@ -280,6 +280,7 @@ class FastWeightConfig(PreTrainedConfig):
             else:
                 _check_type(name, value, known[name])
         defaults = SHARED_DEFAULTS | {name: row.default for name, row in own.items()}
+        # A setting that no mixer of the model reads is refused, unless it has its default.
         given = {name: (name, x) for name, x in settings.items() if x is not None and x != defaults.get(name)}
         check_read(given, settings, [(name, MIXERS) for name in mixers])
         heads = settings.get("fast_weight_heads")
@@ -313,6 +314,7 @@ class FastWeightConfig(PreTrainedConfig):
             raise InvalidInput(f"square_projections is {self.square_projections!r}; it needs cut-offs")
         if self.adaptive_softmax_bias and of_output is None:
             raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
+        # Tied band by band: embeddings and output need bands of the same words and sizes.
         same_bands = of_input == of_output and self.adaptive_input_factor == self.adaptive_softmax_factor
         if tied and (of_input or of_output) and not (same_bands and self.input_size == self.output_size):
             raise InvalidInput(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.files import integrity, safetensors_digests
+from fairseq_fastweights.files import safetensors_digests
 from fairseq_fastweights.invalid_input import InvalidInput
 
 _NAMES = ("model*.safetensors", "pytorch_model*.bin")
@@ -31,6 +31,7 @@ def check_folder(folder: Path, config: FastWeightConfig) -> None:
     """
     files = [file for pattern in _NAMES for file in sorted(folder.glob(pattern))]
     weights = sum(len(_weights_in(file, config, {})) for file in files)
+    # A layer takes memory even without numbers, so their count is checked before the model is built.
     layers = config.num_hidden_layers
     if files and layers > model_sizes.most_layers(weights):
         raise InvalidInput(f"{folder}: num_hidden_layers is {layers} in config.json, and there are {weights} weights")
@@ -74,24 +75,13 @@ def _weights_in(file: Path, config: FastWeightConfig, loaded: dict[str, Tensor])
             raise InvalidInput(f"{file} {damage}")
         described = safetensors_digests.described_in(file)
     else:
-        described = _described_in(file, loaded)
+        loaded |= (weights := safetensors_digests.weights_in_pickle(file))
+        # As safetensors calls the types.
+        described = {
+            name: ("F" if x.is_floating_point() else str(x.dtype).removeprefix("torch."), tuple(x.shape))
+            for name, x in weights.items()
+        }
     for name, (kind, _) in described.items():
         if not kind.startswith(("F", "BF")) and getattr(config, "quantization_config", None) is None:
             raise InvalidInput(f"{file}: weight {name} is of type {kind}; it must be floating-point")
     return {name: shape for name, (_, shape) in described.items()}
-
-
-def _described_in(file: Path, loaded: dict[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The types, as safetensors calls them, and the shapes of the weights in a file of torch.save."""
-    if kind := integrity.why_not_regular(file):
-        raise InvalidInput(f"{file} {kind}")
-    with file.open("rb") as opened:
-        state = integrity.load_checked(opened, file, mapped=True)
-    if not isinstance(state, dict) or not all(isinstance(weight, Tensor) for weight in state.values()):
-        raise InvalidInput(f"{file}: it must hold weights by name, and nothing else")
-    loaded |= state
-    names = {weight.dtype: str(weight.dtype).removeprefix("torch.") for weight in state.values()}
-    return {
-        str(name): ("F" if weight.is_floating_point() else names[weight.dtype], tuple(weight.shape))
-        for name, weight in state.items()
-    }

@@ -67,6 +67,7 @@ class GenerationStep(nn.Module):
             )
         check_whole("token", token, dims=2)
         check_whole("read", read, dims=1)
+        # Made anew at each step: an exported program keeps no objects between its calls.
         cache = FastWeightCache(layers)
         cache.read = read
         for layer, state in zip(cache.layers, states, strict=True):

@@ -138,6 +138,7 @@ def _previous(values: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """The value at the position before each in its row, padding left out, and whether there is one."""
     index = torch.arange(values.shape[1], device=values.device).expand(values.shape)
     if padding is not None:
+        # The index of the last real position is carried over padding.
         index = torch.where(padding, -1, index).cummax(dim=1)[0]
     index = torch.cat([index.new_full((values.shape[0], 1), -1), index[:, :-1]], dim=1)
     return values.gather(1, index.clamp(min=0)), index >= 0
@@ -155,6 +156,7 @@ def _restarts(places: Tensor, padding: Tensor | None, before: Tensor, skips: boo
     back = first & (places < before[:, None])
     skipped = (first & (places > before[:, None])) | (real & has_earlier & (places > earlier + 1))
     negative = real & (places < 0)
+    # All four in one copy from a GPU.
     begins, forgets, jumps, below = torch.stack([x.any() for x in (starts, back, skipped, negative)]).tolist()
     if below:
         raise InvalidInput(f"position_ids holds {int(places[negative][0])}; places in texts are at least 0")

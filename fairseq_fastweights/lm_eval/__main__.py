@@ -48,6 +48,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)-8s %(message)s", datefmt="%Y-%m-%d:%H:%M:%S")
     logging.getLogger("fairseq_fastweights").setLevel(logging.INFO)  # which backend runs; lm_eval shows its own alone
     try:
+        # lm_eval raises a ValueError for a mistyped task or argument.
         with ExitStack() as stack:
             for name in CHECKS:
                 stack.enter_context(mock.patch(name, _refusing(pkgutil.resolve_name(name))))

@@ -86,6 +86,7 @@ class AttentionTransfer:
         target, _ = attention.to(x)(x, None, padding, **options)
         with torch.set_grad_enabled(gradients):
             given, state = forward(x, state, padding, **options)
+            # |y - y'|^2 and |y'|^2 over real positions, in float32.
             difference, size = (given - target).float().square(), target.float().square()
             if padding is not None:
                 difference, size = (y.masked_fill(padding.t()[..., None], 0) for y in (difference, size))
@@ -104,6 +105,7 @@ def build_attention(teacher: BaseModel, layer: int) -> SoftmaxAttention:
     start = f"decoder.layers.{layer}.self_attn."
     weights = {name.removeprefix(start): x for name, x in teacher.weights.items() if name.startswith(start)}
     options, heads = teacher.options, teacher.options["decoder_attention_heads"]
+    # Sizes follow from the weights: q_proj is (heads * head_dim, width).
     inner, width = weights["q_proj.weight"].shape
     head_dim = inner // heads
     biases = "none" if "q_proj.bias" not in weights else "all" if "out_proj.bias" in weights else "qkv"

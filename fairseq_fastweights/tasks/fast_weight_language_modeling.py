@@ -25,7 +25,7 @@ from fairseq_fastweights.conversion.transfer.base_model import (
 )
 from fairseq_fastweights.conversion.transfer.freezing import Freezing
 from fairseq_fastweights.conversion.transfer.options import TransferOptions, check_options, parse_groups
-from fairseq_fastweights.conversion.transfer.weights import transfer
+from fairseq_fastweights.conversion.transfer.weights import Transfer
 from fairseq_fastweights.data.corpus import Documents, PackedDocuments, TokenCorpus
 from fairseq_fastweights.data.segment_iterator import CarriesStates, SegmentIterator
 from fairseq_fastweights.data.segment_streams import SegmentStreams
@@ -213,9 +213,9 @@ class FastWeightLanguageModelingTask(LanguageModelingTask):
 
     def _transfer(self, model: Any, base: BaseModel) -> None:
         options = self.args
-        report = transfer(model, base, parse_groups("transfer", options.transfer))
-        frozen = report.freeze(parse_groups("freeze", options.freeze))
-        logger.info("%s", report)
+        made = Transfer(model, base, parse_groups("transfer", options.transfer))
+        frozen = made.freeze(parse_groups("freeze", options.freeze))
+        logger.info("%s", made)
         if len(frozen) == len(list(model.parameters())) and options.unfreeze_threshold is None:
             raise InvalidInput(f"freeze is {options.freeze!r}, which leaves nothing to train")
         if options.dry_run:

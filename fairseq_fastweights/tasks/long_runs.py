@@ -179,6 +179,7 @@ def _largest(trainer: Any, number: int) -> int:
     """The largest of all processes' numbers; waits for all processes."""
     if trainer.data_parallel_world_size == 1:
         return number
+    # A signal's number in any process is that of all; `CHANGED` is larger than each.
     numbers = torch.tensor(number, device=trainer.device)
     distributed_utils.all_reduce(numbers, trainer.data_parallel_process_group, op="max")
     return int(numbers)

@@ -9,7 +9,7 @@ from fairseq import tasks
 
 from fairseq_fastweights.conversion.transfer.base_model import read_base_model
 from fairseq_fastweights.conversion.transfer.options import GROUPS
-from fairseq_fastweights.conversion.transfer.weights import transfer
+from fairseq_fastweights.conversion.transfer.weights import Transfer
 from tests.conversion.transfers import PRE_NORM, changed, make_source, take
 from tests.models.conftest import WORDS
 
@@ -195,4 +195,4 @@ def test_options_need_a_transfer_and_a_loaded_model_takes_nothing(fairseq, sourc
     args = fairseq.tiny("fast_weight_lm", f"{PRE_NORM} --transfer-from {tmp_path / 'gone'}")
     tasks.setup_task(args).build_model(args, from_checkpoint=True)
     with pytest.raises(ValueError, match="Linear is no Transformer; it must be fast_weight_lm"):
-        transfer(torch.nn.Linear(1, 1), read_base_model(source[1] / "model.pt"), frozenset(GROUPS))
+        Transfer(torch.nn.Linear(1, 1), read_base_model(source[1] / "model.pt"), frozenset(GROUPS))

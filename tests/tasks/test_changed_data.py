@@ -14,7 +14,7 @@ from fairseq.trainer import Trainer
 from faults import differences, trained
 
 from fairseq_fastweights import command_line
-from fairseq_fastweights.tasks import changed_data
+from fairseq_fastweights.tasks import long_runs
 from tests.conftest import age, binarise, evaluate, train
 from tests.tasks.conftest import slow, train_in_two
 
@@ -96,7 +96,7 @@ def test_the_last_updates_place_is_kept_when_the_next_is_read_in_part(data, monk
     other = data_utils.load_indexed_dataset(str(data / "test"))
     cut(data / "test.bin")
     epochs = SimpleNamespace(_cur_epoch_itr=None, _next_epoch_itr=SimpleNamespace(n=2), iterations_in_epoch=4)
-    last = changed_data.LastUpdate(epochs)
+    last = long_runs.LastUpdate(epochs)
     last.keep(SimpleNamespace(checkpoint=None), None, epochs)  # nothing has been read
     for updates in (0, 1):
         epochs._cur_epoch_itr = SimpleNamespace(n=5)

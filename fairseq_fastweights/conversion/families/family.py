@@ -236,6 +236,7 @@ def language_model(
     for i, (theirs, own) in enumerate(layers):
         ours = f"decoder.layers.{i}"
         named |= {ours: theirs, **{f"{ours}.{module}": f"{theirs}.{name}" for module, name in own.items()}}
+    # A tied output layer is no weight of its own, but files may hold a copy of it.
     rows = {EMBEDDINGS: f"{modules['embed_tokens']}.weight", OUTPUT: f"{output}.weight"}
     copies = {rows.pop(OUTPUT): rows[EMBEDDINGS]} if tied else {}
     parts = [*(vocabulary(theirs, ours, end) for ours, theirs in rows.items()), *parts]

@@ -178,11 +178,9 @@ def _read(config: dict[str, Any], names: set[str], end_of_text: int | None, *, m
         layers.append(common | ({"self_attn.out_proj": "attn.o_proj"} if i in with_attention else linear))
         parts += [] if i in with_attention else made.parts(f"{theirs}.attn", f"{ours}.self_attn")
         if joined:
-            halves, between = (
-                [f"{ours}.fc1.gate.weight", f"{ours}.fc1.linear.weight"],
-                shape.config["intermediate_size"],
-            )
-            parts.append(unstacked(f"{theirs}.mlp.gate_proj.weight", halves, (between, between)))
+            # (2 * between, width): the gate above the input.
+            halves = [f"{ours}.fc1.{half}.weight" for half in ("gate", "linear")]
+            parts.append(unstacked(f"{theirs}.mlp.gate_proj.weight", halves, [shape.config["intermediate_size"]] * 2))
     mixers = ["softmax" if i in with_attention else made.name for i in range(shape.layers)]
     options = {"mixers": write_pattern(mixers) if with_attention else made.name, "fast-weight-heads": made.heads}
     if with_attention:
@@ -225,6 +223,7 @@ def _expanded(config: dict[str, Any], shape: Shape) -> tuple[int, int, int]:
     heads = config["num_heads"]
     if config.get("num_kv_heads") not in (None, heads):
         raise InvalidInput(f"config.json: num_kv_heads is {config['num_kv_heads']!r}; only {heads} is supported")
+    # Rounded down, as flash-linear-attention does.
     keys, values = (int(shape.width * config[name]) for name in ("expand_k", "expand_v"))
     for name, total in (("expand_k", keys), ("expand_v", values)):
         check_divisor("config.json: num_heads", heads, f"hidden_size * {name}", total)

@@ -105,6 +105,7 @@ def olmo_hybrid(config: dict[str, Any], names: set[str], end_of_text: int | None
     attention = kinds.index("full_attention") if "full_attention" in kinds else 0
     saved = f"{shape.prefix}layers.{attention}.feedforward_layer_norm.weight" in names
     older = any(name.endswith(".attention_layer_norm.weight") for name in names)
+    # Linear attention is x + f(norm(x)), attention x + norm(f(x)).
     before = ("attention_layer_norm", "feedforward_layer_norm") if older else ("input_layernorm", _SECOND)
     behind = ("feedforward_layer_norm" if saved else _SECOND, "post_feedforward_layernorm")
     # In folders that transformers saved, convolutions are thirds of the stacked one, whatever the sizes of q, k and v.

@@ -124,6 +124,7 @@ def _read(
 ) -> Family:
     """Llama 1 to 3 and models of its shape; Qwen2's queries, keys and values have biases, Qwen3's q and k norms."""
     shape = read_shape(config, names)
+    # Qwen's may say sliding_attention, which is refused.
     if "layer_types" in config:
         layer_kinds(config, ["full_attention"] * shape.layers, ["full_attention"])
     options = rotary_options(config, shape.head_dim) | {"projection-bias": "qkv" if biased else "none"}

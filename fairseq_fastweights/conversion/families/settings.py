@@ -99,6 +99,7 @@ class Settings:
                     f"{place}: {name} is {value!r:.200}; it must not be there, as {kind} has no such setting that is "
                     f"known here; there may be {known}"
                 )
+        # From the weakest to the strongest: one supported value, the class's own, the file's.
         values = {**self.only, **self.defaults, **{self.renamed.get(name, name): x for name, x in given.items()}}
         for name, default in self.defaults.items():
             values[name] = checked(name, values[name], default, place)
@@ -179,6 +180,7 @@ def rotary_options(
     name = "partial_rotary_factor" if "partial_rotary_factor" in given else fraction
     part = given[name] if name in given else 1.0 if config[fraction] is None else config[fraction]
     check_number(f"config.json: {name}", part, above=0, most=1)
+    # Rounded down, as transformers does.
     dim = int(head_dim * part)
     if dim % 2:
         raise InvalidInput(

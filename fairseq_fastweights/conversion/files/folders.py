@@ -58,6 +58,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         OSError: if something cannot be written; the message names `target`.
     """
     target = target.absolute()
+    # Beside the target: a rename within a file system happens at once or not at all.
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         mask = os.umask(0)

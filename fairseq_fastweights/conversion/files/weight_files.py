@@ -78,6 +78,7 @@ class WeightFiles:
     def read(self, name: str) -> Tensor:
         """Reads a weight. Raises a `ValueError` if its dtype is not a floating-point type."""
         weight = self._readers[name]()
+        # Integers are weights of quantized models, without their scales.
         if weight.dtype not in _DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise InvalidInput(f"weight {name!r} is {str(weight.dtype).removeprefix('torch.')}; it must be {allowed}")
@@ -175,11 +176,13 @@ def options_in(state: Mapping[str, Any], group: str) -> dict[str, Any]:
 def configuration(settings: Mapping[str, Any]) -> Any:
     """The configuration that fairseq-train makes of options of `fast_weight_lm`, by name without dashes; no ${...}."""
     for name, value in settings.items():
+        # OmegaConf would resolve it, and could read environment variables.
         if "${" in str(value):
             raise InvalidInput(f"{name} is {value!r}; it must be a literal, without ${{...}}")
     cfg = copy.deepcopy(_defaults())
     for name, value in settings.items():
         option = name.replace("-", "_")
+        # Some options, as tokens_per_sample, are of the task, some of the model, some of both.
         groups = [group for group in (cfg.model, cfg.task) if option in group]
         assert groups, option
         for group in groups:
@@ -213,6 +216,7 @@ def write_checkpoint(path: Path, cfg: Any, model: Mapping[str, Tensor], settings
         model: the weights and buffers, but for those of the decoder's version and of its settings.
         settings: as `checkpoint_settings` encodes them.
     """
+    # fairseq's trainer reads these when a training goes on from the file.
     history = {
         "criterion_name": "CrossEntropyCriterion",
         "optimizer_name": "FairseqAdam",
@@ -260,6 +264,7 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise InvalidInput(f"{path}: the file is broken or cut short ({first_line(error)})") from None
+    # safe_open checks the header alone; the digest covers the numbers.
     if damage := safetensors_digests.why_damaged(path):
         raise InvalidInput(f"{path} {damage}")
 
@@ -267,16 +272,9 @@ def _open_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[
 
 
 def _open_pickle(path: Path) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
-    content = load_safely(path)
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{path}: refused: it holds {type(content).__name__}, not weights by name")
-
-    opened = {}
-    for name, weight in content.items():
-        if not isinstance(name, str) or not isinstance(weight, Tensor):
-            raise InvalidInput(f"{path}: refused: it holds {type(weight).__name__} under {name!r}, not weights by name")
-        opened[name] = (tuple(weight.shape), weight.detach)
-    return opened
+    check_regular(path)
+    weights = safetensors_digests.weights_in_pickle(path)
+    return {name: (tuple(weight.shape), weight.detach) for name, weight in weights.items()}
 
 
 def first_line(error: BaseException) -> str:

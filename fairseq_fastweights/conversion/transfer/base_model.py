@@ -122,6 +122,7 @@ def follow_heads(options: Any, base: BaseModel, groups: frozenset[str]) -> None:
     architecture = Namespace()
     ARCH_CONFIG_REGISTRY[getattr(options, "_name", None) or options.arch](architecture)
     default = getattr(architecture, option, TransformerLanguageModelConfig.decoder_attention_heads)
+    # fairseq has filled in defaults by now: the command line alone shows whether a user set the number.
     words = {word.partition("=")[0] for word in sys.argv[1:]}
     asked_for = ours != default or not words.isdisjoint(("--decoder-attention-heads", f"model.{option}"))
     change = ""

@@ -139,6 +139,7 @@ class _Attention:
             weight, bias = (shared(x.unflatten(0, (-1, self.dim)), own, 0) for x in (weight, bias))
             if (norm := weights.get(f"{name}_norm.weight")) is not None:  # its factors remain where lengths are 1
                 weight, bias = weight * norm[:, None], bias * norm
+            # E[(w . x + b)^2], for x = gain * z with independent entries of z of variance 1.
             squares = (weight if gain is None else weight * gain).square().sum(-1) + bias.square()
             self.size[name] = squares.mean(-1).sqrt().clamp(min=1e-6)
             self.weight[name], self.bias[name] = weight.flatten(0, 1), bias.flatten()

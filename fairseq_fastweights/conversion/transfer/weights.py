@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,19 +105,51 @@ class Target:
         self.how = how
 
 
-@dataclass
-class Report:
-    """The result of a transfer for each parameter of the model.
+class Transfer:
+    """Copies a base model's weights into a model; mixers that can start at softmax attention do (`swap`).
+
+    Gated delta networks and Mamba have a start of their own (`swap_recurrent`).
+
+    Parameters outside `groups`, and those that the base model lacks (gates, feature maps), stay as they are. So do
+    mixers that cannot start at attention (`Mixer.takes_attention`), and the norm before each. In a model with such
+    layers "attention" means the attention of the other layers, with its output projection (Choi 2024, Sec. 3.2).
+
+    As text it is a table of the numbers of parameters, and settings with which the model may start better.
+
+    Args:
+        model: a language model that fairseq built.
+        base: the base model; its weights are removed from it as they are copied.
+        groups: some of `GROUPS`.
 
     Attributes:
-        source: file of the weights.
         targets: the parameters.
-        advice: settings with which the model may start better, as text.
+
+    Raises:
+        ValueError: if the model is no Transformer, or weights do not fit; the message lists all, and nothing is copied.
     """
 
-    source: str
-    targets: list[Target] = field(default_factory=list)
-    advice: str = ""
+    def __init__(self, model: Any, base: BaseModel, groups: frozenset[str]) -> None:
+        if not isinstance(getattr(model, "decoder", None), TransformerDecoderBase):
+            raise InvalidInput(
+                f"transfer_from is set, but {type(model).__name__} is no Transformer; it must be fast_weight_lm"
+            )
+        self._base, self._groups, self._options = base, groups, model.decoder.args
+        self._pre_norm = bool(self._options.decoder_normalize_before)
+        self._heads = base.options.get("decoder_attention_heads", self._options.decoder_attention_heads)
+        mixers = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Mixer)}
+        # By path: mixers in the place of attention; of these, those that can start at its weights, in two ways.
+        replaced = {path: mixer for path, mixer in mixers.items() if not isinstance(mixer, SoftmaxAttention)}
+        self._starting = {path: mixer for path, mixer in replaced.items() if mixer.takes_attention}
+        self._recurrent = {path: mixer for path, mixer in self._starting.items() if is_recurrent(mixer)}
+        self._attentions = {path: mixer for path, mixer in self._starting.items() if path not in self._recurrent}
+        self.targets = _targets(model, self._pre_norm, replaced.keys() - self._starting.keys())
+        if "attention" not in groups:  # recurrent mixers start whole, or not at all
+            for target in self.targets:
+                target.groups = [] if target.is_at(self._recurrent) else target.groups
+        self._has_softmax = len(replaced) < count_layers(name for name, _ in model.named_parameters())
+        self._check()
+        with torch.no_grad():
+            self._copy()
 
     def freeze(self, groups: frozenset[str]) -> list[nn.Parameter]:
         """Marks the transferred parameters of these groups as frozen, and returns them."""
@@ -137,60 +169,12 @@ class Report:
                 tied[tuple(target.groups)] += count
         columns = (*HOW, "frozen")
         rows = [[row, *(f"{counts[row, column]:,}" for column in columns)] for row in (*GROUPS, _NO_GROUP, "all")]
-        text = f"transfer from {self.source}\n" + text_table([["parameters", *columns], *rows], numbers=True)
+        text = f"transfer from {self._base.file}\n" + text_table([["parameters", *columns], *rows], numbers=True)
         for (first, *others), number in sorted(tied.items()):
             text += f"\n{number:,} parameters of {first} are tied to {', '.join(others)}"
-        return text + (f"\n{self.advice}" if self.advice else "")
+        return "\n".join([text, *self._advice()])
 
-
-def transfer(model: Any, base: BaseModel, groups: frozenset[str]) -> Report:
-    """Copies a base model's weights into a model; mixers that can start at softmax attention do (`swap`).
-
-    Gated delta networks and Mamba have a start of their own (`swap_recurrent`).
-
-    Parameters outside `groups`, and those that the base model lacks (gates, feature maps), stay as they are. So do
-    mixers that cannot start at attention (`Mixer.takes_attention`), and the norm before each. In a model with such
-    layers "attention" means the attention of the other layers, with its output projection (Choi 2024, Sec. 3.2).
-
-    Args:
-        model: a language model that fairseq built.
-        base: the base model; its weights are removed from it as they are copied.
-        groups: some of `GROUPS`.
-
-    Raises:
-        ValueError: if the model is no Transformer, or weights do not fit; the message lists all, and nothing is copied.
-    """
-    if not isinstance(getattr(model, "decoder", None), TransformerDecoderBase):
-        raise InvalidInput(
-            f"transfer_from is set, but {type(model).__name__} is no Transformer; it must be fast_weight_lm"
-        )
-    plan = _Transfer(model, base, groups)
-    plan.check()
-    with torch.no_grad():
-        plan.copy()
-    return Report(str(base.file), plan.targets, plan.advice())
-
-
-class _Transfer:
-    """A transfer of some groups of weights: which parameters and mixers get which."""
-
-    def __init__(self, model: Any, base: BaseModel, groups: frozenset[str]) -> None:
-        self._base, self._groups, self._options = base, groups, model.decoder.args
-        self._pre_norm = bool(self._options.decoder_normalize_before)
-        self._heads = base.options.get("decoder_attention_heads", self._options.decoder_attention_heads)
-        mixers = {f"{path}.": module for path, module in model.named_modules() if isinstance(module, Mixer)}
-        # By path: mixers in the place of attention; of these, those that can start at its weights, in two ways.
-        replaced = {path: mixer for path, mixer in mixers.items() if not isinstance(mixer, SoftmaxAttention)}
-        self._starting = {path: mixer for path, mixer in replaced.items() if mixer.takes_attention}
-        self._recurrent = {path: mixer for path, mixer in self._starting.items() if is_recurrent(mixer)}
-        self._attentions = {path: mixer for path, mixer in self._starting.items() if path not in self._recurrent}
-        self.targets = _targets(model, self._pre_norm, replaced.keys() - self._starting.keys())
-        if "attention" not in groups:  # recurrent mixers start whole, or not at all
-            for target in self.targets:
-                target.groups = [] if target.is_at(self._recurrent) else target.groups
-        self._has_softmax = len(replaced) < count_layers(name for name, _ in model.named_parameters())
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises a `ValueError` that lists all differences between the base model's weights and those of the model."""
         recurrent_shapes: dict[str, torch.Size] = {}
         if "attention" in self._groups:
@@ -217,7 +201,7 @@ class _Transfer:
                 f"nothing: its mixers take no weights of attention; it must be of {_WITHOUT_ATTENTION}"
             )
 
-    def copy(self) -> None:
+    def _copy(self) -> None:
         """Sets parameters to the starts of their mixers, and all others to the weights of the same names."""
         starts: dict[str, Mapping[str, Start]] = {}
         if "attention" in self._groups:
@@ -238,12 +222,13 @@ class _Transfer:
             if found and self._takes(target):
                 target.set(found[0], "kept")
 
-    def advice(self) -> str:
+    def _advice(self) -> Iterator[str]:
         """Settings with which mixers in the place of attention may start better."""
         mixers = self._starting.values() if "attention" in self._groups else ()
-        unbiased = {name for mixer in mixers if is_recurrent(mixer) and (name := bias_option(mixer))}
-        advice = [_NO_SCALE] if any(map(lacks_scale, mixers)) else []
-        return "\n".join([*advice, *([_NO_BIAS.format(", ".join(sorted(unbiased)))] if unbiased else [])])
+        if any(map(lacks_scale, mixers)):
+            yield _NO_SCALE
+        if unbiased := {name for mixer in mixers if is_recurrent(mixer) and (name := bias_option(mixer))}:
+            yield _NO_BIAS.format(", ".join(sorted(unbiased)))
 
     def _takes(self, target: Target) -> bool:
         return bool(self._groups & set(target.groups))
