@@ -44,7 +44,7 @@ class LayerState:
 
 
 class FastWeightCache(Cache):
-    """The states of all layers' mixers: for a memory, a matrix for each head, whose size does not depend on the text.
+    """The states of all layers' mixers: of linear attention, a matrix for each head, of a size that no text changes.
 
     Only the state of softmax attention grows. A model makes a cache if it gets none and `use_cache` is set. It changes
     a cache in place and returns it; to continue twice from the same text, copy it first (`copy.deepcopy`).
@@ -108,8 +108,8 @@ class FastWeightCache(Cache):
         self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a memory cannot forget its last tokens."""
-        raise InvalidInput("this cache cannot be cropped: a memory keeps no tokens that could be taken out of it")
+        """Refused: a state cannot forget its last tokens."""
+        raise InvalidInput("this cache cannot be cropped: a state keeps no tokens that could be taken out of it")
 
     def update(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Refused: there are no keys and values."""

@@ -84,7 +84,7 @@ class FastWeightConfig(PreTrainedConfig):
 
     Attributes:
         format_version: of config.json.
-        vocab_size: number of word types.
+        vocab_size: number of vocabulary entries.
         hidden_size: width of the layers.
         input_size: width of the embeddings; None for `hidden_size`.
         output_size: width of the output layer's input; None for `hidden_size`.
@@ -108,28 +108,29 @@ class FastWeightConfig(PreTrainedConfig):
         swiglu: whether feed-forward networks are W2 (silu(Wg x) * W1 x) without biases; `hidden_act` is then unused.
         embedding_norm: whether the embeddings are normalised.
         scale_embeddings: whether they are multiplied by sqrt(hidden_size).
-        adaptive_input_cutoffs: the first word type of each band after the first, whose embeddings are smaller (Baevski
-            & Auli 2019); None for embeddings of one size.
-        adaptive_input_factor: ratio of the sizes of successive bands.
+        adaptive_input_cutoffs: the first token id of each cluster after the first, which has smaller embeddings
+            (Baevski & Auli 2019); None for embeddings of one size.
+        adaptive_input_factor: ratio of the sizes of successive clusters.
         adaptive_softmax_cutoffs: the same for the output layer, which then returns log-probabilities as logits; None
             for one matrix.
-        adaptive_softmax_factor: ratio of the sizes of successive bands of the output layer.
+        adaptive_softmax_factor: ratio of the sizes of successive clusters of the output layer.
         adaptive_softmax_dropout: probability of dropout in them.
-        adaptive_softmax_bias: whether the adaptive softmax has a bias for each word type and each band.
-        square_projections: of bands, those that change no size: "keep", "identity" (new ones start as the identity) or
-            "none" (left out).
-        tie_word_embeddings: whether output layer and embeddings share their weights, band by band if they have bands.
-        tie_adaptive_projections: whether bands share their projections too.
-        masked_tokens: numbers of the word types that the model never predicts.
+        adaptive_softmax_bias: whether the adaptive softmax has a bias for each token and each cluster.
+        square_projections: of clusters, those that change no size: "keep", "identity" (new ones start as the identity)
+            or "none" (left out).
+        tie_word_embeddings: whether output layer and embeddings share their weights, cluster by cluster if there are
+            several.
+        tie_adaptive_projections: whether clusters share their projections too.
+        masked_tokens: ids of the tokens that the model never predicts.
         dropout: probability of dropout of mixers' and feed-forward networks' outputs in training.
         attention_dropout: probability of dropout within mixers in training.
         activation_dropout: probability of dropout within feed-forward networks in training.
         layerdrop: probability of leaving out a layer in training.
         initializer_range: standard deviation of new projections and embeddings; None for fairseq's distributions.
         use_cache: whether a call returns the mixers' states.
-        pad_token_id: number of the padding word type.
-        bos_token_id: number of the word type that begins a text; in fairseq the end of another text.
-        eos_token_id: number of the word type that ends a text.
+        pad_token_id: id of the padding token.
+        bos_token_id: id of the token that begins a text; in fairseq the end of another text.
+        eos_token_id: id of the token that ends a text.
 
     Raises:
         ValueError: if a setting is unknown or not allowed; the message names it, its value and the allowed ones.
@@ -314,9 +315,9 @@ class FastWeightConfig(PreTrainedConfig):
             raise InvalidInput(f"square_projections is {self.square_projections!r}; it needs cut-offs")
         if self.adaptive_softmax_bias and of_output is None:
             raise InvalidInput("adaptive_softmax_bias is set; it needs adaptive_softmax_cutoffs")
-        # Tied band by band: embeddings and output need bands of the same words and sizes.
-        same_bands = of_input == of_output and self.adaptive_input_factor == self.adaptive_softmax_factor
-        if tied and (of_input or of_output) and not (same_bands and self.input_size == self.output_size):
+        # Tied cluster by cluster: embeddings and output need clusters of the same tokens and sizes.
+        same_clusters = of_input == of_output and self.adaptive_input_factor == self.adaptive_softmax_factor
+        if tied and (of_input or of_output) and not (same_clusters and self.input_size == self.output_size):
             raise InvalidInput(
                 "tie_word_embeddings is set; it needs the cut-offs, the factor and the size of the input to be those "
                 "of the output"

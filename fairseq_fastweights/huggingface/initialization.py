@@ -23,7 +23,7 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, 
         module: a module of a model.
         std: of the normal distribution of projections and embeddings; None for fairseq's distributions.
         padding_idx: the row of embeddings that is zero.
-        identity: whether projections of bands that change no size start as the identity.
+        identity: whether projections of clusters that change no size start as the identity.
     """
     with _loaded_stay(module):
         # transformers calls this for submodules first: a mixer's own initial values come last.
@@ -35,7 +35,7 @@ def draw_weights(module: nn.Module, std: float | None, padding_idx: int | None, 
             draw_normal(module, std)
         elif isinstance(module, (AdaptiveInput, AdaptiveSoftmax)):
             if std is None:
-                _draw_bands(module, padding_idx)
+                _draw_clusters(module, padding_idx)
             for part in module.modules():
                 if isinstance(bias := getattr(part, "bias", None), nn.Parameter):
                     nn.init.zeros_(bias)
@@ -57,8 +57,8 @@ def _draw_mixer(mixer: Mixer, std: float | None) -> None:
     mixer.reset_special_parameters()
 
 
-def _draw_bands(module: nn.Module, padding_idx: int | None) -> None:
-    """Draws bands as fairseq does, in each of which the row with padding's number is zero."""
+def _draw_clusters(module: nn.Module, padding_idx: int | None) -> None:
+    """Draws clusters as fairseq does, in each of which the row of padding is zero."""
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             if padding_idx is not None and padding_idx < part.num_embeddings:

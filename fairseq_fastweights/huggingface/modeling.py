@@ -24,7 +24,7 @@ from fairseq_fastweights.huggingface.vocabulary import (
     AdaptiveInput,
     AdaptiveSoftmax,
     sinusoidal_positions,
-    tied_bands,
+    tied_clusters,
 )
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
 from fairseq_fastweights.layers import ACTIVATIONS, MASKED_LOGIT, MixerLayer, form_of_layer, use_rms_norms, use_swiglu
@@ -32,7 +32,7 @@ from fairseq_fastweights.mixers.mixer import Mixer, State, in_rows
 from fairseq_fastweights.mixers.registry import build_mixer
 
 _OFFSET = 2
-"""Rows before those of learned positions, as in fairseq, where positions start after the number of padding."""
+"""Rows before those of learned positions, as in fairseq, where positions start after the id of padding."""
 
 _LOSS_OPTIONS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -75,7 +75,7 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         """Resizes the vocabulary as transformers does, without the `masked_tokens` that are then no longer in it.
 
         Args:
-            new_num_tokens: the number of word types; None for the present one.
+            new_num_tokens: the number of vocabulary entries; None for the present one.
             pad_to_multiple_of: the number is rounded up to a multiple of this; None for no rounding.
             mean_resizing: whether new embeddings are drawn around the mean of the old ones.
 
@@ -91,7 +91,7 @@ class FastWeightPreTrainedModel(PreTrainedModel):
         if (new_num_tokens, pad_to_multiple_of) != (None, None):
             for name in ("adaptive_input_cutoffs", "adaptive_softmax_cutoffs"):
                 if (cutoffs := getattr(self.config, name)) is not None:
-                    raise InvalidInput(f"{name} is {cutoffs}: a vocabulary in bands cannot be resized")
+                    raise InvalidInput(f"{name} is {cutoffs}: a vocabulary in clusters cannot be resized")
         generation = getattr(self, "generation_config", None)
         for settings in (self.config, generation):
             for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -428,7 +428,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
                 list(config.adaptive_softmax_cutoffs),
                 dropout=config.adaptive_softmax_dropout,
                 factor=config.adaptive_softmax_factor,
-                tied=None if embeddings is None else [band[0].embedding_dim for band in embeddings.embeddings],
+                tied=None if embeddings is None else [cluster[0].embedding_dim for cluster in embeddings.embeddings],
                 projections=config.tie_adaptive_projections,
                 hidden_size=config.hidden_size,
             )
@@ -437,7 +437,7 @@ class FastWeightForCausalLM(FastWeightPreTrainedModel, GenerationMixin):
             if config.adaptive_softmax_bias:
                 add_biases(self.lm_head)
             if isinstance(embeddings, AdaptiveInput):
-                tied = tied_bands(embeddings, self.lm_head, config.tie_adaptive_projections)
+                tied = tied_clusters(embeddings, self.lm_head, config.tie_adaptive_projections)
                 self._tied_weights_keys = {f"lm_head.{a}": f"model.embed_tokens.{b}" for a, b in tied.items()}
         self.post_init()
 

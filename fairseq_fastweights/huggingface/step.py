@@ -13,8 +13,8 @@ from fairseq_fastweights.mixers.mixer import State
 class GenerationStep(nn.Module):
     """Reads one token of each row, with the states of the layers as inputs and outputs in the place of a cache.
 
-    The states of memories do not grow, so that `torch.export` makes one program for all steps. States of softmax
-    attention grow, and an exported step would be for texts of one length.
+    The states of linear attention do not grow, so that `torch.export` makes one program for all steps. A KV cache
+    grows, and an exported step would be for texts of one length.
 
     Args:
         model: the model, in evaluation mode.

@@ -1,4 +1,4 @@
-"""Adaptive embeddings and softmax, in bands of word types (Baevski & Auli 2019), and sinusoidal positions.
+"""Adaptive embeddings and softmax, in clusters of tokens (Baevski & Auli 2019), and sinusoidal positions.
 
 They compute the same as fairseq's modules, with the same names and shapes of parameters.
 """
@@ -18,15 +18,15 @@ _MOST = 10**9
 
 
 class AdaptiveInput(nn.Module):
-    """Embeddings in bands of ever rarer word types, smaller by a factor from band to band.
+    """Embeddings in clusters of ever rarer tokens, smaller by a factor from cluster to cluster.
 
     Args:
-        vocab_size: number of word types.
-        padding_idx: the number of padding, whose embedding is zero.
-        input_size: size of the first band's embeddings.
-        factor: ratio of the sizes of successive bands.
-        hidden_size: size to which every band is projected.
-        cutoffs: the first word type of each band after the first.
+        vocab_size: number of vocabulary entries.
+        padding_idx: the id of padding, whose embedding is zero.
+        input_size: size of the first cluster's embeddings.
+        factor: ratio of the sizes of successive clusters.
+        hidden_size: size to which every cluster is projected.
+        cutoffs: the first token id of each cluster after the first.
 
     Examples:
         >>> AdaptiveInput(40, 1, 8, 2, 16, [10, 20])(torch.tensor([[4, 15, 30]])).shape
@@ -43,38 +43,38 @@ class AdaptiveInput(nn.Module):
         cutoffs: list[int],
     ) -> None:
         super().__init__()
-        self.cutoff = _bands(cutoffs, vocab_size)
+        self.cutoff = _ends(cutoffs, vocab_size)
         self.embedding_dim = hidden_size
         self.padding_idx = padding_idx
         self.embeddings = nn.ModuleList()
-        for band, (first, end) in enumerate(zip([0, *self.cutoff[:-1]], self.cutoff, strict=True)):
-            size = _band_size("adaptive_input_factor", input_size, factor, band)
-            embedding = nn.Embedding(end - first, size, padding_idx if band == 0 else None)
+        for cluster, (first, end) in enumerate(zip([0, *self.cutoff[:-1]], self.cutoff, strict=True)):
+            size = _cluster_size("adaptive_input_factor", input_size, factor, cluster)
+            embedding = nn.Embedding(end - first, size, padding_idx if cluster == 0 else None)
             self.embeddings.append(nn.Sequential(embedding, nn.Linear(size, hidden_size, bias=False)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings, (..., hidden_size), of tokens, (...)."""
         out = None
-        for first, end, band in zip([0, *self.cutoff[:-1]], self.cutoff, self.embeddings, strict=True):
-            # All tokens go through all bands, as others': no shape depends on which tokens there are.
+        for first, end, cluster in zip([0, *self.cutoff[:-1]], self.cutoff, self.embeddings, strict=True):
+            # All tokens go through all clusters, as others': no shape depends on which tokens there are.
             own = (tokens >= first) & (tokens < end)
-            embedded = band((tokens - first).clamp(0, end - first - 1))
+            embedded = cluster((tokens - first).clamp(0, end - first - 1))
             out = embedded if out is None else torch.where(own[..., None], embedded, out)
         assert out is not None
         return out
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities of word types in bands: the first band also predicts the other bands, with the rare types.
+    """Log-probabilities of tokens in clusters: the first cluster also predicts the other clusters, with the rare types.
 
     Args:
-        vocab_size: number of word types.
+        vocab_size: number of vocabulary entries.
         output_size: size of its input.
-        cutoffs: the first word type of each band after the first.
-        dropout: of the projections of bands, in training.
-        factor: ratio of the sizes of successive bands.
-        tied: sizes of the embeddings of all bands, whose weights this shares; None for weights of its own.
-        projections: whether the bands after the first share the projections too.
+        cutoffs: the first token id of each cluster after the first.
+        dropout: of the projections of clusters, in training.
+        factor: ratio of the sizes of successive clusters.
+        tied: sizes of the embeddings of all clusters, whose weights this shares; None for weights of its own.
+        projections: whether the clusters after the first share the projections too.
         hidden_size: size to which embeddings are projected.
 
     Examples:
@@ -97,7 +97,7 @@ class AdaptiveSoftmax(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.cutoff = _bands(cutoffs, vocab_size)
+        self.cutoff = _ends(cutoffs, vocab_size)
         classes = len(self.cutoff) - 1
         self.dropout_module = nn.Dropout(dropout)
         self.head: nn.Module
@@ -106,13 +106,13 @@ class AdaptiveSoftmax(nn.Module):
         else:
             self.head = _TiedHead(self.cutoff[0], tied[0], output_size, classes)
         self.tail = nn.ModuleList()
-        for band, (first, end) in enumerate(zip(self.cutoff[:-1], self.cutoff[1:], strict=True), 1):
+        for cluster, (first, end) in enumerate(zip(self.cutoff[:-1], self.cutoff[1:], strict=True), 1):
             project: nn.Module
             if tied is None:
-                size = _band_size("adaptive_softmax_factor", output_size, factor, band)
+                size = _cluster_size("adaptive_softmax_factor", output_size, factor, cluster)
                 project = nn.Linear(output_size, size, bias=False)
             else:
-                size = tied[band]
+                size = tied[cluster]
                 project = _Transposed(hidden_size, size) if projections else nn.Linear(hidden_size, size, bias=False)
             self.tail.append(nn.Sequential(project, nn.Dropout(dropout), nn.Linear(size, end - first, bias=False)))
 
@@ -122,9 +122,9 @@ class AdaptiveSoftmax(nn.Module):
         # log p(token) = log p(cluster) + log p(token | cluster), Baevski & Auli 2019.
         head = self.head(features).log_softmax(-1)
         parts = [head[..., : self.cutoff[0]]]
-        for i, band in enumerate(self.tail):
+        for i, cluster in enumerate(self.tail):
             prior = head[..., self.cutoff[0] + i, None]
-            parts.append(band(features).log_softmax(-1) + prior)
+            parts.append(cluster(features).log_softmax(-1) + prior)
         return torch.cat(parts, dim=-1)
 
 
@@ -140,7 +140,7 @@ class _Transposed(nn.Module):
 
 
 class _TiedHead(nn.Module):
-    """The first band, with the weights of its embeddings, and a class for each other band."""
+    """The first cluster, with the weights of its embeddings, and a class for each other cluster."""
 
     def __init__(self, words: int, size: int, output_size: int, classes: int) -> None:
         super().__init__()
@@ -154,13 +154,13 @@ class _TiedHead(nn.Module):
         return torch.cat([self.word_proj(x), self.class_proj(x)], dim=-1)
 
 
-def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections: bool) -> dict[str, str]:
+def tied_clusters(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections: bool) -> dict[str, str]:
     """The names of the softmax's weights that are weights of the embeddings, with their names there."""
     words = "head.word_proj.1.weight" if isinstance(softmax.head.word_proj, nn.Sequential) else "head.word_proj.weight"
     tied = {words: "embeddings.0.0.weight"}
-    for i, band in enumerate(softmax.tail):
+    for i, cluster in enumerate(softmax.tail):
         tied[f"tail.{i}.2.weight"] = f"embeddings.{i + 1}.0.weight"
-        if projections and hasattr(next(band.children()), "weight"):
+        if projections and hasattr(next(cluster.children()), "weight"):
             tied[f"tail.{i}.0.weight"] = f"embeddings.{i + 1}.1.weight"
     return tied
 
@@ -168,7 +168,7 @@ def tied_bands(embeddings: AdaptiveInput, softmax: AdaptiveSoftmax, projections:
 def sinusoidal_positions(places: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Sines and then cosines, (..., dim), for places that count from 0, as in tensor2tensor and fairseq.
 
-    fairseq's first position is 2, after the number of padding.
+    fairseq's first position is 2, after the id of padding.
     """
     # Wavelengths rise from 2 pi to 10000 * 2 pi over the half of the dimensions.
     half = dim // 2
@@ -178,15 +178,15 @@ def sinusoidal_positions(places: Tensor, dim: int, dtype: torch.dtype) -> Tensor
     return F.pad(encoded, (0, dim % 2)).to(dtype)
 
 
-def _bands(cutoffs: list[int], vocab_size: int) -> list[int]:
+def _ends(cutoffs: list[int], vocab_size: int) -> list[int]:
     return [*cutoffs, vocab_size] if vocab_size > cutoffs[-1] else list(cutoffs)
 
 
-def _band_size(name: str, size: int, factor: float, band: int) -> int:
-    own = int(size // factor**band)
+def _cluster_size(name: str, size: int, factor: float, cluster: int) -> int:
+    own = int(size // factor**cluster)
     if own < 1:
         raise InvalidInput(
-            f"{name} is {factor:g}: of {size} dimensions it leaves none for band {band + 1}; it is too large"
+            f"{name} is {factor:g}: of {size} dimensions it leaves none for cluster {cluster + 1}; it is too large"
         )
     if own > _MOST:
         raise InvalidInput(f"{name} is {factor:g}: it makes more than {_MOST} dimensions of {size}; it is too small")

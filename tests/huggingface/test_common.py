@@ -148,7 +148,9 @@ def test_a_vocabulary_cut_below_masked_tokens_works_and_is_saved(tied, whole, tm
     assert torch.equal(again(tokens)[0], resized(tokens)[0])
 
 
-@pytest.mark.parametrize(("factor", "why"), [(1e300, "leaves none for band 2"), (1e-300, "it makes more than 10{9}")])
+@pytest.mark.parametrize(
+    ("factor", "why"), [(1e300, "leaves none for cluster 2"), (1e-300, "it makes more than 10{9}")]
+)
 def test_a_factor_that_bands_cannot_have_is_refused(factor, why):
     with pytest.raises(ValueError, match=f"adaptive_input_factor is {factor:g}: .*{why}".replace("+", "[+]")):
         build("delta", **BANDS | {"adaptive_input_factor": factor, "adaptive_softmax_factor": factor})
