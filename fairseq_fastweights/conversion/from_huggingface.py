@@ -28,8 +28,7 @@ from fairseq_fastweights.models import checkpoint_settings
 
 logger = logging.getLogger(__name__)
 
-BUFFERS = (*(f".{name}.{mask}" for name in ("attn", "attention") for mask in ("bias", "masked_bias")),)
-BUFFERS += ("rotary_emb.inv_freq",)
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
 """The ends of names in files of weights that are those of buffers, as a causal mask's, which are not learned."""
 
 

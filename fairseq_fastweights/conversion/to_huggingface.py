@@ -175,18 +175,7 @@ def _write_as(
     """Writes a folder with a model of one of transformers' classes.
 
     A model of a dictionary keeps its token ids. One whose vocabulary came from a Hugging Face folder, without fairseq's
-    special tokens, gets that folder's ids and tokenizer back.
-
-    Args:
-        kind: the class's model_type, one of `families.family.SERVED`.
-        target: the new folder.
-        model, dictionary, tokenizer: as `load_run` returns them.
-        pieces: the folder of the tokenizer, which may be one that `from_huggingface` made.
-
-    Raises:
-        ValueError: if the class cannot be this model; the message lists the settings in which they differ. Nothing is
-            written then.
-        OSError: if the target cannot be written; nothing is left of it.
+    special tokens, gets that folder's ids and tokenizer back. `pieces` is the folder of the tokenizer.
     """
     # Only a model that masks fairseq's special symbols can lose their rows and keep its probabilities.
     source = pieces if model.config.masked_tokens and pieces is not None and (pieces / RECORD).is_file() else None

@@ -152,11 +152,7 @@ def check_kind(cache: Any, name: str = "past_key_values") -> FastWeightCache:
 
 
 def check_cache(cache: Any, layers: int, rows: int) -> FastWeightCache:
-    """Checks that `cache` fits the model and a batch of `rows` rows, and returns it.
-
-    Raises:
-        ValueError: if it is of another class, model or batch size.
-    """
+    """Returns the cache, or raises a `ValueError` if it does not fit a model of so many layers and a batch of rows."""
     check_kind(cache)
     if len(cache.layers) != layers:
         raise InvalidInput(f"past_key_values has {len(cache.layers)} layers; the model has {layers}")

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(folder: Path, config: FastWeightConfig) -> None:
-    """Checks the files of weights in a folder, and that they have weights of as many layers.
-
-    Raises:
-        ValueError: if a file is damaged, or holds something else than weights; or if there are too many layers.
-    """
+    """Raises a `ValueError` if a file of weights in a folder is damaged, or they have not as many layers."""
     files = [file for pattern in _NAMES for file in sorted(folder.glob(pattern))]
     weights = sum(len(_weights_in(file, config, {})) for file in files)
     # A layer takes memory even without numbers, so their count is checked before the model is built.
@@ -38,13 +34,9 @@ def check_folder(folder: Path, config: FastWeightConfig) -> None:
 
 
 def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig) -> dict[str, Tensor] | None:
-    """Checks the files of a model that was made without numbers, and that they could hold most of it.
+    """Raises a `ValueError` if a file of a model is damaged, or the model, without numbers yet, is too large for them.
 
-    Returns:
-        the weights in files of torch.save, to be read by nobody else; None if there are none.
-
-    Raises:
-        ValueError: if a file is damaged, or holds something else than weights; or if the model is too large.
+    Returns the weights in files of torch.save, to be read by nobody else; None if there are none.
     """
     loaded = dict[str, Tensor]()
     shapes = {file: _weights_in(Path(file), config, loaded).values() for file in files}
@@ -65,10 +57,7 @@ def check_model(model: nn.Module, files: Iterable[str], config: FastWeightConfig
 def _weights_in(file: Path, config: FastWeightConfig, loaded: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """The names of the weights in a file and their shapes, once it is known to be undamaged.
 
-    `loaded` gets those of a file of torch.save.
-
-    Raises:
-        ValueError: if it is damaged, or holds something else than floating-point numbers.
+    `loaded` gets those of a file of torch.save. Anything but floating-point numbers is a `ValueError`.
     """
     if file.suffix == ".safetensors":
         if damage := safetensors_digests.why_damaged(file):

@@ -129,11 +129,7 @@ class FastWeightPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *others: Any, **named: Any) -> Any:
-        """Checks the files and the model's size, and loads the weights as transformers does.
-
-        Raises:
-            ValueError: if a file is damaged, or the model is too large for the weights in them.
-        """
+        """Checks the files and the model's size, and loads the weights as transformers does."""
         loaded = check_model(model, checkpoint_files or (), model.config)
         state_dict = loaded if state_dict is None else state_dict
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *others, **named)
@@ -213,9 +209,6 @@ class FastWeightModel(FastWeightPreTrainedModel):
 
     Args:
         config: the model's settings.
-
-    Raises:
-        ValueError: if a setting is not allowed; the message names it, its value and the allowed ones.
 
     Examples:
         >>> config = FastWeightConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)

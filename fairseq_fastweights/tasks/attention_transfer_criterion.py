@@ -173,11 +173,7 @@ class AttentionTransferCriterion(FairseqCriterion):
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model within fairseq's wrapper for several processes.
-
-    Raises:
-        ValueError: if that wrapper adds up gradients only after a forward pass through the whole model.
-    """
+    """The model within fairseq's wrapper for several processes, which must not wait for a pass through all of it."""
     while True:
         if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
             raise InvalidInput("criterion is attention_transfer; with several processes ddp_backend must be legacy_ddp")

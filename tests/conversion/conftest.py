@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import train
 from tests.conversion.transfers import make_source
+from tests.huggingface.conftest import save  # noqa: F401
 from tests.models.conftest import fairseq, text  # noqa: F401
 
 

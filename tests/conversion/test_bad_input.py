@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fairseq_fastweights.conversion.__main__ import main
 from tests.conversion import sources
@@ -18,13 +19,15 @@ Spoil = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    """Sources of from-huggingface, and "converted", one of to-huggingface."""
+def folders(save, tmp_path_factory) -> dict[str, Path]:
+    """Sources of from-huggingface; of to-huggingface "converted" and "run", which is exported to "exported"."""
     folder = tmp_path_factory.mktemp("sources")
     forms: dict[str, dict[str, Any]] = {"gpt2": {}, "neox": {}, "shards": {"shards": 3}, "bin": {"in_bin": True}}
     made = {name: sources.save(folder / name, sources.model(name == "neox"), **form) for name, form in forms.items()}
     assert main(["from-huggingface", str(made["neox"]), str(folder / "converted")]) == 0
-    return made | {"converted": folder / "converted"}
+    save(folder / "run", "--update-rule gated")
+    assert main(["to-huggingface", str(folder / "run"), str(folder / "exported")]) == 0
+    return made | {name: folder / name for name in ("converted", "run", "exported")}
 
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Spoil:
@@ -64,6 +67,43 @@ def weights(change: Callable[[dict[str, Any]], object], name: str = "pytorch_mod
     return lambda folder: torch.save(change(torch.load(folder / name, weights_only=True)), folder / name)
 
 
+def safetensors(change: Callable[[dict], Any]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+    return spoil
+
+
+def flip(folder: Path) -> None:
+    """Changes a bit of the last weight."""
+    content = bytearray((folder / SAFETENSORS).read_bytes())
+    content[-1] ^= 1
+    (folder / SAFETENSORS).write_bytes(content)
+
+
+def checkpoint(change: Callable[[dict], Any]) -> Spoil:
+    return weights(change, "checkpoint_best.pt")
+
+
+def options(**changes: Any) -> Spoil:
+    return checkpoint(lambda state: state["cfg"]["model"].update(changes) or state)
+
+
+def moved(name: str) -> Spoil:
+    """With a link to a file beside the folder, of the same contents."""
+
+    def spoil(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "elsewhere")
+        (folder / name).symlink_to((folder.parent / "elsewhere").absolute())
+
+    return spoil
+
+
+def without_dictionary(folder: Path) -> None:
+    (folder / "dict.txt").unlink()
+    checkpoint(lambda state: state["cfg"]["task"].update(data="nowhere") or state)(folder)
+
+
 class Harmful:
     """Unpickled by an unsafe loader, this makes a file."""
 
@@ -72,6 +112,7 @@ class Harmful:
 
 
 COMMANDS = {"neox": "from-huggingface", "converted": "to-huggingface"}
+FC1 = "model.layers.1.fc1.bias"
 SAFETENSORS, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 LAYER, HEAD = "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"
 OTHERS = {f"transformer.h.{i}.ln_1.weight": torch.ones(size) for i, size in ((1, 5), (2, 12))}
@@ -130,6 +171,41 @@ BAD: list[tuple[str, Spoil, str]] = [
     ("converted", weights(lambda s: {"model": s["model"] | {"x": 1}}, "model.pt"), "this is not a checkpoint of fairs"),
     ("converted", weights(lambda s: {"model": s["model"] | {"x": torch.ones(2)}}, "model.pt"), r"x +\(2,\) +nothing"),
     ("converted", lambda f: torch.save({"model": Harmful()}, f / "model.pt"), "model.pt is refused: it asks for .*ope"),
+    # Runs of fairseq, and exported models.
+    ("run", gone("checkpoint_best.pt"), "source: there is no checkpoint; it must hold one of"),
+    ("run", shutil.rmtree, "source: there is no such checkpoint"),
+    ("run", without_dictionary, "checkpoint_best.pt: there is no dict.txt in source or nowhere; the option data"),
+    ("run", moved("dict.txt"), "dict.txt is a link to .*/elsewhere; it must be a file in source, so copy it there"),
+    ("exported", moved("fairseq/dict.txt"), "fairseq/dict.txt is a link to .*/elsewhere; it must be a file in source"),
+    ("run", cut("checkpoint_best.pt"), "checkpoint_best.pt is cut short"),
+    ("run", checkpoint(lambda s: s | {"x": Harmful()}), "checkpoint_best.pt is refused: it asks for .*open"),
+    ("run", checkpoint(lambda s: {"model": [1]}), "checkpoint_best.pt: this is not a checkpoint of fairseq's"),
+    ("run", checkpoint(lambda s: {"model": s["model"]}), "checkpoint_best.pt: "),
+    ("run", lambda f: (f / "dict.txt").write_text("w0 1\nw1 1\n"), "checkpoint_best.pt: .*dictionary (digest|size) is"),
+    ("run", lambda f: (f / "dict.txt").write_text("w0\n"), "checkpoint_best.pt: .*dictionary"),
+    ("run", checkpoint(lambda s: s["model"].pop("decoder.layers.1.fc1.bias") is None or s), r"Missing key.*1\.fc1\.bi"),
+    ("run", options(decoder_ffn_embed_dim=48), "checkpoint_best.pt: .*size mismatch"),
+    ("run", options(update_rule="delta"), "best.pt: the checkpoint does not fit the model: .*mixers is 'gated'"),
+    ("run", options(character_embeddings=True, character_filters="[(1, 4)]"), "best.pt: "),
+    ("run", options(quant_noise_pq=0.1), "best.pt: "),
+    ("exported", lambda f: (f / "config.json").write_text("{"), "config.json: this is not JSON"),
+    ("exported", gone(SAFETENSORS), "source: there are no weights; it must hold one of"),
+    ("exported", cut(SAFETENSORS), "model.safetensors: the file is broken or cut short"),
+    ("exported", flip, "model.safetensors is damaged: its weights do not have the digest"),
+    ("exported", lambda f: shutil.rmtree(f / "fairseq"), "fairseq/dict.txt: there is no such file; the weights belong"),
+    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0 1\n"), "dict.txt: it has 5 entries, .* is 44"),
+    ("exported", lambda f: (f / "fairseq/dict.txt").write_text("w0\n"), "dict.txt: this is not a dictionary"),
+    ("exported", safetensors(lambda s: s.pop(FC1) is None or s), rf"{FC1} +missing +\(32,\)"),
+    ("exported", safetensors(lambda s: s | {"x": torch.ones(2)}), r"x +\(2,\) +nothing of this name"),
+    ("exported", safetensors(lambda s: s | {FC1: s[FC1].to(torch.int8)}), f"weight '{FC1}' is int8"),
+    ("exported", setting(tie_word_embeddings=True), "config.json ties lm_head.weight to model.embed_tokens.weight"),
+    ("exported", setting(intermediate_size=48), rf"{FC1} +\(32,\) +\(48,\)"),
+    ("exported", setting(mixers=["gated", "hebb"]), "config.json: mixers is 'hebb'; it must be one of sum, gated"),
+    ("exported", setting(mixer_settings={"windo": 3}), "config.json: mixer_settings holds 'windo'; it may hold"),
+    ("exported", setting(hiden_size=3), "config.json: hiden_size is 3; there is no setting of this name"),
+    ("exported", setting(format_version=2), "config.json: format_version is 2; this version"),
+    ("exported", setting(num_hidden_layers=9999, mixers=None), "fit config.json: num_hidden_layers is 9999, and"),
+    ("exported", setting(mixers=[[], "gated"]), r"config.json: mixers is '\[\]'; it must be one of"),
 ]
 
 
@@ -139,11 +215,14 @@ def test_it_is_named_and_nothing_is_left(folders, tmp_path, monkeypatch, capsys,
     shutil.copytree(folders[base], "source")
     spoil(Path("source"))
     before = sorted(tmp_path.iterdir())
-    command = COMMANDS.get(base, "from-huggingface")
+    command = "to-huggingface" if base in ("converted", "run") else "from-huggingface"
     assert main([command, "./source", "target"]) == 2
     error = capsys.readouterr().err
-    assert f"{command}: error: " in error and "Traceback" not in error
+    place = "source" if base in ("run", "exported") else ""
+    assert error.startswith(f"python -m fairseq_fastweights.conversion {command}: error: {place}"), error
     assert re.search(message, error), error
+    first, *others = error.splitlines()
+    assert not others or "the weights do not fit" in first  # of which a table follows
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -362,3 +362,10 @@ WIDTHS = [("kda", {"hidden_ratio": 4}, 5632), ("retnet", {"hidden_ratio": None},
 def test_the_inner_width_is_the_multiple_of_256_above_two_thirds(kind, settings, between):
     config = {"model_type": kind, **fla_models.SETTINGS, "intermediate_size": None, "hidden_size": 2048}
     assert read_family(config | settings, set()).options["decoder-ffn-embed-dim"] == between
+
+
+def test_sizes_of_more_numbers_than_torch_can_count_are_one_line():
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "num_attention_heads"), 10**8) | {"num_hidden_layers": 1}
+    family = read_family({"model_type": "llama", "eos_token_id": 1, "vocab_size": 9, **sizes}, set())
+    with pytest.raises(ValueError, match=r"^config.json: a model of these sizes cannot be built \(.*overflow.*\)$"):
+        family.join(family.model.parameters)

@@ -12,7 +12,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 from fairseq_fastweights.huggingface import FastWeightConfig
-from tests.models.conftest import Fairseq
+from tests.models.conftest import Fairseq, fairseq  # noqa: F401
 
 # Logits of models whose sums are taken in the same order but for a few: float32.
 LOGITS = 1e-5
@@ -24,12 +24,7 @@ def said(config: FastWeightConfig) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def fairseq(tmp_path_factory: pytest.TempPathFactory) -> Fairseq:
-    return Fairseq(tmp_path_factory.mktemp("fairseq"))
-
-
-@pytest.fixture(scope="session")
-def save(fairseq: Fairseq) -> Any:
+def save(fairseq: Fairseq) -> Any:  # noqa: F811
     """`save(folder, flags, arch)` writes a tiny model and its dictionary, and returns the model."""
 
     @cache

@@ -1,7 +1,10 @@
-"""Processes that share a model between them, against one that has it whole."""
+"""Several processes on CPUs, with whole models and with one that they share, against one process."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +14,9 @@ import pytest
 import torch
 from fairseq import trainer as fairseq_trainer
 from fairseq.distributed import fully_sharded_data_parallel
+from faults import trained
 
-from tests.conftest import evaluate, train
+from tests.conftest import QUIET, ROOT, SMALL_MODEL, TASK, evaluate, train
 from tests.tasks.conftest import losses, slow, train_in_two, train_translation, weights
 
 # The batches of one process are those of several only where all read streams.
@@ -176,3 +180,35 @@ def test_options_that_sharding_does_not_support_are_refused(flags, complaint, ou
     cfg = Namespace(common=options, distributed_training=options, ema=options, task=options)
     with pytest.raises(ValueError, match=complaint):
         fully_sharded_data_parallel.check_options(cfg)
+
+
+STREAMS = """--no-token-positional-embeddings --carry-over-state --tokens-per-sample 16 --lr 0.001 --max-update 6
+    --disable-validation --optimizer adam""".split()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_with_the_same_batches(our_fairseq, corpus, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [str(Path(sys.executable).with_name("fairseq-train")), str(corpus), *TASK, *SMALL_MODEL, *QUIET, *STREAMS]
+    result = subprocess.run(
+        [*torchrun, *command, "--batch-size", "4", "--save-dir", str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    log = train(corpus, tmp_path / "one", *STREAMS, "--batch-size", "8")
+    # Of three decimals; sums of float32 in another order differ in the seventh digit.
+    assert losses(result.stdout) == pytest.approx(losses(log), abs=2e-3)
+    one, two = (trained(tmp_path / name)["model"] for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, x in one.items():
+        assert torch.allclose(x, two[name], atol=1e-5), name
+
+
+def test_who_asks_for_processes_without_starting_them_is_told_how(our_fairseq, corpus, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("fairseq starts a process for each GPU")
+    with pytest.raises(SystemExit, match=r"distributed_world_size is 2.*torchrun --nproc_per_node 2"):
+        train(corpus, tmp_path, "--distributed-world-size", "2")

@@ -20,7 +20,6 @@ from torch import Tensor
 from fairseq_fastweights.conversion.families.settings import Settings
 from fairseq_fastweights.conversion.files.weight_files import build_on_meta, configuration, first_line
 from fairseq_fastweights.invalid_input import InvalidInput
-from fairseq_fastweights.mixers.mixer import check_divisor
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.description import layer_mixers
 
@@ -164,19 +163,6 @@ class Family:
         return weights
 
 
-class Names(NamedTuple):
-    """The names of the settings that all families have."""
-
-    width: str = "hidden_size"
-    between: str = "intermediate_size"
-    heads: str = "num_attention_heads"
-    layers: str = "num_hidden_layers"
-    positions: str = "max_position_embeddings"
-
-
-NAMES = Names()
-
-
 def language_model(
     config: Mapping[str, Any],
     end_of_text: int | None,
@@ -186,26 +172,22 @@ def language_model(
     parts: Sequence[Part],
     *,
     output: str = "lm_head",
-    names: Names = NAMES,
     byte_level: bool = False,
 ) -> Family:
     """The family of a model with these options beside those that all have.
 
     Args:
-        config: all settings.
+        config: all settings, by the names that most families have.
         end_of_text: the default of the end-of-text token's id.
         options: further options.
         modules: the names in the folder of embeddings and the last norm, after the decoder's names here.
         layers: the name of each layer in the folder, and those of its modules after their names here.
         parts: weights in another form than here.
         output: the name of the output layer.
-        names: of the settings.
         byte_level: as of `Family`.
     """
-    width, heads, tied = config[names.width], config[names.heads], config["tie_word_embeddings"]
-    if not config.get("head_dim"):
-        check_divisor(f"config.json: {names.heads}", heads, names.width, width)
-    end = config["eos_token_id"]
+    width, positions = config["hidden_size"], config["max_position_embeddings"]
+    tied, end = config["tie_word_embeddings"], config["eos_token_id"]
     if isinstance(end, list) and end:  # models for dialogue have several: the first ends a text
         end = end[0]
     end = end_of_text if end is None else end
@@ -215,17 +197,17 @@ def language_model(
             f"{config['vocab_size'] - 1}"
         )
     common = {
-        "decoder-layers": config[names.layers],
+        "decoder-layers": config["num_hidden_layers"],
         "decoder-embed-dim": width,
         "decoder-input-dim": width,
         "decoder-output-dim": width,
-        "decoder-ffn-embed-dim": config[names.between],
-        "decoder-attention-heads": heads,
+        "decoder-ffn-embed-dim": config["intermediate_size"],
+        "decoder-attention-heads": config["num_attention_heads"],
         "decoder-normalize-before": True,
         "no-scale-embedding": True,
         "share-decoder-input-output-embed": tied,
-        "max-target-positions": config[names.positions],
-        "tokens-per-sample": config[names.positions],
+        "max-target-positions": positions,
+        "tokens-per-sample": positions,
         "mask-special-symbols": True,
         "softmax-attention-layers": "all",
     }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import Family, Names, Part, language_model, reads
+from fairseq_fastweights.conversion.families.family import Family, Part, language_model, reads
 from fairseq_fastweights.conversion.families.settings import (
     Layers,
     Nullable,
@@ -23,7 +23,6 @@ from fairseq_fastweights.mixers.mixer import check_divisor
 _PADDING = 1
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three ways to write the same formula
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", **dict.fromkeys(_TANH, "gelu_accurate")}
-_GPT2 = Names("n_embd", "n_inner", "n_head", "n_layer", "n_positions")
 
 
 @reads(
@@ -43,8 +42,10 @@ _GPT2 = Names("n_embd", "n_inner", "n_head", "n_layer", "n_positions")
 )
 def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Family:
     """GPT-2: learned positions, one matrix for queries, keys and values."""
-    if config["n_inner"] is None:
-        config["n_inner"] = 4 * config["n_embd"]
+    width, heads = config["n_embd"], config["n_head"]
+    check_divisor("config.json: n_head", heads, "n_embd", width)
+    config |= {"hidden_size": width, "intermediate_size": config["n_inner"] or 4 * width, "num_attention_heads": heads}
+    config |= {"num_hidden_layers": config["n_layer"], "max_position_embeddings": config["n_positions"]}
     # Weights that the language model saved have this prefix; those that the model without its output layer saved, none.
     prefix = "transformer." if not names or any(name.startswith("transformer.") for name in names) else ""
     # fairseq numbers positions from 2, after the id of padding: two rows of zeros come first.
@@ -70,7 +71,7 @@ def gpt2(config: dict[str, Any], names: set[str], end_of_text: int | None) -> Fa
         "attention-dropout": config["attn_pdrop"],
     }
     modules = {"embed_tokens": f"{prefix}wte", "layer_norm": f"{prefix}ln_f"}
-    return language_model(config, end_of_text, options, modules, layers, parts, names=_GPT2, byte_level=True)
+    return language_model(config, end_of_text, options, modules, layers, parts, byte_level=True)
 
 
 _NEOX = {
