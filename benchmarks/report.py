@@ -38,15 +38,6 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
         (title, text), where = SECTIONS[record["program"]], "GPU" if record["device"] == "cuda" else "CPU"
         link = os.path.relpath(path, page.parent)
         parts.append(f"## {title}, {where}\n")
-        # Results of kernels that have changed since: only the peers' times still count.
-        if "superseded" in record:
-            parts.append(
-                f"Not measured in turns with the kernels as they are now; when it was, on {record['date'][:10]}, "
-                f"{record['superseded']}.\n"
-            )
-            ways = path.with_name(path.name.replace("-kernels.json", "-plans.csv"))
-            parts += [SECTIONS["cuda_peers"][1] + f" ([JSON]({link}))\n", peers(record, ways)]
-            continue
         if not records.is_current(record):
             was = f"[its results of {record['date'][:10]}]({link}) have another meaning"
             parts.append(f"Not measured as {record['program']} measures now; {was}.\n")
@@ -95,27 +86,6 @@ def plans(path: Path) -> str:
         lines.append([shape, rule, *fastest, *cells, pages.ratio(steps / sum(best))])
     header = ["shape", "rule", *(f"fastest {name}" for name in passes), *passes, "step by step over both"]
     return pages.markdown(header, lines, left=4)
-
-
-def peers(record: Record, path: Path) -> str:
-    """The times of peers in a record over those of the fastest plans, forward and backward together."""
-    lines = []
-    for (shape, rule), passes in ways(path).items():
-        # The fastest plan of each pass, in seconds.
-        own = sum(min(times.values()) for times in passes.values()) / 1e3
-        measured = [row for row in record["rows"] if row["status"] == "measured" and row["shape"] == shape]
-        others = [row for row in measured if row["rule"] == rule and row["implementation"].startswith("fla chunk")]
-        softmax = [row for row in measured if row["implementation"] == "SDPA"]
-        if softmax:
-            times = [min((pages.median(row) for row in rows), default=None) for rows in (others, softmax)]
-            cells = [text for time in times for text in _beside(time, own)]
-            lines.append([shape, rule, pages.milliseconds(own), *cells])
-    header = ["shape", "rule", "forward and backward", "flash-linear-attention", "over it", "SDPA", "over it"]
-    return pages.markdown(header, lines, left=2)
-
-
-def _beside(time: float | None, own: float) -> tuple[str, str]:
-    return ("–", "–") if time is None else (pages.milliseconds(time), pages.ratio(time / own))
 
 
 def main() -> None:
