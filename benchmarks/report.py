@@ -3,8 +3,6 @@
 python benchmarks/report.py [--results FOLDER] [--page FILE]
 """
 
-import csv
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -54,38 +52,7 @@ def render(results: Sequence[tuple[Path, Record]], page: Path) -> str:
         figure = path.with_suffix(".png")
         if figure.exists():
             parts.append(f"![{title}, {where}]({os.path.relpath(figure, page.parent)})\n")
-    for path in sorted(results[0][0].parent.glob("*-plans.csv")):
-        title, text = SECTIONS["cuda_plans"]
-        link = os.path.relpath(path, page.parent)
-        gpu = path.stem.removesuffix("-plans")
-        parts += [f"## {title}, {gpu}\n", f"{text} ([CSV]({link}))\n", plans(path)]
     return "\n".join(parts)
-
-
-def ways(path: Path) -> dict[tuple[str, str], dict[str, dict[str, float]]]:
-    """Milliseconds by call in bfloat16, pass and plan, of a file of benchmarks/cuda_plans.py."""
-    calls: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            if row["dtype"] == "bfloat16":
-                times = calls.setdefault((row["shape"], row["rule"]), {}).setdefault(row["pass"], {})
-                times["step by step"] = float(row["recurrent ms"])
-                plan = "{columns}, {segments}".format(**row)
-                times[plan] = min(float(row["ms"]), times.get(plan, math.inf))
-    return calls
-
-
-def plans(path: Path) -> str:
-    """The fastest plans of the calls in a file of benchmarks/cuda_plans.py."""
-    lines = []
-    for (shape, rule), passes in ways(path).items():
-        fastest = [min(times, key=lambda way, times=times: times[way]) for times in passes.values()]
-        best = [min(times.values()) for times in passes.values()]
-        steps = sum(times["step by step"] for times in passes.values())
-        cells = (pages.milliseconds(each / 1e3) for each in best)
-        lines.append([shape, rule, *fastest, *cells, pages.ratio(steps / sum(best))])
-    header = ["shape", "rule", *(f"fastest {name}" for name in passes), *passes, "step by step over both"]
-    return pages.markdown(header, lines, left=4)
 
 
 def main() -> None:

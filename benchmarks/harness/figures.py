@@ -1,10 +1,7 @@
 """Figures of records, in the style of all figures (examples/common/figures.py)."""
 
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from common.figures import draw_curves, new_figure, plain_numbers, save_figure, say
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from common.tables import format_table
+
 from harness.cases import RULES
 from harness.implementations import CAUSAL_PRODUCT, FLASH_LINEAR_ATTENTION, SOFTMAX
 from harness.trainings import PLAIN
@@ -30,12 +32,8 @@ def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A table whose first `left` columns are text and whose others are numbers, with its columns aligned."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)])
-    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
-    padded = ((side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in cells)
-    return "".join(f"| {' | '.join(row)} |\n" for row in padded)
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in (header, *rows))
+    return format_table(head, body, left) + "\n"
 
 
 def significant(value: float) -> str:

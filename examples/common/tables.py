@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells in columns: the first to the left, the others, of numbers, to the right."""
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Cells in columns: the first `left` ones to the left, the others, of numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(words: Sequence[str]) -> str:
-        first, *rest = zip(words, widths, strict=True)
-        padded = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in rest)]
-        return f"| {' | '.join(padded)} |"
-
-    ruler = line([f"{'-' * (width - (i > 0))}{':' * (i > 0)}" for i, width in enumerate(widths)])
-    return "\n".join([line(header), ruler, *map(line, rows)])
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    ruler = ["-" * (width - (i >= left)) + ":" * (i >= left) for i, width in enumerate(widths)]
+    lines = ([side(*cell) for side, *cell in zip(sides, row, widths, strict=True)] for row in (header, ruler, *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
