@@ -148,10 +148,10 @@ class Order:
 
 
 class Copy:
-    """A copy of the checkout, in which tests run."""
+    """A copy of the checkout, in which tests run, with the CPU kernels of `library` if that is named."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.output = folder, folder / "output.txt"
+        self.folder, self.output, self.library = folder, folder / "output.txt", ""
         shutil.rmtree(folder, ignore_errors=True)
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "results")
         shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
@@ -165,7 +165,7 @@ class Copy:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink(missing_ok=True)
 
-    def failing(self, arguments: Sequence[str], order: Order, limit: float, library: str) -> str | None:
+    def failing(self, arguments: Sequence[str], order: Order, limit: float) -> str | None:
         """The first test that fails, by a pytest in a fork; "" if it ends, or hangs, without one; None if all pass."""
         child = os.fork()
         if child == 0:
@@ -175,8 +175,8 @@ class Copy:
             os.chdir(self.folder)
             sys.path[:0] = paths = [str(self.folder), str(self.folder / "tools")]
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-            if library:
-                os.environ["FASTWEIGHTS_NATIVE_CPU"] = library
+            if self.library:
+                os.environ["FASTWEIGHTS_NATIVE_CPU"] = self.library
             output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -205,19 +205,16 @@ class Bench:
         self.copy, self.clean = (Copy(WORK / f"{part}-{kind}-{number}") for kind in ("mutant", "clean"))
         self.kernels = CpuKernels() if part == "cpu" else None
         self.unsound: set[str] = set()
-        self.library = self.whole = ""
         self.digest = self.build(None)
+        self.clean.library = shutil.copy(self.copy.library, str(self.clean.folder)) if self.kernels else ""
 
     def build(self, mutant: Mutant | None) -> str:
         """Compiles the copy; returns a digest of the code. Raises `SyntaxError` or `CalledProcessError`."""
         if self.part == "package":
             return behaviour((self.copy.folder / mutant.path).read_text()) if mutant else ""
-        build = self.kernels.build if self.kernels else build_emulated
-        self.library = build(self.copy.folder, mutant)
-        digest = hashlib.sha256(Path(self.library).read_bytes()).hexdigest()
-        if mutant is None:
-            self.whole = shutil.copy(self.library, str(self.clean.folder))
-        return digest
+        library = (self.kernels.build if self.kernels else build_emulated)(self.copy.folder, mutant)
+        self.copy.library = library if self.kernels else ""
+        return hashlib.sha256(Path(library).read_bytes()).hexdigest()
 
     def outcome(self, mutant: Mutant) -> str:
         """The tests that notice it: "fast" ones, "slow" ones or none, "survived"; or why it is not counted."""
@@ -235,19 +232,14 @@ class Bench:
 
     def is_noticed(self, mutant: Mutant, kind: str) -> bool:
         """True if a test of this kind fails, or does not end, with the mutant and passes without it."""
-        env = self.kernels is not None
+        order = Order(Path(mutant.path).stem, self.seconds)
         while True:
-            order = Order(Path(mutant.path).stem, self.seconds)
-            words = [
-                *self.tests_of(mutant),
-                "-m",
-                MARKS[kind],
-                *(f"--deselect={test}" for test in sorted(self.unsound)),
-            ]
-            test = self.copy.failing(words, order, 3 * self.seconds + 60, self.library if env else "")
+            unsound = [f"--deselect={test}" for test in sorted(self.unsound)]
+            words = [*self.tests_of(mutant), "-m", MARKS[kind], *unsound]
+            test = self.copy.failing(words, order, 3 * self.seconds + 60)
             if test is None:
                 return False
-            if not test or self.clean.failing([test], order, 600, self.whole if env else "") is None:
+            if not test or self.clean.failing([test], order, 600) is None:
                 return True
             self.unsound.add(test)
 
