@@ -65,17 +65,10 @@ def diagonal_rule(
 ) -> Tensor:
     """`ops.fast_weight_rule` without a correction, over the segments of all processes in the order of their ranks.
 
-    Args:
-        q: (batch, time, heads, key_dim), of this process's segment, as all that follow.
-        k: as `q`.
-        v: (batch, time, heads, value_dim).
-        log_key_decay: (batch, time, heads) or (batch, time, heads, key_dim), at most 0; None for no decay.
-        log_value_decay: (batch, time, heads, value_dim), at most 0; None for no decay.
-        group: the processes; all of them unless it is given.
-        backend: of the operation.
-
-    Returns:
-        (batch, time, heads, value_dim), of this process's segment.
+    `q`, `k`: (batch, time, heads, key_dim), of this process's segment, as all that follow. `v`: (batch, time, heads,
+    value_dim). `log_key_decay`: (batch, time, heads) or (batch, time, heads, key_dim), at most 0; None for no decay.
+    `log_value_decay`: (batch, time, heads, value_dim), at most 0, or None. `group`: the processes; all unless it
+    is given. `backend`: of the operation. Returns (batch, time, heads, value_dim), of this process's segment.
     """
     out, final = ops.fast_weight_rule(
         q, k, v, log_key_decay=log_key_decay, log_value_decay=log_value_decay, backend=backend
@@ -112,17 +105,9 @@ def delta_rule(
     One call computes a segment's outputs and the matrix A: its values have key_dim columns more, which write zeros into
     a state that starts as the identity.
 
-    Args:
-        q: (batch, time, heads, key_dim), of this process's segment, as all that follow.
-        k: as `q`.
-        v: (batch, time, heads, value_dim).
-        beta: (batch, time, heads).
-        log_gate: (batch, time, heads) or (batch, time, heads, key_dim), at most 0; None for no decay.
-        group: the processes; all of them unless it is given.
-        backend: of the operation.
-
-    Returns:
-        (batch, time, heads, value_dim), of this process's segment.
+    `q`, `k`: (batch, time, heads, key_dim), of this process's segment, as all that follow. `v`: (batch, time, heads,
+    value_dim). `beta`: (batch, time, heads). `log_gate`: (batch, time, heads) or (batch, time, heads, key_dim), at most
+    0; None for no decay. `group` and `backend` as of `diagonal_rule`, as is the result.
     """
     batch, _, heads, key_dim = k.shape
     width = v.shape[-1]

@@ -29,28 +29,16 @@ SMALLEST_DIVISOR = 1e-30
 
 
 class Memory(nn.Module):
-    """Stores pairs and answers queries.
+    """Stores pairs and answers queries."""
 
-    Attributes:
-        features: d_dot, the size of mapped keys and queries.
-        has_beta: whether pairs are written with strengths beta in [0, 1] (Eq. 21).
-    """
-
-    features: int
-    has_beta = False
+    features: int  # d_dot, the size of mapped keys and queries
+    has_beta = False  # whether pairs are written with strengths beta in [0, 1] (Eq. 21)
 
     def forward(self, k: Tensor, q: Tensor, beta: Tensor | None, values: Tensor, size: int) -> Tensor:
-        """Writes all pairs in order, then answers all queries.
+        """Writes all pairs in order, then answers all queries; returns (batch, queries, size).
 
-        Args:
-            k: (batch, length, d_key).
-            q: (batch, queries, d_key).
-            beta: (batch, length); None for memories without betas.
-            values: (batch, length), the values' numbers.
-            size: S, how many values there are.
-
-        Returns:
-            (batch, queries, size).
+        `k`: (batch, length, d_key). `q`: (batch, queries, d_key). `beta`: (batch, length); None for memories without
+        betas. `values`: (batch, length), the values' numbers. `size`: S, how many values there are.
         """
         return spread(self.coefficients(k, q, beta), values, size)
 
@@ -124,13 +112,8 @@ def delta_coefficients(k: Tensor, q: Tensor, beta: Tensor, *, backend: str = "au
     and the recursion of w is the delta rule itself: it runs over the pairs from the last to the first, writes zeros
     and starts with the query as its state. That has a column for each query, where the memory has one for each value.
 
-    Args:
-        k: (batch, length, 1, dim), mapped and normalised; so is q, (batch, queries, 1, dim).
-        beta: (batch, length).
-        backend: of `ops.delta_rule`.
-
-    Returns:
-        (batch, queries, length).
+    `k`: (batch, length, 1, dim), mapped and normalised, as is `q`: (batch, queries, 1, dim). `beta`: (batch, length).
+    `backend`: of `ops.delta_rule`. Returns (batch, queries, length).
     """
     # The state w has a column for each query: it starts as the queries and runs backwards over the pairs.
     queries = q.squeeze(2).transpose(1, 2)  # (batch, dim, queries)
@@ -160,9 +143,7 @@ class CappedMemory(MappedMemory):
     Layer normalisation removes the mean of the output, so that its loss is at least 1 / (2 S): a one-hot vector
     has the mean 1 / S.
 
-    Args:
-        feature_map: tanh in their model.
-        layer_norm: whether the output is layer-normalised.
+    `feature_map`: tanh in their model. `layer_norm`: whether the output is layer-normalised.
     """
 
     has_beta = True
@@ -200,14 +181,8 @@ def capped_delta_rule(k: Tensor, beta: Tensor, values: Tensor, size: int) -> Ten
     U and Z are found for the whole chunk at once. As values are one-hot, the last line needs sums over i of
     U_ti P_{i-1} and entries of Z: that remains to be done step by step.
 
-    Args:
-        k: (batch, length, dim), the mapped keys.
-        beta: (batch, length).
-        values: (batch, length), the values' numbers.
-        size: how many values there are.
-
-    Returns:
-        The memory's transpose, (batch, dim, size).
+    `k`: (batch, length, dim), the mapped keys. `beta`: (batch, length). `values`: (batch, length), the values' numbers.
+    `size`: how many values there are. Returns the memory's transpose, (batch, dim, size).
     """
     batch, _, dim = k.shape
     memory = k.new_zeros(batch, size, dim)
