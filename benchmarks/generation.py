@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from harness import figures, records
 from harness.models import build_model, fill_cache
 from harness.program import COMMON, finish, make_parser, parse, positive
-from harness.timing import FEWEST_ROUNDS, TOKENS_OF_A_TURN, Budget, held, peak, time_tokens
+from harness.timing import TOKENS_OF_A_TURN, Budget, held, peak, time_tokens
 from torch import Tensor
 
 TRANSFORMER = "transformer"
@@ -71,13 +70,6 @@ class Generation:
         return self
 
 
-def move_cache(state: dict[str, Any]) -> None:
-    """The least work of fairseq's attention on its KV cache: copies keys and values, and reads the copies."""
-    for buffer in state.values():
-        buffer["prev_key"].clone().sum()
-        buffer["prev_value"].clone().sum()
-
-
 def memory(model: Any, name: str, tokens: Tensor, length: int, device: str) -> dict[str, int]:
     """Bytes of the state after `length` tokens, and the peak of the state and the tensors of a decode step."""
     size = held(Generation(model, tokens).go_on(name, length).state)
@@ -122,10 +114,6 @@ def main() -> None:
             # The first turn and the first decode step of a turn do not count.
             span = {"first": begin + TOKENS_OF_A_TURN + 2, "last": generation.length - 1}
             rows[name, length] |= {"model": name, "length": length, **span, "seconds": seconds[name]}
-        # Not in turns with decode steps: copies between these would take the pages that the KV cache has released.
-        cache = {"cache": lambda: partial(move_cache, generations[TRANSFORMER].state)}
-        moved = time_tokens(cache, options.device, FEWEST_ROUNDS, budget, parts, "its cache")
-        rows[TRANSFORMER, length]["cache seconds"] = moved["cache"]
     generations.clear()  # with their KV caches
     for number, name in enumerate(options.rules):
         # Without the Transformer: the lengths of a rule take turns.

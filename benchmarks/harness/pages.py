@@ -141,12 +141,6 @@ def _absent(rows: Sequence[Row]) -> str:
 def _generation(record: Record) -> Iterator[str]:
     """Time and memory of a decode step by model and length, and the Transformer's time over it."""
     base = {row["length"]: row for row in record["rows"] if row["model"] == "transformer"}
-    fewest = {row["model"]: median(row) for row in record["rows"] if row["length"] == min(base)}
-
-    def expected(row: Row) -> str:
-        # A step on fewest tokens, and the time of moving the keys and values that it has besides.
-        moved = median(base[row["length"]], "cache seconds") - median(base[min(base)], "cache seconds")
-        return "–" if row["model"] == "transformer" else ratio((fewest["transformer"] + moved) / fewest[row["model"]])
 
     def beside(row: Row) -> str:
         fact = "seconds beside other lengths"
@@ -157,7 +151,6 @@ def _generation(record: Record) -> Iterator[str]:
         "tokens before (first – last timed)": "{length:,} ({first:,} – {last:,})",
         "median (quartiles), ms": lambda row: spread(row["seconds"], 1e3),
         "Transformer over it": lambda row: ratio(median(base[row["length"]]) / median(row)),
-        "expected": expected,
         "median beside other lengths, ms": beside,
         "state": lambda row: mebibytes(row["state bytes"]),
         "peak": lambda row: mebibytes(row["peak bytes"]),
