@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from common import files
 from common.files import UserError
-from synthetic import demo, grid, memories, models, results, retrieval, training
+from synthetic import demo, grid, lessons, memories, models, results, retrieval, training
 from synthetic import run as program
 from torch import Tensor
 
@@ -233,3 +233,22 @@ def test_claims_of_the_paper_hold_in_the_committed_results(seed: int) -> None:
         assert favor[0] > favor[1] > favor[2] > 10 * training.TARGET
     others = zip(*(losses(2, name) for name in ("sum-dpfp-1", "tanh", "tanh-dpfp-1")), strict=True)
     assert all(own < min(rest) for own, rest in zip(losses(2, "delta-dpfp-1"), others, strict=True))
+
+
+def test_the_figures_for_teachers_show_what_their_titles_say(tmp_path: Path) -> None:
+    read, left, right = lessons.outputs(), lessons.shares_left(), lessons.right_answers()
+    second = max(lessons.WRITES)
+    assert read["sum rule"][second] == pytest.approx(0.5, abs=0.3)  # the sum of 1 and -0.5, and other pairs
+    for step, value in lessons.WRITES.items():
+        assert read["delta rule"][step] == pytest.approx(value, abs=1e-5)
+    new_text = lessons.NEW_TEXT
+    assert read["gated delta rule"][:new_text] == read["delta rule"][:new_text]
+    assert abs(read["gated delta rule"][new_text]) < 0.1 < abs(read["delta rule"][new_text])
+    assert [shares[100] for shares in left.values()] == pytest.approx([(1 - 2.0 ** (-5 - h)) ** 100 for h in range(4)])
+    assert [right[name][-1] for name in ("linear", "dpfp-1", "dpfp-2", "dpfp-3")] == sorted(
+        right[name][-1] for name in ("linear", "dpfp-1", "dpfp-2", "dpfp-3")
+    )
+    pytest.importorskip("matplotlib")
+    lessons.main([str(tmp_path)])
+    for path in (EXAMPLES.parent / "docs").glob("teach-*.png"):
+        assert (tmp_path / path.name).stat().st_size > 10_000
