@@ -108,7 +108,7 @@ def site_links(text: str, place: str, repository: str = "") -> str:
             return found[0]  # a broken link, which MkDocs tells
         if repository:
             return f"[{found['text']}]({repository.rstrip('/')}/blob/HEAD/{path})"
-        return f"`{path}`" if path in found["text"] else f"{found['text']} (`{path}`)"
+        return found["text"] if Path(path).name in found["text"] else f"{found['text']} (`{path}`)"
 
     return re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
 
@@ -172,7 +172,9 @@ def options_for(purpose: str) -> str:
             rows.setdefault((name, shown, *others), []).extend([mixer] if mixer else readers(field.name))
     order = list(placed)
     lines = sorted(rows.items(), key=lambda line: order.index(line[0][0]))
-    return table(OPTION_COLUMNS, ((*cells, shown_readers(names)) for (_, *cells), names in lines))
+    read = [(*cells, shown_readers(names)) for (_, *cells), names in lines]
+    columns = len(OPTION_COLUMNS) if any(cells[-1] for cells in read) else len(OPTION_COLUMNS) - 1
+    return table(OPTION_COLUMNS[:columns], (cells[:columns] for cells in read))
 
 
 OPTION_COLUMNS = ("option", "default", "meaning", "mixers")
