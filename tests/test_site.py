@@ -58,6 +58,11 @@ FAULTS = """(() => {
 hyphen or slash alone."""
 
 
+READY = """[...document.querySelectorAll("article .highlight > pre")].every(x => x.querySelector(".md-code__nav"))
+  && [...document.querySelectorAll("article table:not([class])")].every(x => x.closest(".md-typeset__scrollwrap"))"""
+"""True when the theme's script has added copy buttons and the frames of tables."""
+
+
 class Browser:
     """Chromium without a window, by the DevTools protocol over two pipes: JSON, each message ended by a zero byte."""
 
@@ -187,8 +192,6 @@ def test_the_search_shows_the_right_page_first(site: Path, browser: Browser) -> 
 def test_a_screen_shows_a_page_whole(name: str, screen: str, site: Path, browser: Browser, tmp_path: Path) -> None:
     """Nothing sticks out, no code lies under its copy button, no name is broken. Leaves a screenshot."""
     browser.show(site / f"{name}.html", *SCREENS[screen])
-    assert browser.wait(
-        "document.querySelectorAll('article pre').length == document.querySelectorAll('.md-code__nav').length"
-    )
+    assert browser.wait(READY)
     browser.screenshot(tmp_path / f"{name}-{screen}.png")
     assert browser.evaluate(FAULTS) == []
