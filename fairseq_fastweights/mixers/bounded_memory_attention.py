@@ -37,6 +37,7 @@ class BoundedMemoryAttention(SoftmaxMixer):
         slots: n, the number of slots of each head.
         dropout: of the attention weights.
         bias: whether the projections have biases.
+        batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
@@ -106,8 +107,7 @@ class ABCMLP(BoundedMemoryAttention):
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim`.
         slots: number of slots of each head.
-        dropout: of the attention weights.
-        bias: whether the projections have biases.
+        **others: `dropout`, `bias` and `batch_first`, as in `BoundedMemoryAttention`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
@@ -166,8 +166,7 @@ class Linformer(BoundedMemoryAttention):
         num_heads: number of heads, a divisor of `embed_dim`.
         max_positions: the largest number of positions of a text.
         slots: number of slots of each head.
-        dropout: of the attention weights.
-        bias: whether the projections have biases; E and F have none.
+        **others: `dropout`, `bias` and `batch_first`, as in `BoundedMemoryAttention`; E and F have no biases.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

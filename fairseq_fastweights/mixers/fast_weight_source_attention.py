@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.linear_attention import LinearAttention
-from fairseq_fastweights.mixers.mixer import State, in_rows
+from fairseq_fastweights.mixers.mixer import State, check_mask, in_rows
 from fairseq_fastweights.ops.checks import without_autocast
 
 
@@ -41,6 +42,8 @@ class FastWeightSourceAttention(LinearAttention):
         True
     """
 
+    reads_source = True
+
     def __init__(self, embed_dim: int, num_heads: int, *, feature_map: str | None = None, **options: Any) -> None:
         super().__init__(
             embed_dim, num_heads, feature_map=feature_map or "elu", normalization=frozenset({"attention"}), **options
@@ -66,7 +69,8 @@ class FastWeightSourceAttention(LinearAttention):
             padding: (batch, source time), true where the source is padding.
             starts: None.
             in_place: has no effect, as nothing changes a source's state.
-            source: (source time, batch, source_dim); None for `x` itself, as in an encoder.
+            source: (source time, batch, source_dim), or with `batch_first` (batch, source time, source_dim); None for
+                `x` itself, as in an encoder.
 
         Returns:
             (time, batch, embed_dim), and the source's state. It has one row for each source; in generation these are
@@ -74,10 +78,24 @@ class FastWeightSourceAttention(LinearAttention):
         """
         q = self._heads(self.q_proj(x), self.feature_map.key_dim)
         if state is not None:
+            if (rows := len(state["z"])) and x.shape[1] % rows:
+                raise InvalidInput(
+                    f"state['z'] has {rows} rows; they must be the sources of a batch of {x.shape[1]}"
+                    f"{self.order_read(x)}"
+                )
             # The map takes both: a random one has to use one draw for the two. There are no keys any more.
             q, _, _ = self._features(q, q[:, :0], x)
         else:
-            source = x if source is None else source
+            if source is None:
+                source = x
+            elif self.batch_first:
+                source = source.transpose(0, 1)
+            if source.shape[1] != x.shape[1]:
+                raise InvalidInput(
+                    f"source has a batch of {source.shape[1]}; it must be {x.shape[1]}, that of x{self.order_read(x)}"
+                )
+            if padding is not None:
+                check_mask("padding", padding, source, self)
             copies = self._copies(source, padding)
             source = in_rows(source[:, ::copies])
             padding = None if padding is None else padding[::copies, :, None, None]

@@ -68,7 +68,7 @@ class GatedDelta(Mixer):
         kv_heads: number of heads of keys and values that heads of queries share, a divisor of `num_heads`; 0 for heads
             of keys as of queries, and of values as `num_heads`.
         gate_rank: rank of W_g, the projection of the output gate; 0 for a matrix of any rank.
-        backend: one of `ops.BACKENDS`.
+        backend, batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

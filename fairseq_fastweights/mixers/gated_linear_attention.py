@@ -32,7 +32,7 @@ class GatedLinearAttention(Mixer):
         value_dim: size of each head of values; 0 for embed_dim / num_heads.
         rank: of the projection W_f2 W_f1.
         eps: added under the root of the norm.
-        backend: one of `ops.BACKENDS`.
+        backend, batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

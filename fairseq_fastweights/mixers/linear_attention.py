@@ -32,8 +32,9 @@ class LinearAttention(Attention):
         bias: whether the projections have biases. Those of gates that decay the state always have.
         scale_read_out: whether the output is multiplied by 1 / sqrt(head_dim).
         dropout: probability of dropout before the output projection; there are no attention weights.
-        **shape: `backend`, and `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`, which `Projections`
-            describes. Each head of queries has a state of its own, also if heads share keys and values.
+        **shape: `backend` and `batch_first`, and `kv_heads`, `head_dim`, `projection_bias` and `query_key_norm_eps`,
+            which `Projections` describes. Each head of queries has a state of its own, also if heads share keys and
+            values.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

@@ -33,6 +33,7 @@ class LocalAttention(SoftmaxMixer):
         window: the number of positions that each position sees, itself included.
         dropout: of the attention weights.
         bias: whether the projections have biases.
+        batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

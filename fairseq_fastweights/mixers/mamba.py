@@ -49,6 +49,7 @@ class Mamba(Mixer):
         dt_rank: numbers from which the step sizes are computed; 0 for embed_dim / 16, rounded up.
         bias: whether the input and output projections have biases; with them it starts nearer to a trained attention.
         backend: of `ops.selective_scan`.
+        batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

@@ -65,6 +65,8 @@ class Mixer(nn.Module):
         num_heads: number of heads, a divisor of `embed_dim`.
         head_dim: size of each head, with which `num_heads` need not divide `embed_dim`; 0 for embed_dim / num_heads.
         backend: one of `ops.BACKENDS`, for mixers whose recurrence has several implementations.
+        batch_first: whether the input and the output are (batch, time, embed_dim), as in `torch.nn.MultiheadAttention`.
+            Masks and states are the same with it.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.
@@ -81,6 +83,7 @@ class Mixer(nn.Module):
             embeddings.
         takes_starts: whether a row may hold several documents.
         padding_last: whether `mix` gets rows with all padding at their ends, and their lengths in place of a mask.
+        reads_source: whether `padding` and the state are those of a source, which `mix` checks.
 
     Examples:
         >>> class Shift(Mixer):  # y_t = x_{t-1}
@@ -103,9 +106,18 @@ class Mixer(nn.Module):
     takes_attention = False
     takes_starts = False
     padding_last = False
+    reads_source = False
     beam_size = 1
 
-    def __init__(self, embed_dim: int, num_heads: int = 1, head_dim: int = 0, *, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        head_dim: int = 0,
+        *,
+        backend: str = "auto",
+        batch_first: bool = False,
+    ) -> None:
         super().__init__()
         check_number("embed_dim", embed_dim, 1, whole=True)
         if num_heads < 1 or not head_dim:
@@ -117,6 +129,7 @@ class Mixer(nn.Module):
         self.num_heads = num_heads
         self.head_dim = head_dim or embed_dim // num_heads
         self.backend = backend
+        self.batch_first = batch_first
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -153,7 +166,8 @@ class Mixer(nn.Module):
         """Mixes a text, or the next part of one. The result is the same all at once, in segments and step by step.
 
         Args:
-            x: (time, batch, embed_dim), the order of torch's attention and recurrent layers.
+            x: (time, batch, embed_dim), the order of torch's attention and recurrent layers; (batch, time, embed_dim)
+                with `batch_first`.
             state: the state that the call for the part before returned; None at the beginning of a text.
             padding: (batch, time), true at padding, which no other position sees; None for no padding.
             starts: (batch, time), true where a document begins, which sees nothing of the text before it, `state`
@@ -163,30 +177,48 @@ class Mixer(nn.Module):
             **others: arguments of one kind of mixer, as `source` of `FastWeightSourceAttention`.
 
         Returns:
-            (time, batch, embed_dim), with undefined values at padding, and the state after the last step.
+            the output, of the shape of x, with undefined values at padding; and the state after the last step.
 
         Raises:
-            ValueError: if x has another shape, `state` is no dict, or `starts` is not a mask (batch, time).
+            ValueError: if x has another shape, `state` is no dict or that of another batch, or `padding` or `starts` is
+                not a mask (batch, time).
         """
         if state is not None and not isinstance(state, dict):
             raise InvalidInput(f"state is a {type(state).__name__}; it must be None or the dict that a call returned")
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise InvalidInput(f"x has shape {tuple(x.shape)}; it must be (time, batch, embed_dim = {self.embed_dim})")
+            wanted = (
+                "it must be (batch, time, embed_dim = " if self.batch_first else "it must be (time, batch, embed_dim = "
+            )
+            raise InvalidInput(f"x has shape {tuple(x.shape)}; {wanted}{self.embed_dim})")
+        if self.batch_first:
+            x = x.transpose(0, 1)
+        if not self.reads_source:
+            if padding is not None:
+                check_mask("padding", padding, x, self)
+            for name, part in (state or {}).items():
+                if part.shape[0] != x.shape[1]:
+                    raise InvalidInput(
+                        f"state[{name!r}] has shape {tuple(part.shape)}; it must be the state of a batch of "
+                        f"{x.shape[1]}, its first dimension{self.order_read(x)}"
+                    )
         if starts is not None:
             if not self.takes_starts:
                 raise InvalidInput("starts is given; it must be None: with this mixer a row holds one document")
-            starts = check_starts(starts, x, padding)
+            check_mask("starts", starts, x, self)
+            starts = starts if padding is None else starts & ~padding
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
         # One matrix of rows, so that each projection is one product.
         x = in_rows(x)
         if padding is None or not self.padding_last:
-            return self.mix(x, state, padding, starts, in_place, **others)
-        # A stable sort moves padding behind each row's text, and zeros keep out NaN that may stand there.
-        order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
-        text = x.masked_fill(padding.t()[..., None], 0).gather(0, order.expand(x.shape))
-        starts = None if starts is None else starts.gather(1, order[:, :, 0].t())
-        out, state = self.mix(text, state, (~padding).sum(1), starts, in_place, **others)
-        return out.new_empty(out.shape).scatter(0, order.expand(out.shape), out), state
+            out, state = self.mix(x, state, padding, starts, in_place, **others)
+        else:
+            # A stable sort moves padding behind each row's text, and zeros keep out NaN that may stand there.
+            order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
+            text = x.masked_fill(padding.t()[..., None], 0).gather(0, order.expand(x.shape))
+            starts = None if starts is None else starts.gather(1, order[:, :, 0].t())
+            out, state = self.mix(text, state, (~padding).sum(1), starts, in_place, **others)
+            out = out.new_empty(out.shape).scatter(0, order.expand(out.shape), out)
+        return out.transpose(0, 1) if self.batch_first else out, state
 
     def mix(
         self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
@@ -194,7 +226,7 @@ class Mixer(nn.Module):
         """Computes `forward` after its checks.
 
         Args:
-            x: (time, batch, embed_dim), rows of one matrix.
+            x: (time, batch, embed_dim), also with `batch_first`; rows of one matrix.
             state: that of `forward`.
             padding: that of `forward`; with `padding_last` the lengths of rows, (batch,), zeros behind which are
                 padding. None for no padding.
@@ -203,9 +235,18 @@ class Mixer(nn.Module):
                 recorded.
 
         Returns:
-            those of `forward`.
+            (time, batch, embed_dim), and the state after the last step.
         """
         raise NotImplementedError
+
+    def order_read(self, x: Tensor) -> str:
+        """The end of an error message about an argument that does not fit x, (time, batch, width)."""
+        read = x.transpose(0, 1) if self.batch_first else x
+        orders = (
+            "read as (time, batch, embed_dim); if it is (batch, time, embed_dim), give the layer batch_first=True",
+            "read as (batch, time, embed_dim); if it is (time, batch, embed_dim), give the layer batch_first=False",
+        )
+        return f": x has shape {tuple(read.shape)}, {orders[self.batch_first]}"
 
     def reorder(self, state: State, order: Tensor) -> State:
         """Selects rows of a state, for beam search.
@@ -251,19 +292,18 @@ def keeps_rows(new_order: Tensor, rows: int) -> bool:
     )
 
 
-def check_starts(starts: Tensor, x: Tensor, padding: Tensor | None) -> Tensor:
-    """Checks `starts`, the argument of a mixer's `forward`, and clears it at padding.
+def check_mask(name: str, mask: Tensor, x: Tensor, layer: Mixer | None = None) -> None:
+    """Checks the mask `name` for x of (time, batch, ...), the input of `layer` or, without one, of a model.
 
     Raises:
-        ValueError: if it is not a bool tensor (batch, time), for x of (time, batch, ...).
+        ValueError: if it is not a bool tensor (batch, time).
     """
     shape = x.shape[1], x.shape[0]
-    if starts.shape != shape or starts.dtype != torch.bool:
+    if mask.shape != shape or mask.dtype != torch.bool:
         raise InvalidInput(
-            f"starts has shape {tuple(starts.shape)} and dtype {starts.dtype}; it must be {shape}, (batch, time), of "
-            "torch.bool"
+            f"{name} has shape {tuple(mask.shape)} and dtype {mask.dtype}; it must be {shape}, (batch, time), of "
+            f"torch.bool{'' if layer is None else layer.order_read(x)}"
         )
-    return starts if padding is None else starts & ~padding
 
 
 def within_documents(starts: Tensor | None, positions: Tensor, length: Any, before: Any) -> tuple[Tensor, Any]:

@@ -84,7 +84,7 @@ class Attention(Mixer):
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
         dropout: a probability; subclasses say where.
-        backend: one of `ops.BACKENDS`.
+        backend, batch_first: as in `Mixer`.
         **shape: the arguments of `Projections`.
     """
 
@@ -94,10 +94,17 @@ class Attention(Mixer):
     _drawing_order = "qkv"
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, backend: str = "auto", **shape: Any
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        backend: str = "auto",
+        batch_first: bool = False,
+        **shape: Any,
     ) -> None:
         self._shape = Projections(**shape)
-        super().__init__(embed_dim, num_heads, self._shape.head_dim, backend=backend)
+        super().__init__(embed_dim, num_heads, self._shape.head_dim, backend=backend, batch_first=batch_first)
         check_number("dropout", dropout, 0, 1)
         self.dropout_module = nn.Dropout(dropout)
 

@@ -145,7 +145,7 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         name: a key of `kinds`.
         embed_dim: width of its input and output.
         settings: those of several kinds by their names (`num_heads`, `dropout` ...), and the options of one kind as
-            `<name>_<option>`. Settings that are missing have their defaults.
+            `<name>_<option>`. Settings that are missing have their defaults. `batch_first` is one for any kind.
         kinds: `MIXERS` or `SOURCE_MIXERS`.
 
     Returns:
@@ -160,7 +160,7 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         (8, True)
     """
     kind = lookup("mixers", name, kinds)
-    arguments = {setting: settings[setting] for setting in kind.shared if setting in settings}
+    arguments = {setting: settings[setting] for setting in (*kind.shared, "batch_first") if setting in settings}
     if kind.heads is not None:
         arguments["num_heads"] = settings[kind.heads]
     for option in kind.options:

@@ -43,8 +43,8 @@ class Retention(LinearAttention):
         feature_map: a key of `feature_maps.FEATURE_MAPS`; None for "identity".
         normalization: None or empty; the only normalisation is the one in the equation.
         bias: whether the projections have biases.
-        **options: `backend`, `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and `dropout`, as in
-            `LinearAttention`.
+        **options: `backend`, `batch_first`, `feature_dim`, `dpfp_nu`, `favor_features`, `scale_read_out` and
+            `dropout`, as in `LinearAttention`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

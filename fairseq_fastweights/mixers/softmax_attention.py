@@ -21,7 +21,7 @@ class SoftmaxMixer(Attention):
         embed_dim: width of the input and of the output.
         num_heads: number of heads, a divisor of `embed_dim` unless `head_dim` is given.
         bias: whether the projections have biases.
-        **others: `dropout` of the attention weights, and the arguments of `Projections`.
+        **others: `dropout` of the attention weights, `batch_first`, and the arguments of `Projections`.
     """
 
     _drawing_order = "kvq"
@@ -63,8 +63,8 @@ class SoftmaxAttention(SoftmaxMixer):
         dropout: of the attention weights.
         output_gate: whether the output is multiplied by sigmoid(W_gate x) before the output projection (Qwen3.5).
         joint_norm: whether `query_key_norm_eps` is that of one norm over all heads, not of one in each (OLMo 2).
-        **shape: `kv_heads`, `head_dim`, `projection_bias`, `query_key_norm_eps` and `zero_centered_norms`, which
-            `Projections` describes.
+        **shape: `batch_first`, and `kv_heads`, `head_dim`, `projection_bias`, `query_key_norm_eps` and
+            `zero_centered_norms`, which `Projections` describes.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

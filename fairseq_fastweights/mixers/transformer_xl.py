@@ -57,6 +57,7 @@ class TransformerXL(SoftmaxMixer):
         clamp_len: the largest distance, to which larger ones are clamped, for memories longer than in training; 0 for
             no largest distance.
         same_length: whether every position sees exactly the `memory` positions before it.
+        batch_first: as in `Mixer`.
 
     Raises:
         ValueError: if an argument is not allowed; the message names it, its value and the allowed values.

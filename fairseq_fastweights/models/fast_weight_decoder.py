@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.layers import MASKED_LOGIT, form_of_layer, use_rms_norms, use_swiglu
-from fairseq_fastweights.mixers.mixer import Mixer, State, check_starts, within_documents
+from fairseq_fastweights.mixers.mixer import Mixer, State, check_mask, within_documents
 from fairseq_fastweights.mixers.registry import MIXERS, build_mixer
 from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
@@ -207,7 +207,8 @@ class FastWeightDecoder(TransformerDecoder):
             if generating:
                 raise InvalidInput("starts is given; in generation it must be None: a text goes on")
             self.check_takes_starts()
-            starts = check_starts(starts, prev_output_tokens.t(), prev_output_tokens.eq(self.padding_idx))
+            check_mask("starts", starts, prev_output_tokens.t())
+            starts = starts & ~prev_output_tokens.eq(self.padding_idx)
         positions = None
         if self.embed_positions is not None and starts is not None:
             positions = self._positions_in_documents(prev_output_tokens, starts)

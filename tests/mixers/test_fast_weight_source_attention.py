@@ -117,6 +117,26 @@ def test_parameters_are_fairseqs_and_without_a_source_it_reads_the_queries():
     assert shapes[0] == shapes[1]
 
 
+def test_with_batch_first_queries_and_source_are_transposed_and_exchanged_ones_are_named():
+    module, first, (query, source) = build(), build(batch_first=True), inputs()
+    out, state = module(query, None, PADDING, source=source)
+    flipped, its = first(query.transpose(0, 1), None, PADDING, source=source.transpose(0, 1))
+    assert torch.equal(flipped.transpose(0, 1), out) and all(torch.equal(its[name], state[name]) for name in state)
+    assert torch.equal(first(query.transpose(0, 1), its)[0], flipped)
+    assert torch.equal(first(source.transpose(0, 1))[0].transpose(0, 1), module(source)[0])
+    cure = r"read as \(time, batch, embed_dim\); if it is \(batch, time, embed_dim\), give .* batch_first=True$"
+    for arguments, message in (
+        (
+            {"state": state},
+            rf"^state\['z'\] has 3 rows; they must be the sources of a batch of 5: x has shape .*{cure}",
+        ),
+        ({"source": source}, rf"^source has a batch of 3; it must be 5, that of x: .*{cure}"),
+        ({"source": source.transpose(0, 1)[:, :5], "padding": PADDING}, rf"^padding has .* must be \(5, 3\), .*{cure}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(query.transpose(0, 1), **arguments)
+
+
 @pytest.mark.parametrize("options", [{"feature_map": "favor", "favor_features": 192}, {"feature_map": "dpfp"}])
 def test_memories_have_the_papers_sizes_and_neither_grow_nor_change(options):
     """Schlag et al. 2021, Table 6, for heads of 64."""

@@ -86,9 +86,11 @@ def draw(time: int = TIME, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("name", MIXERS)
 def test_an_input_of_another_shape_and_a_state_that_is_none_are_named(name):
     mixer = build_mixer(name, WIDTH, SHARED)
+    first = build_mixer(name, WIDTH, {**SHARED, "batch_first": True})
     for shape in ((TIME, 2, WIDTH + 1), (TIME, WIDTH)):
-        with pytest.raises(ValueError, match=rf"x has shape \({TIME}, .*; it must be \(time, batch, embed_dim = 16\)"):
-            mixer(torch.zeros(shape))
+        for layer, order in ((mixer, "time, batch"), (first, "batch, time")):
+            with pytest.raises(ValueError, match=rf"x has shape \({TIME}, .*; it must be \({order}, embed_dim = 16\)"):
+                layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="state is a Tensor; it must be None or the dict that a call returned"):
         mixer(torch.zeros(TIME, 2, WIDTH), torch.zeros(2, 4))
 
@@ -101,6 +103,78 @@ def test_parts_give_what_the_whole_gives_and_padding_takes_no_place(name, settin
         if padding is not None:  # in which large numbers stand, or none, so that a trace of them would be seen
             given = x.masked_fill(padding.t()[..., None], torch.nan if name in SET_ASIDE else 50.0)
             contract.check_definition(mixer, contract.alone, given, padding)
+
+
+@cases
+def test_batch_first_is_a_transposed_input_and_output(name, settings):
+    mixer, first, x = build(name, settings), build(name, settings, batch_first=True), draw()
+    padding, starts = contract.paddings(TIME)["within"], None
+    if mixer.takes_starts:
+        starts = torch.zeros_like(padding)
+        starts[0, 4] = starts[1, 9] = True
+    results = []
+    for layer, flip in ((mixer, False), (first, True)):
+        parameters, state, outs = list(layer.parameters()), None, []
+        rows = x.transpose(0, 1).contiguous().requires_grad_() if flip else x.clone().requires_grad_()
+        for part in (slice(0, 7), slice(7, 8), slice(8, TIME)):
+            given = rows[:, part] if flip else rows[part]
+            masks = (
+                (None, None) if part.stop == 8 else (padding[:, part], starts if starts is None else starts[:, part])
+            )
+            out, state = layer(given, state, masks[0], starts=masks[1])
+            assert out.shape == given.shape
+            outs.append(out.transpose(0, 1) if flip else out)
+        real = torch.cat(outs)[~padding.t()]
+        grads = torch.autograd.grad(real.square().sum(), [rows, *parameters])
+        grads = [grads[0].transpose(0, 1) if flip else grads[0], *grads[1:]]
+        with torch.no_grad():  # a decode step in place
+            step = x[:1].transpose(0, 1) if flip else x[:1]
+            last, state = layer(step, {n: s.detach().clone() for n, s in state.items()}, overwrite=True)
+        results.append([real, *grads, last.transpose(0, 1) if flip else last, *state.values()])
+    for plain, flipped in zip(*results, strict=True):
+        assert torch.equal(plain, flipped)
+
+
+@pytest.mark.parametrize("name", ["gated-delta", "delta", "softmax"])
+def test_batch_first_is_compiled_without_a_break(name):
+    layer, x = build(name, {}, batch_first=True), draw().transpose(0, 1)
+    mask = contract.paddings(TIME)["within"]
+    compiled, state = torch.compile(layer, backend="eager", fullgraph=True), None
+    with torch.no_grad():
+        for time in (TIME, 1):
+            given = {"state": state} if state else {"padding": mask, "starts": mask}
+            (out, after), (expected, state) = compiled(x[:, :time], **given), layer(x[:, :time], **given)
+            for found, wanted in zip(
+                (out[~mask[:, :time]], *after.values()), (expected[~mask[:, :time]], *state.values()), strict=True
+            ):
+                assert contract.error(found.double(), wanted.double()) <= contract.FLOAT64
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_exchanged_time_and_batch_are_named_with_the_cure(name):
+    layer, first = (build_mixer(name, WIDTH, {**SHARED, "batch_first": given}) for given in (False, True))
+    mask = torch.zeros(2, TIME, dtype=torch.bool)
+    for mixer, time_first, cure in ((layer, True, True), (first, False, False)):
+        text = torch.zeros(TIME, 2, WIDTH) if time_first else torch.zeros(2, TIME, WIDTH)
+        _, state = mixer(text, None, mask, starts=mask if mixer.takes_starts else None)
+        swapped = text.transpose(0, 1)
+        reads = ("time, batch", "batch, time") if time_first else ("batch, time", "time, batch")
+        end = (
+            rf"x has shape \({swapped.shape[0]}, {swapped.shape[1]}, 16\), read as \({reads[0]}, embed_dim\); if it is "
+            rf"\({reads[1]}, embed_dim\), give the layer batch_first={cure}$"
+        )
+        where = next(iter(state))
+        with pytest.raises(ValueError, match=rf"state\['{where}'\] has shape \(2, .* a batch of {TIME}, .*{end}"):
+            mixer(swapped, state)
+        arguments = ["padding", "starts"] if mixer.takes_starts else ["padding"]
+        for argument in arguments:
+            what = (
+                rf"^{argument} has shape \(2, {TIME}\) and dtype torch.bool; it must be \({TIME}, 2\), \(batch, time\)"
+            )
+            with pytest.raises(ValueError, match=what + f".*{end}"):
+                mixer(swapped, **{argument: mask})
+        with pytest.raises(ValueError, match=r"^padding has .* dtype torch.uint8; it must be .* of torch.bool"):
+            mixer(text, None, mask.byte())
 
 
 @pytest.mark.parametrize("name", ["retention", "mamba", "kimi-delta", "delta-product", "delta-net"])
