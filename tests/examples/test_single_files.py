@@ -36,16 +36,25 @@ def test_the_commands_of_the_tutorial_give_its_numbers(tmp_path: Path, monkeypat
         assert [*map(float, here[: len(there)])] == pytest.approx([float(x.replace(",", "")) for x in there], rel=0.2)
 
 
-def test_the_notebooks_cells_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_answers_in_its_first_cell_and_the_others_run(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
     cells = json.loads((ROOT / "examples" / "first_model.ipynb").read_text())["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    for size, small in (("= 600, 16, 128", "= 3, 2, 16"), ("= 128, 2", "= 16, 1"), ("most=20000", "most=100")):
+    mark = "#%%\n"
+    code = mark.join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    sizes = {"= 600, 16, 128": "= 3, 2, 16", "= 128, 2": "= 16, 1", "(64, 4096)": "(6, 40)", "most=20000": "most=100"}
+    for size, small in sizes.items():
         assert code.count(size) == 1
         code = code.replace(size, small)
+    first, _, rest = code.partition(mark)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(first, names)
+    kept = re.findall(
+        r"^after +\d+ tokens (\S+) +keeps +(\d+) kB .* takes +[\d.]+ ms$", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [name for name, _ in kept] == ["gated-delta", "softmax"] * 2
+    assert kept[0] == kept[2] and int(kept[1][1]) < int(kept[3][1])
+    exec(rest, names)
     assert set(names["curves"]) == {"gated-delta", "softmax"} and len(names["curves"]["softmax"]) == 3
     assert {line.get_label() for line in names["axes"].get_lines()} == set(names["curves"])
     assert len(names["scores"]) == 3 and names["written"].shape[1] == names["prompt"].shape[1] + 16
