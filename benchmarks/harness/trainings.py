@@ -127,7 +127,7 @@ PARTS = {
         quick=_QUICK_PAIRS,
         translates=True,
     ),
-    # As `make demo` trains, of a size that a CPU trains in turns.
+    # Near the models of `make demo`, of a size that a CPU trains in turns.
     "demo": Part(
         "--arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 8 --decoder-embed-dim 128"
         " --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512"

@@ -15,8 +15,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/, for the packages in it
@@ -38,7 +37,7 @@ SEGMENT, BATCH = 64, 16
 """Tokens to a segment or a window, and segments to a batch."""
 PREPROCESS = "--only-source --thresholdsrc 2 --nwordssrc 8000".split()
 MODEL = """
-    --arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 8
+    --arch fast_weight_lm --decoder-layers 3 --decoder-attention-heads 4
     --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128
     --decoder-ffn-embed-dim 512 --share-decoder-input-output-embed
     --no-token-positional-embeddings --dropout 0.2 --clip-norm 0.25 --lr 0.003
@@ -51,18 +50,18 @@ MOST_POSITIONS = 600_000
 PROMPT = 6
 """Tokens to a prompt."""
 MODELS = {
-    "transformer": ("Transformer", "--softmax-attention-layers all"),
-    "linear-transformer": ("Linear Transformer", "--update-rule sum"),
-    "delta-network": ("Delta Network", "--update-rule delta"),
+    "transformer": ("Transformer", "--mixers softmax --rotary-dim 16"),
+    "linear-transformer": ("Linear Transformer", "--mixers sum"),
+    "gated-delta": ("Gated DeltaNet", "--mixers gated-delta"),
 }
-"""Titles, and the options in which they differ; all but the first also carry their state over."""
-CARRIED = "-carried"
+"""Titles, and the options in which they differ; all but the first also carry their state through the test text."""
+DECODE = Path(__file__).resolve().parent / "decode.py"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit status."""
     parser = ArgumentParser(
-        description="Trains a small Transformer, Linear Transformer and Delta Network on the same "
+        description="Trains a small Transformer, Linear Transformer and Gated DeltaNet on the same "
         "text, scores and compares them. The same call again goes on where one was interrupted."
     )
     parser.add_argument(
@@ -106,33 +105,68 @@ def compare(options: argparse.Namespace, corpus: Corpus) -> None:
     prompt, writer = choose_prompt(corpus, vocabulary), list(options.models)[-1]
     sampled = sample(options, prompt, trained[writer].folder, MODELS[writer][0])
     run_steps(sampled)
+    timed = decode(options, {MODELS[name][0]: trained[name].folder for name in options.models})
+    run_steps(timed)  # after the others, which would slow it down
 
     unigram = Unigram(vocabulary, corpus.lines("train"))
     valid, test = (unigram.perplexity(corpus.lines(split)) for split in SPLITS[1:])
     cells = [["unigram", f"{len(unigram.types):,}", *(f"{x:.2f}" for x in (valid, test, test)), "-"]]
     for name in options.models:
-        entry, other = trained[name].entry, trained.get(name + CARRIED)
-        carried = f"{other.entry.scores['test, carried']:.2f}" if other else "-"
+        entry = trained[name].entry
         # fairseq keeps the checkpoint of the lowest validation perplexity, which is the one that was scored.
-        [sliding], best = entry.scores.values(), min(perplexity for _, perplexity in entry.valid)
-        found = [f"{entry.parameters:,}", f"{best:.2f}", f"{sliding:.2f}", carried]
+        best = min(perplexity for _, perplexity in entry.valid)
+        carried = f"{entry.scores['test, carried']:.2f}" if "test, carried" in entry.scores else "-"
+        found = [f"{entry.parameters:,}", f"{best:.2f}", f"{sliding(entry.scores):.2f}", carried]
         cells.append([MODELS[name][0], *found, f"{entry.words_per_second or 0:,.0f}"])
+    decoding = timed.finished_result()["models"]
+    lengths = [f"after {length:,} tokens" for length, _, _ in next(iter(decoding.values()))]
+    steps = [
+        [
+            title,
+            *(f"{kilobytes:,.0f}" for _, kilobytes, _ in found),
+            *(f"{milliseconds:.1f}" for *_, milliseconds in found),
+        ]
+        for title, found in decoding.items()
+    ]
     lines = [
         format_table(["model", "parameters", "valid", "test, sliding window", "test, carried over", "tokens/s"], cells),
         "",
-        f"- valid, sliding window: perplexity of models trained on separate segments of {SEGMENT} tokens;",
-        f"  a window of {SEGMENT} tokens moves over the test text by {moves} at a time.",
-        "- carried over: of the same models, trained and scored with the state that all the text before has left.",
+        f"- valid, sliding window: perplexity with a context of {SEGMENT} tokens, as in training; a window of",
+        f"  {SEGMENT} tokens moves over the test text by {moves} at a time.",
+        "- carried over: the same model reads the test text in one pass, from its first token to its last.",
         "- unigram: the perplexity without any context, from the frequency of each token.",
         "- tokens/s: of training, on one core.",
+        "",
+        format_table(["model", *(f"kB {x}" for x in lengths), *(f"ms {x}" for x in lengths)], steps),
+        "",
+        "- kB: kept of a text: the KV cache of the Transformer, and the states of the others.",
+        "- ms: the fastest of 40 decode steps of 8 texts at once, on one core.",
         "",
         f"The {MODELS[writer][0]} goes on after {prompt!r}:",
         "",
         *(f"- {text.removeprefix(prompt).strip()}" for text in sampled.finished_result()["texts"]),
+        "",
+        *(summary(MODELS[name][0], trained[name].entry.scores, decoding) for name in options.models),
     ]
     write_whole(out / "table.md", "\n".join(lines) + "\n")
-    print("", *lines, "", f"table:  {shown(out / 'table.md')}", f"curves: {shown(out / 'curves.png')}", sep="\n")
-    print(f"done in {time.monotonic() - started:.0f} s")
+    print("", f"table:  {shown(out / 'table.md')}", f"curves: {shown(out / 'curves.png')}", "", *lines, "", sep="\n")
+    print(f"Done in {time.monotonic() - started:.0f} s. docs/get-started.md trains such a model by hand.")
+
+
+def sliding(scores: Mapping[str, float]) -> float:
+    """The test perplexity of a window, whatever its size."""
+    [perplexity] = (score for name, score in scores.items() if name.startswith("test, context-"))
+    return perplexity
+
+
+def summary(title: str, scores: Mapping[str, float], decoding: Mapping[str, list[list[float]]]) -> str:
+    """A model's quality, state and speed in one line."""
+    length, kilobytes, milliseconds = decoding[title][-1]
+    best = min(score for name, score in scores.items() if name.startswith("test, "))
+    return (
+        f"- {title}: test perplexity {best:.2f}; after {length:,} tokens it keeps {kilobytes:,.0f} kB of a text, and a "
+        f"step takes {milliseconds:.1f} ms"
+    )
 
 
 def rows(options: argparse.Namespace, corpus: Corpus, moves: int) -> Iterator[tuple[str, Row]]:
@@ -140,25 +174,38 @@ def rows(options: argparse.Namespace, corpus: Corpus, moves: int) -> Iterator[tu
     # At most ten validations, which in all take a third of the work: one costs a third of a training on the same text.
     affordable = options.updates * SEGMENT * BATCH // corpus.tokens["valid"]
     interval = -(-options.updates // max(1, min(10, affordable)))
-    windows = LanguageModel(
-        f"{MODEL} {TRAINING} {schedule(options.updates, 50, interval)}",
-        batch=BATCH,
-        length=SEGMENT,
-        modes=(f"context-{SEGMENT - moves}",),
-        splits="test",
-        evaluate="--cpu --num-workers 0 --max-tokens 4096",
+    for name in options.models:
+        title, words = MODELS[name]
+        recipe = LanguageModel(
+            f"{MODEL} {TRAINING} {schedule(options.updates, 50, interval)}",
+            batch=BATCH,
+            length=SEGMENT,
+            modes=(f"context-{SEGMENT - moves}", *["carried"] * (name != "transformer")),
+            splits="test",
+            evaluate="--cpu --num-workers 0 --max-tokens 4096",
+        )
+        yield name, Row(title, recipe, words, ())
+
+
+def decode(options: argparse.Namespace, folders: Mapping[str, Path]) -> Step:
+    """The size of each model's state and the time of a decode step, by the number of tokens before it."""
+    titles = {str(folder / BEST): title for title, folder in folders.items()}
+
+    def read(log: str) -> dict[str, dict[str, list[list[float]]]]:
+        models: dict[str, list[list[float]]] = {title: [] for title in folders}
+        for path, length, size, duration in find_in(
+            log, "time", r"^(.+): after (\d+) tokens (\d+) bytes, ([\d.]+) ms$"
+        ):
+            models[titles[path]].append([int(length), int(size) / 1000, float(duration)])
+        return {"models": models}
+
+    return Step(
+        title="decoding after short and long texts",
+        folder=options.out / "decode",
+        command=[shown(DECODE), str(options.out / "bin"), *titles],
+        read_result=read,
+        depends_on=" ".join((folder / "done.json").read_text() for folder in folders.values()),
     )
-    carried = replace(
-        windows,
-        options=f"{windows.options} --carry-over-state --batch-size-valid 4",
-        modes=("carried",),
-        evaluate="--cpu --num-workers 0",
-    )
-    for name, (title, words) in MODELS.items():
-        if name in options.models:
-            yield name, Row(title, windows, words, ())
-            if name != "transformer":
-                yield name + CARRIED, Row(f"{title}, carried over", carried, words, ())
 
 
 def sample(options: argparse.Namespace, prompt: str, folder: Path, title: str) -> Step:

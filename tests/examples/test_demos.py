@@ -77,19 +77,29 @@ def test_the_demo_trains_scores_and_compares(tmp_path: Path, forked: None, capsy
     draw = random.Random(0)
     for split in SPLITS:
         (folder / f"{split}.txt").write_text("".join(" ".join(draw.choices("01", k=20)) + "\n" for _ in range(20)))
-    arguments = ["--data", str(folder), "--out", str(out), "--updates", "2", "--models", "transformer", "delta-network"]
+    arguments = ["--data", str(folder), "--out", str(out), "--updates", "2", "--models", "transformer", "gated-delta"]
     assert run.main(arguments) == 0
     shown, table = capsys.readouterr().out, (out / "table.md").read_text()
-    assert table in shown and table.partition("The Delta Network goes on after")[2].count("\n- ") == 3
+    assert table in shown and table.partition("The Gated DeltaNet goes on after")[2].count("\n- ") == 5
     names, *numbers = zip(*(re.split(r" *\| *", line)[1:6] for line in table.splitlines()[2:5]), strict=True)
-    assert names == ("unigram", "Transformer", "Delta Network")
+    assert names == ("unigram", "Transformer", "Gated DeltaNet")
     assert all(x == "-" or float(x.replace(",", "")) > 1 for x in chain(*numbers)) and numbers[-1].count("-") == 1
+    # The KV cache grows 64-fold; the state does not grow. The last lines compare both, with times.
+    kept = re.findall(
+        r"^\| (?:Transformer|Gated DeltaNet) +\| +(\d+) \| +([\d,]+) \| +[\d.]+ \| +[\d.]+ \|$", table, re.MULTILINE
+    )
+    (few, many), (state, same) = ((int(x.replace(",", "")) for x in row) for row in kept)
+    assert many == pytest.approx(64 * few, rel=0.01) and 10 < state == same < few
+    line = r"- {}: test perplexity [\d.]+; after 4,096 tokens it keeps {:,} kB of a text, and a step takes [\d.]+ ms\n"
+    assert re.search(
+        line.format("Transformer", many) + line.format("Gated DeltaNet", same) + r"\nDone in \d+ s\.", shown
+    )
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert run.main(arguments) == 0
     again = capsys.readouterr().out
     assert "fairseq-" not in again and table in again
     assert run.main([*arguments, "--seed", "2"]) == 0  # in the place of the others
-    assert capsys.readouterr().out.count("fairseq-train") == 3
+    assert capsys.readouterr().out.count("fairseq-train") == 2
 
 
 @pytest.mark.slow
