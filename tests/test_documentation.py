@@ -289,6 +289,21 @@ def test_the_readme_is_a_page_and_its_example_runs() -> None:
     assert names["out"].shape == (1000, 2, 512) and names["next_out"].shape == (1, 2, 512)
 
 
+def test_the_dockerfile_types_the_commands_of_the_readme() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 12
+    typed = "\n".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL))
+    assert "RUN make setup" in lines and lines[-1] == 'CMD ["make", "demo"]'
+    assert {"make setup", "make demo"} <= set(re.findall(r"^(make \w+)", typed, re.MULTILINE))
+    # What the README asks for: Python, git, make and a C++ compiler; and its wheels of torch for CPUs.
+    assert re.search(r"^FROM python:3\.1[0-3]$", "\n".join(lines), re.MULTILINE)
+    assert any(re.search(r"apt-get install --yes git make g\+\+ ", line) for line in lines)
+    [environment] = [line.split()[1:] for line in lines if line.startswith("ENV ")]
+    assert environment[0] in typed and environment[1] == "FASTWEIGHTS_BUILD_ISA=all"
+    kept_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {".venv", "build", "dist", "site", "fairseq_fastweights/_native_*"} <= set(kept_out)
+
+
 def test_the_example_that_averages_checkpoints_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     [example] = [
