@@ -165,7 +165,7 @@ def summary(title: str, scores: Mapping[str, float], decoding: Mapping[str, list
     best = min(score for name, score in scores.items() if name.startswith("test, "))
     return (
         f"- {title}: test perplexity {best:.2f}; after {length:,} tokens it keeps {kilobytes:,.0f} kB of a text, and a "
-        f"step takes {milliseconds:.1f} ms"
+        f"decode step takes {milliseconds:.1f} ms"
     )
 
 
