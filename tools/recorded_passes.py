@@ -32,8 +32,8 @@ LONGEST = 25 * 60
 """Seconds of the sanitized tests, which take a few minutes on two cores."""
 FILES = (
     *("tests/ops/test_native.py", "tests/ops/test_native_cpu.py", "tests/ops/test_backends.py"),
-    *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py", "tests/ops/test_features.py"),
-    *("tests/ops/test_gating.py", "tests/ops/test_steps.py", "tests/mixers/test_short_convolution.py"),
+    *("tests/ops/test_documents.py", "tests/ops/test_selective_scan.py", "tests/ops/test_elementwise.py"),
+    *("tests/ops/test_steps.py", "tests/mixers/test_short_convolution.py"),
 )
 # Sizes and full chunks; dtypes, regimes, infinities and NaN; strides, threads, steps and instruction sets.
 PATHS = """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fairseq_fastweights.mixers.short_convolution import short_convolution
-from fairseq_fastweights.ops import backends
 from tests.ops.agreement import relative_error
 from tests.ops.rules import DEVICE
 
@@ -59,55 +56,3 @@ def test_kernel_is_the_definition(padded, documents, dtype):
         assert results[0][1].dtype == precise and results[0][1].is_contiguous()
         for one, other in zip(*results, strict=True):
             assert relative_error(one, other) < TOLERANCE[dtype], (time, channels, width, given)
-
-
-def test_operators_derivatives_and_compilation():
-    starts = torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
-    starts[1, 1] = True
-    shapes = (3, 2, 2), (2, 3), (2,), (2, 2, 2)
-    tensors = [drawn(*shape, dtype=torch.float64, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
-    others = torch.tensor([3, 2], device=DEVICE), starts
-    forward, backward = (getattr(torch.ops.fairseq_fastweights, f"short_convolution{end}") for end in ("", "_backward"))
-    backends.why_not(DEVICE.type, torch.float32)
-    torch.library.opcheck(forward, (*tensors, *others))
-    detached = [x.detach() for x in tensors]
-    torch.library.opcheck(backward, (detached[0], detached[3], *detached, *others))
-    run = lambda *x: short_convolution(*x, *others, backend="native")  # noqa: E731
-    assert torch.autograd.gradcheck(run, tensors)
-    assert torch.autograd.gradgradcheck(run, tensors)
-    compiled = torch.compile(lambda *x: run(*x)[0].sum(), backend="aot_eager", fullgraph=True)
-    for one, other in zip(
-        torch.autograd.grad(compiled(*tensors), tensors),
-        torch.autograd.grad(run(*tensors)[0].sum(), tensors),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-    # Only what the next call is given is asked for.
-    (found,) = torch.autograd.grad(run(*tensors)[1].sum(), tensors[0])
-    (wanted,) = torch.autograd.grad(short_convolution(*tensors, *others, backend="reference")[1].sum(), tensors[0])
-    assert torch.equal(found, wanted)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(detached[0], torch.ones_like(detached[0]))
-        y, _ = short_convolution(dual, *detached[1:], *others)
-        assert forward_ad.unpack_dual(y).tangent is not None
-
-
-WRONG_CALLS = [
-    ({"x": (2, 3)}, r"x has shape \[2, 3\]"),
-    ({"weight": (2, 4)}, r"weight has shape \[2, 4\]; it must be \[3, 4\]"),
-    ({"bias": (4,)}, r"bias has shape \[4\]; it must be \[3\]"),
-    ({"before": (2, 4, 3)}, r"before has shape \[2, 4, 3\]; it must be \[2, 3, 3\]"),
-    ({"lengths": (3,)}, r"lengths has shape \[3\]; it must be \[2\]"),
-    ({"starts": (5, 2)}, r"starts has shape \[5, 2\]; it must be \[2, 5\]"),
-]
-
-
-@pytest.mark.parametrize(("changed", "message"), WRONG_CALLS)
-def test_operators_refuse_what_they_would_read_beyond(changed, message):
-    backends.why_not(DEVICE.type, torch.float32)
-    shapes = {"x": (5, 2, 3), "weight": (3, 4), "bias": (3,), "before": (2, 3, 3), "lengths": (2,), "starts": (2, 5)}
-    dtypes = {"lengths": torch.int64, "starts": torch.bool}
-    make = partial(torch.zeros, device=DEVICE)
-    tensors = [make(shape, dtype=dtypes.get(name)) for name, shape in (shapes | changed).items()]
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.fairseq_fastweights.short_convolution(*tensors)

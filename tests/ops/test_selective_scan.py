@@ -255,7 +255,7 @@ def test_what_cannot_be_done_is_said():
 def test_auto_takes_the_kernel_or_chunks_or_for_a_step_the_definition(monkeypatch, module, name, built, time, channels):
     if not built:
         monkeypatch.setitem(ops.libraries._outcomes, DEVICE.type, "not built")
-    monkeypatch.setattr(module, name, lambda u, *others, initial_state: (u, "taken"))
+    monkeypatch.setattr(module, name, lambda u, *others, **options: (u, "taken"))
     inputs = SCAN.inputs(T=time, V=channels, requires_grad=False)
     assert ops.selective_scan(**inputs) == (inputs["u"], "taken")
 
