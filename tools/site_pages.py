@@ -185,7 +185,7 @@ def readers(name: str) -> list[str]:
     from fairseq_fastweights.mixers.registry import MIXERS
     from fairseq_fastweights.models.description import OPTIONS_OF_MIXERS
 
-    return [mixer for mixer, kind in MIXERS.items() if OPTIONS_OF_MIXERS.get(name) in kind.settings(mixer)]
+    return [mixer for mixer, kind in MIXERS.items() if OPTIONS_OF_MIXERS.get(name) in kind.arguments(mixer)]
 
 
 def shown_readers(names: list[str]) -> str:

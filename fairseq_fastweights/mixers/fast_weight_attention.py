@@ -110,7 +110,6 @@ class FastWeightAttention(LinearAttention):
     def mix(
         self, x: Tensor, state: State | None, padding: Tensor | None, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, State]:
-        # Padding neither writes nor decays the state.
         time, batch, _ = x.shape
         modules = [getattr(self, name) for name in self._gate_names]
         if time == 1 and state is not None and padding is None and starts is None and self._may_take_step(x):
@@ -119,6 +118,7 @@ class FastWeightAttention(LinearAttention):
         q, k, v, logits = self._inputs(x, *modules)
         gates = [self._gate(*pair) for pair in zip(self.rule.gates, logits, strict=True)]
         if padding is not None:
+            # Padding leaves the state as it is: a key of 0 writes nothing, a log decay of 0 decays nothing.
             k = k.masked_fill(padding[:, :, None, None], 0)
             gates = [g.masked_fill(padding.view(batch, time, *[1] * (g.dim() - 2)), 0) for g in gates]
 
@@ -153,8 +153,10 @@ class FastWeightAttention(LinearAttention):
         how: dict[str, Any] = {"backend": self.backend} | ({} if starts is None else {"starts": starts})
         if not self.normalization & {"attention", "removal"}:
             return self.rule.for_layer(q, k, v, *gates, initial_state=state, in_place=in_place, **how)
+        # z_t q_t is the output for values of 1, (batch, time, heads, 1).
         ones = v.new_ones(*v.shape[:3], 1)
         if not self.rule.corrects:
+            # Ones beside the values: one state holds S and, as its last column, z, which no value decay reaches.
             gates = [
                 F.pad(g, (0, 1)) if gate.per == "value" else g for g, gate in zip(gates, self.rule.gates, strict=True)
             ]
@@ -163,6 +165,7 @@ class FastWeightAttention(LinearAttention):
             out, z_q = both.split([self.head_dim, 1], dim=-1)
             return self._divide(out, z_q), state
 
+        # A correction v_t - S k_t would make that column no sum of keys: z is a state of its own, by a rule that adds.
         memory, z = (None, None) if state is None else state.split([self.head_dim, 1], dim=-1)
         k_written, v_written = k, v
         log_decay = self._log_key_decay(k, gates)
@@ -206,6 +209,7 @@ class FastWeightAttention(LinearAttention):
         return ops.RULES["decay"].for_layer(q, k, ones, log_decay, None, initial_state=z, **how)
 
     def _gate(self, gate: Gate, logits: Tensor) -> Tensor:
+        # log f = log sigmoid(W x) for decays, beta = sigmoid(W x).
         value = apply_gate(logits, "log_sigmoid" if gate.log else "sigmoid", backend=self.backend)
         if gate.per == "head":
             return value.transpose(0, 1)

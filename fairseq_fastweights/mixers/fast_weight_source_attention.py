@@ -120,6 +120,7 @@ class FastWeightSourceAttention(LinearAttention):
         batch, time, heads, features = q.shape
         rows = state.shape[0]
         with without_autocast(q):
+            # (sources, queries of all hypotheses of a source, heads, features)
             q = q.to(state.dtype).reshape(rows, batch * time // max(rows, 1), heads, features)
             z_q = torch.einsum("bthm,bhm->bth", q, z)[..., None]
             out = self._divide(torch.einsum("bthm,bhmv->bthv", q, state), z_q)
@@ -144,6 +145,7 @@ class FastWeightSourceAttention(LinearAttention):
         if rows == 0:
             return state
         copies = int(state["copies"][0])
+        # Row i of the queries reads the state of source i // copies.
         sources = (order // copies).tolist()
         if sources == [row for row in range(rows) for _ in range(copies)]:
             return state  # hypotheses changed places, each with others for the same source

@@ -73,12 +73,11 @@ class FeatureMap(nn.Module):
             q: (batch, time, heads, key_dim).
             k: (batch, time, heads, key_dim); batch and time may differ from those of q. None, if `are_alike`, where q
                 holds heads of keys too.
-            scales: which features a map may multiply by positive numbers to keep them within the range
-                of their dtype, because a normalisation divides these out again. "fixed": none.
-                "queries": each query by its own number (attention normalisation). "queries and
-                source": also all keys of a row and head by one number (attention normalisation over
-                a whole source without padding). "all": each query and key by its own number (sum
-                normalisation).
+            scales: which features a map may multiply by positive numbers to keep them within the range of their dtype,
+                because a normalisation divides these out again. "fixed": none. "queries": each query by its own number
+                (attention normalisation). "queries and source": also all keys of a row and head by one number
+                (attention normalisation over a whole source without padding). "all": each query and key by its own
+                number (sum normalisation).
             normalize: whether each vector is divided by the sum of its components plus `sum_eps` (Eq. 29). One whose
                 sum has underflowed (FAVOR+ of a very long vector) becomes nearly zero, never NaN.
             dtype: of the results; None for float32 for half and bfloat16 inputs, else that of the inputs. All is
@@ -220,10 +219,9 @@ class FavorMap(FeatureMap):
     that phi(q) . phi(k) is an unbiased estimate of exp(q . k / sqrt(head_dim)), the softmax kernel
     with its usual scale. The m rows of R come from `orthogonal_features`, one R for all heads.
 
-    In training mode every call draws a new R from torch's global generator of the input's device,
-    so activation checkpointing, which restores that generator, recomputes with the same draw. In
-    evaluation mode the buffer `features` (m, head_dim) is used: drawn once, at construction, and
-    kept in the state dict.
+    In training mode every call draws a new R from torch's global generator of the input's device, so activation
+    checkpointing, which restores that generator, recomputes with the same draw. In evaluation mode the buffer
+    `features` (m, head_dim) is used: drawn once, at construction, and kept in the state dict.
 
     The map "favor-schlag" is that of the program of Schlag et al.: x is not scaled, 1e-4 is added to
     every exponential, and R's columns are orthogonal instead of its rows.
@@ -233,8 +231,7 @@ class FavorMap(FeatureMap):
         num_features: m; there are 2 m numbers per head after the map.
         scaled: whether x is multiplied by head_dim^(-1/4), which Eq. 31-32 do not do.
         epsilon: added to exp(-|x|^2 / 2) exp(R x) and exp(-|x|^2 / 2) exp(-R x), before the division.
-        orthogonal: "features", or "dimensions": R^T is drawn by `orthogonal_features`, head_dim
-            vectors of m numbers.
+        orthogonal: "features", or "dimensions": R^T is drawn by `orthogonal_features`, head_dim vectors of m numbers.
 
     Examples:
         >>> phi = FavorMap(head_dim=4, num_features=2000).eval()
@@ -262,11 +259,13 @@ class FavorMap(FeatureMap):
         check_number("epsilon", epsilon, 0)
         self.scale = head_dim**-0.25 if scaled else 1.0
         self.orthogonal = orthogonal
+        # Their program adds epsilon before the division by sqrt(2 m).
         self._log_epsilon = math.log(epsilon / math.sqrt(self.output_dim)) if epsilon else -math.inf
         self.register_buffer("features", self.draw())
 
     def draw(self, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """Draw an R, (m, head_dim), from the global generator of a device."""
+        # R is (m, head_dim) in either case; orthogonal are its rows, or its columns.
         if self.orthogonal == "features":
             return orthogonal_features(self.num_features, self.key_dim, dtype=dtype, device=device)
         return orthogonal_features(self.key_dim, self.num_features, dtype=dtype, device=device).t().contiguous()
@@ -305,9 +304,8 @@ class FavorMap(FeatureMap):
 class DpfpMap(FeatureMap):
     """Deterministic parameter-free projection, DPFP-nu (Eq. 37), in the order of the listing in App. C.
 
-    With d = head_dim and z = [ReLU(x); ReLU(-x)] of size 2 d, output (j - 1) 2 d + i is z_i z_{i-j}
-    for j = 1 ... nu, indices modulo 2 d. Eq. 37 has z_{i+j} instead: the same products, each block
-    of 2 d rotated by j.
+    With d = head_dim and z = [ReLU(x); ReLU(-x)] of size 2 d, output (j - 1) 2 d + i is z_i z_{i-j} for j = 1 ... nu,
+    indices modulo 2 d. Eq. 37 has z_{i+j} instead: the same products, each block of 2 d rotated by j.
 
     Only nu < d adds to the capacity: the products of j = d are ReLU(x_i) ReLU(-x_i) = 0, and those
     of 2 d - j are those of j once more.
@@ -371,16 +369,14 @@ def build_feature_map(
         name: a key of `FEATURE_MAPS`, in the first column of the table.
         num_heads: number of heads.
         head_dim: per-head size of a query or key in an ordinary Transformer of this width.
-        feature_dim: per-head size after the map, the state's key dimension; None for the default in
-            the table.
+        feature_dim: per-head size after the map, the state's key dimension; None for the default in the table.
         dpfp_nu: nu of DPFP, 1 to 2 head_dim - 1; other maps ignore it.
         favor_features: number m of random features of FAVOR+, half of its output size; None for the
             default in the table. Other maps ignore it.
 
     Raises:
-        ValueError: for an unknown name, a size that is not a positive integer, `dpfp_nu` out of
-            range, or a `feature_dim` that the map cannot have or that contradicts `dpfp_nu` or
-            `favor_features`.
+        ValueError: for an unknown name, a size that is not a positive integer, `dpfp_nu` out of range, or a
+            `feature_dim` that the map cannot have or that contradicts `dpfp_nu` or `favor_features`.
 
     Examples:
         >>> build_feature_map("favor", num_heads=8, head_dim=16, favor_features=32)
@@ -444,11 +440,7 @@ def _check_dpfp(head_dim: int, feature_dim: int | None, dpfp_nu: int) -> None:
 
 
 def orthogonal_features(
-    num_features: int,
-    dim: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    num_features: int, dim: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
     """Draw the random features of FAVOR+ from the global generator of a device.
 

@@ -110,6 +110,7 @@ class GatedDelta(Mixer):
         self.key_heads = self.key_heads or num_heads
         self.key_dim, self.value_dim = self.key_dim or self.head_dim, self.value_dim or self.head_dim
         values = num_heads * self.value_dim
+        # Queries, keys and values side by side are the channels of one convolution.
         self._channels = [
             self.key_heads * self.key_dim,
             self.writes * (kv_heads or self.key_heads) * self.key_dim,
@@ -139,6 +140,7 @@ class GatedDelta(Mixer):
     def reset_special_parameters(self) -> None:
         """Draws the rates exp(A_log) uniformly up to `LARGEST_RATE` and the steps as in Mamba; sets the norm to 1."""
         self.o_norm.weight.fill_(1)
+        # exp(A_log) is the rate of a decay, dt_bias the size of its step before softplus, as in Mamba.
         decays: Any = getattr(self, "forget_gate", self)
         rates = torch.empty_like(decays.A_log, dtype=torch.float32).uniform_(self._smallest_rate, LARGEST_RATE)
         decays.A_log.copy_(rates.log())

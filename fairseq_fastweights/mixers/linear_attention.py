@@ -87,6 +87,7 @@ class LinearAttention(Attention):
         self.needs_float32_range = bool(normalization & {"attention", "removal"}) or (
             is_favor(feature_map) and "sum" not in normalization
         )
+        # A normalisation divides out a factor of each vector (sum), or of each query (attention).
         self._scales: Scales = "fixed"
         if "sum" in normalization:
             self._scales = "all"
@@ -106,6 +107,7 @@ class LinearAttention(Attention):
             q, k, v, *logits = project(x, modules)
             q, k = self.q_norm(self._heads(q, dim)), self.k_norm(self._heads(k, dim))
             return *self._features(q, k, self._heads(v, self.head_dim)), logits
+        # One matrix product for q and k, whose heads the map takes side by side: (batch, time, 2 heads, dim).
         both, v, *logits = project(x, modules, together=2)
         v = self._in_float32_range(self._heads(v, self.head_dim))
         heads = both.unflatten(-1, (-1, dim)).transpose(0, 1)
@@ -140,6 +142,7 @@ class LinearAttention(Attention):
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
         """Reshapes (time, batch, heads * dim) to (batch, time, num_heads, dim); copies only if heads are shared."""
+        # Grouped heads are repeated here: each head of queries has a feature map and a state of its own.
         x = x.unflatten(-1, (-1, dim)).transpose(0, 1)
         return x if x.shape[2] == self.num_heads else shared(x, self.num_heads, 2)
 

@@ -116,6 +116,7 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, s
     """
     batch, _, time, _ = q.shape
     past = past_k.shape[2]
+    # With blocks of a quarter of the window a query has scores for a quarter more keys than it sees.
     size = min(time, max(SMALLEST_BLOCK, -(-past // 4)))
     blocks = -(-time // size)
     behind = -(-past // size)  # blocks that a block sees of, beside itself
@@ -132,6 +133,7 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, s
         return torch.cat([every[:, :, i : i + blocks] for i in range(behind + 1)], dim=3)
 
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (cut(q), with_overlap(k, past_k), with_overlap(v, past_v)))
+    # How many positions each key lies before each query of its block: (size, overlap + size).
     age = torch.arange(size, device=q.device)[:, None] - torch.arange(-overlap, size, device=q.device)
     age = age.masked_fill(age < 0, past + 1)  # later positions are as out of sight as those before the window
     seen = F.pad(seen.expand(batch, time), (0, blocks * size - time))

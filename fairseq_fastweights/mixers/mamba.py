@@ -32,8 +32,7 @@ class Mamba(Mixer):
         u_t = silu(sum_i w_i * x_{t-i} + b)         the last `conv` inputs of each channel
         dt, B, C = W_x u                            dt of `dt_rank` numbers, B and C of `state` numbers
         delta = softplus(W_dt dt + b_dt)            the size of a channel's step
-        h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T
-        out = W_out ((h_t C_t + D * u_t) * silu(z))
+        h_t = exp(-delta_t exp(A_log)) * h_{t-1} + (delta_t * u_t) B_t^T out = W_out ((h_t C_t + D * u_t) * silu(z))
 
     Parameters have the names and shapes of Hugging Face's `MambaMixer` and of the authors' `Mamba`. StripedMamba (Choi
     2024, Sec. 4.1) has such layers in place of a Transformer's attention.
@@ -88,6 +87,7 @@ class Mamba(Mixer):
     @torch.no_grad()
     def reset_special_parameters(self) -> None:
         """Sets A = -(1 ... state) for each channel and D = 1, and draws the biases of step sizes (Sec. 3.6)."""
+        # S4D-Real (Gu & Dao 2023, Sec. 3.6): A = -(1 ... state), kept as logarithms.
         rates = torch.arange(1, self.state + 1, dtype=torch.float32, device=self.A_log.device)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         self.D.fill_(1)
@@ -149,4 +149,5 @@ def draw_step_biases_(bias: Tensor) -> None:
     """Fills `bias` with numbers whose softplus is from `SMALLEST_STEP` to `LARGEST_STEP`."""
     logs = torch.empty_like(bias, dtype=torch.float32)
     step = logs.uniform_(math.log(SMALLEST_STEP), math.log(LARGEST_STEP)).exp()
+    # The inverse of softplus: log(exp(step) - 1), without its overflow.
     bias.copy_(step + torch.log(-torch.expm1(-step)))

@@ -322,7 +322,8 @@ def within_documents(starts: Tensor | None, positions: Tensor, length: Any, befo
     column = before[:, None] if isinstance(before, Tensor) else before
     if starts is None:
         return positions + column, length + before
-    # Where each position's document began, counted from the row's beginning.
+    # Where each position's document began, counted from the row's beginning: the last start so far, by `cummax`. A
+    # document that continues began `before` positions ahead of the row.
     first = positions.new_zeros(len(starts), 1) - column
     began = torch.cat([first, torch.where(starts, positions, first)], dim=1).cummax(dim=1)[0]
     return positions - began[:, 1:], length - began[:, -1]

@@ -77,10 +77,11 @@ class Kind:
         """The settings of this kind alone."""
         return self._made.options
 
-    def settings(self, name: str) -> set[str]:
-        """The names, among the settings for `build_mixer`, of those that a mixer of this kind takes by its `name`."""
-        heads = set() if self.heads is None else {self.heads}
-        return {*self.shared, *(option_name(name, option) for option in self.options)} | heads
+    def arguments(self, name: str) -> dict[str, str]:
+        """The arguments of a mixer of this kind, by the names of the settings for `build_mixer`, with its `name`."""
+        heads = {} if self.heads is None else {self.heads: "num_heads"}
+        own = {option_name(name, option): option for option in self.options}
+        return {**{setting: setting for setting in self.shared}, **heads, **own}
 
     @property
     def takes_starts(self) -> bool:
@@ -160,12 +161,8 @@ def build_mixer(name: str, embed_dim: int, settings: Mapping[str, Any], kinds: M
         (8, True)
     """
     kind = lookup("mixers", name, kinds)
-    arguments = {setting: settings[setting] for setting in (*kind.shared, "batch_first") if setting in settings}
-    if kind.heads is not None:
-        arguments["num_heads"] = settings[kind.heads]
-    for option in kind.options:
-        if (setting := option_name(name, option)) in settings:
-            arguments[option] = settings[setting]
+    taken = {**kind.arguments(name), "batch_first": "batch_first"}.items()
+    arguments = {argument: settings[x] for x, argument in taken if x in settings or x == kind.heads}
     try:
         return kind.build(embed_dim, **arguments)
     except ValueError as error:
@@ -180,17 +177,12 @@ def settings_read(name: str, settings: Mapping[str, Any], kinds: Mapping[str, Ki
     kind = kinds[name]
     values = {**settings, "feature_map": settings.get("feature_map") or kind.feature_map}
 
-    def is_read(setting: str) -> bool:
-        other, _, fits = _CONDITIONS.get(setting, ("", "", lambda _: True))
-        return fits(values.get(other))
-
-    return set(filter(is_read, kind.settings(name)))
+    conditions = {setting: _CONDITIONS.get(setting, ("", "", lambda _: True)) for setting in kind.arguments(name)}
+    return {setting for setting, (other, _, fits) in conditions.items() if fits(values.get(other))}
 
 
 def check_read(
-    given: Mapping[str, tuple[str, Any]],
-    settings: Mapping[str, Any],
-    layers: Iterable[tuple[str, Mapping[str, Kind]]],
+    given: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any], layers: Iterable[tuple[str, Mapping[str, Kind]]]
 ) -> None:
     """Raises a `ValueError` for a setting that was given and that no layer reads, by its name.
 
@@ -204,12 +196,16 @@ def check_read(
     for setting, (shown, value) in given.items():
         if setting in read or any(kinds[name].fixed.get(setting) == value for name, kinds in chosen):
             continue
-        if any(setting in kinds[name].settings(name) for name, kinds in chosen):
+        if any(setting in kinds[name].arguments(name) for name, kinds in chosen):
             other, needed, _ = _CONDITIONS[setting]
             there = "auto" if settings.get(other) is None else settings[other]
             raise InvalidInput(f"{shown} is {value}; it needs {needed}, and {other} is {there}")
-        owner = next((name for name in MIXERS if setting in map(partial(option_name, name), MIXERS[name].options)), "")
-        short = setting.removeprefix(option_name(owner, "")) if owner else setting
+        # Either no layer of the one kind that has the setting, or no layer that takes a shared one.
+        owner, short = next(
+            ((name, x) for name, kind in MIXERS.items() for x in kind.options if option_name(name, x) == setting),
+            ("", setting),
+        )
+        # Settings by which the mixers that are there do the same.
         instead = [
             option_name(name, option)
             for name, kinds in chosen
@@ -285,6 +281,7 @@ def parse_pattern(text: str, layers: int) -> tuple[str, ...]:
             if number in chosen:
                 raise refuse(f"which gives layer {number} both {chosen[number]!r} and {name!r}")
             chosen[number] = name
+    # The name without numbers has the other layers.
     left = [number for number in range(1, layers + 1) if number not in chosen]
     if left and others is None:
         raise refuse(f"which leaves layers without a mixer: {', '.join(map(str, left))}")

@@ -121,6 +121,7 @@ class Retention(LinearAttention):
         if self.rms_norm:
             out = gated_norm(self.o_norm, y, logits, "silu", eps=self.eps, size=size, **how)
         else:
+            # The norm of y / sqrt(m) is that of y with m times the epsilon.
             out = apply_gate(logits, "silu", y=y, norm="layer", eps=self.eps * size, **how)
         return self._project_out(self._heads(out, self.head_dim), x), {"state": memory, "position": read}
 

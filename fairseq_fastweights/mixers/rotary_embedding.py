@@ -110,6 +110,7 @@ def turns(
     Returns:
         (..., dim / 2) each.
     """
+    # theta_i = base^(-2 i / dim) in plane i.
     exponents = torch.arange(0, dim, 2, device=positions.device, dtype=positions.dtype) / dim
     frequencies = 1.0 / base**exponents
     angles = positions[..., None] * (frequencies if scaling is None else scaling(frequencies))

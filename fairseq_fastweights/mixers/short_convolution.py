@@ -90,12 +90,7 @@ def convolve(
 
 
 def _definition(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, lengths: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     # The kernels look at this themselves.
     given = {"weight": weight, "bias": bias, "before": before, "lengths": lengths, "starts": starts}

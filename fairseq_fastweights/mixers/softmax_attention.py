@@ -129,6 +129,7 @@ class SoftmaxAttention(SoftmaxMixer):
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
             k, v = _append(state["keys"], k, in_place), _append(state["values"], v, in_place)
+            # Padding of earlier calls stays in the KV cache, and its mask with it: (batch, keys).
             if "padding" in state or padding is not None:
                 parts = (state.get("padding"), before), (padding, time)
                 padding = torch.cat(

@@ -43,10 +43,9 @@ class TransformerXL(SoftmaxMixer):
 
     No parameter depends on the options, so that evaluation may use others than training. Schlag et al. 2021 (Table 4,
     App. F) count all keys and values of a segment as a layer's state, (memory + segment) x 2 embed_dim numbers (their
-    text has a product in place of the sum, from which their numbers do not follow). Kept between segments are
-    memory x embed_dim numbers, from which keys and values are computed again: the state is "memory", (batch, memory,
-    embed_dim), the layer's last inputs with the last at the end, and "filled", (batch,), how many of them belong to the
-    document.
+    text has a product in place of the sum, from which their numbers do not follow). Kept between segments are memory x
+    embed_dim numbers, from which keys and values are computed again: the state is "memory", (batch, memory, embed_dim),
+    the layer's last inputs with the last at the end, and "filled", (batch,), how many of them belong to the document.
 
     Args:
         embed_dim: width of the input and of the output.
@@ -153,6 +152,7 @@ class TransformerXL(SoftmaxMixer):
         `seen`, (batch, time), is the number of positions of its document before each.
         """
         places = torch.arange(keys, device=seen.device)
+        # How many positions each key lies before each query; those after it are beyond every limit.
         age = places[keys - seen.shape[1] :, None] - places
         age = age.masked_fill(age < 0, keys)
         return age <= (seen.clamp(max=self.memory) if self.same_length else seen)[:, None, :, None]

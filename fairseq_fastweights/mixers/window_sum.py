@@ -144,6 +144,7 @@ class WindowSum(LinearAttention):
             blocks = in_blocks(q, k, v, *past, seen.clamp(max=self.window - 1))
         # g sum_j a_tj v_j and g sum_j a_tj
         out, weight = self._window(blocks)
+        # In documents shorter than the window nothing has left it yet: the state's places there are empty.
         staying = seen[:, first:] < self.window
         if lengths is not None:
             staying = staying | beyond(time, lengths).t()[:, first:]
@@ -216,14 +217,7 @@ class WindowSum(LinearAttention):
         return out, weight
 
     def _recall(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        staying: Tensor,
-        memory: Tensor,
-        starts: Tensor | None,
-        in_place: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, staying: Tensor, memory: Tensor, starts: Tensor | None, in_place: bool
     ) -> tuple[Tensor, Tensor]:
         """Writes the positions that leave the window, unless `staying`, (batch, time), and reads at every step.
 
@@ -232,6 +226,7 @@ class WindowSum(LinearAttention):
         q, k, v = (shared(x, self.num_heads, 1).transpose(1, 2) for x in (q, k, v))
         q, k, v = self._features(q, k, v)
         k = k.masked_fill(staying[..., None, None], 0)
+        # A value of 1 beside the others: the last column of S is z.
         v = F.pad(v, (0, 1), value=1.0)
         return ops.RULES["sum"].for_layer(
             q, k, v, initial_state=memory, starts=starts, in_place=in_place, backend=self.backend
@@ -251,5 +246,6 @@ class WindowSum(LinearAttention):
 
 def _leaving(past: Tensor, new: Tensor) -> Tensor:
     """The positions that leave the window at each step of `new`, (batch, heads, time, dim): as many as `past` has."""
+    # Step t moves the window on by one: out comes the position `window` before it, of the state or of this call.
     time, window = new.shape[2], past.shape[2]
     return past[:, :, :time] if time <= window else torch.cat([past, new[:, :, : time - window]], dim=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,23 @@ from fairseq_fastweights.models.description import mixer_settings, parse_layers
 
 NAME = "settings_version"
 """The name of the buffer that holds the settings."""
+
+
+class Recorded:
+    """A module of fairseq's that keeps its settings in its checkpoint, in the buffer `settings_version`."""
+
+    settings_version: Tensor
+    register_buffer: Callable[..., None]
+
+    def record(self, settings: dict[str, Any]) -> None:
+        """Keeps the settings that must be equal in a checkpoint and the model that loads it."""
+        self.register_buffer(NAME, encode(settings))
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
+        check(state_dict, name, self.settings_version)
+        upgraded: dict[str, Any] = super().upgrade_state_dict_named(state_dict, name)  # type: ignore[misc]
+        return upgraded
 
 
 def settings_of(options: Any, mixers: Sequence[str], dictionary: Dictionary) -> Tensor:

@@ -67,12 +67,7 @@ class _Recording:
     Gradients are those of the first input, if it has one, and of the parameters.
     """
 
-    def __init__(
-        self,
-        work: Callable[..., list[Any]],
-        inputs: list[Tensor],
-        parameters: list[nn.Parameter],
-    ) -> None:
+    def __init__(self, work: Callable[..., list[Any]], inputs: list[Tensor], parameters: list[nn.Parameter]) -> None:
         # The tensors that the graph reads: inputs are copied into them before each replay.
         first, *others = (x.detach().clone() for x in inputs)
         self._inputs = [first.requires_grad_(inputs[0].requires_grad), *others]

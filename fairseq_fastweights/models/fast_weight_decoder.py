@@ -22,17 +22,12 @@ from fairseq_fastweights.models import checkpoint_settings
 from fairseq_fastweights.models.cuda_graphs import GraphedFunction
 from fairseq_fastweights.models.description import mixer_settings, parse_layers
 from fairseq_fastweights.models.host_copies import contains
-from fairseq_fastweights.models.mixer_layers import (
-    MixerDecoderLayer,
-    SegmentState,
-    project,
-    wrap_layer,
-)
+from fairseq_fastweights.models.mixer_layers import MixerDecoderLayer, SegmentState, project, wrap_layer
 
 logger = logging.getLogger(__name__)
 
 
-class FastWeightDecoder(TransformerDecoder):
+class FastWeightDecoder(checkpoint_settings.Recorded, TransformerDecoder):
     """A language model's decoder.
 
     Unlike fairseq's decoder, it can read a text in segments that start with the state of the segment before
@@ -48,20 +43,11 @@ class FastWeightDecoder(TransformerDecoder):
         mixer_names: their names, in the same order.
         masked_symbols: numbers of the symbols that the model never predicts (mask_special_symbols); empty in most
             models.
-        settings_version: a buffer with the settings that must be equal in a checkpoint and the model that loads it.
     """
 
-    settings_version: Tensor
     _masked_symbols: Tensor
 
-    def __init__(
-        self,
-        args: Any,
-        dictionary: Dictionary,
-        embed_tokens: nn.Module,
-        *,
-        mixers: Sequence[str],
-    ) -> None:
+    def __init__(self, args: Any, dictionary: Dictionary, embed_tokens: nn.Module, *, mixers: Sequence[str]) -> None:
         self.mixer_names = list(mixers)
         self._settings = mixer_settings(args, args.decoder_attention_heads)
         self._output_norms = parse_layers(args.output_norm_layers, len(mixers), "output_norm_layers")
@@ -70,7 +56,7 @@ class FastWeightDecoder(TransformerDecoder):
         if args.rms_norm_eps is not None:
             use_rms_norms(self, args.rms_norm_eps, args.zero_centered_norms)
         settings = checkpoint_settings.describe(args, dictionary, list(zip(self.mixer_names, self.mixers, strict=True)))
-        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
+        self.record(settings)
         masked = (dictionary.bos(), dictionary.pad(), dictionary.unk()) if args.mask_special_symbols else ()
         self.masked_symbols: tuple[int, ...] = masked
         self.register_buffer("_masked_symbols", torch.tensor(masked, dtype=torch.long), persistent=False)
@@ -305,11 +291,6 @@ class FastWeightDecoder(TransformerDecoder):
         if self.embed_positions is None and not any(mixer.bounded for mixer in self.mixers):
             return sys.maxsize
         return super().max_positions()
-
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, name, self.settings_version)
-        return super().upgrade_state_dict_named(state_dict, name)
 
     def check_carries(self) -> None:
         """Raises a `ValueError` if there are layers whose state cannot be carried from segment to segment."""

@@ -132,11 +132,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         super().prepare_for_inference_(cfg)
 
     def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        strict: bool = True,
-        model_cfg: Any = None,
-        args: Any = None,
+        self, state_dict: dict[str, Any], strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
         """Loads weights as fairseq does; with --decoder-layers-to-keep, the checkpoint's settings are pruned too."""
         text = getattr(model_cfg, "decoder_layers_to_keep", None)
@@ -292,22 +288,11 @@ def _register(
     base: Callable[[Any], None] = base_lm_architecture,
     **settings: Any,
 ) -> None:
-    """Registers an architecture of these layers, width and heads: one of fairseq's with values for other options."""
+    """Registers an architecture of these layers, width and heads."""
     layers, width, heads = sizes
     defaults = {"decoder_layers": layers, "decoder_embed_dim": width, "decoder_attention_heads": heads, **settings}
-
-    def architecture(args: Any) -> None:
-        for name, value in defaults.items():
-            if safe_getattr(args, name, None) is None:  # max_target_positions is there, of the task, as None
-                setattr(args, name, value)
-        set_defaults(args, FastWeightLanguageModelConfig, TransformerLanguageModelConfig)
-        pre_norm = safe_getattr(args, "decoder_normalize_before", None)
-        base(args)
-        if "decoder_normalize_before" in settings:  # which fairseq's base always sets
-            args.decoder_normalize_before = pre_norm
-
-    architecture.__doc__ = document
-    register_architecture("fast_weight_lm", f"fast_weight_lm_{arch}")(architecture)
+    own, inherited = FastWeightLanguageModelConfig, TransformerLanguageModelConfig
+    register_architecture(own, inherited, "fast_weight_lm", arch, document, base, **defaults)
 
 
 for _size, _width, _segment in (("small", 128, 256), ("medium", 256, 384)):

@@ -129,8 +129,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         None, "number of heads in layers of linear attention (default: --decoder-attention-heads)"
     )
     no_attention_bias: bool = option(
-        False,
-        "leave out the biases of the projections in all mixers but softmax; gates that decay a state keep theirs",
+        False, "leave out the biases of the projections in all mixers but softmax; gates that decay a state keep theirs"
     )
     init_std: Optional[float] = option(
         None,
@@ -162,9 +161,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         least=0,
     )
     head_dim: int = option(
-        0,
-        "dimension of each head in softmax and linear attention; 0 is the width divided by the heads",
-        least=0,
+        0, "dimension of each head in softmax and linear attention; 0 is the width divided by the heads", least=0
     )
     projection_bias: ChoiceEnum(list(PROJECTION_BIASES)) = option(  # type: ignore[valid-type]
         "all",
@@ -177,9 +174,7 @@ class FastWeightLanguageModelOptions(FastWeightOptions):
         least=0,
     )
     rms_norm_eps: Optional[float] = option(
-        None,
-        "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)",
-        least=0,
+        None, "use RMS norms with this epsilon, as Llama with 1e-5 (default: fairseq's layer norms)", least=0
     )
     zero_centered_norms: bool = option(
         False, "let RMS norms multiply by 1 + w, whose w starts at 0, as in Qwen3-Next and Qwen3.5"

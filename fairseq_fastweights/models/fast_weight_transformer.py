@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: fairseq reads the types of a configuration's fields as they stand.
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,12 +48,7 @@ from fairseq_fastweights.models.mixer_layers import (
     project,
     wrap_layer,
 )
-from fairseq_fastweights.models.option_checks import (
-    check_inference,
-    check_ranges,
-    read_cutoffs,
-    register_architecture,
-)
+from fairseq_fastweights.models.option_checks import check_inference, check_ranges, read_cutoffs, register_architecture
 from fairseq_fastweights.ops.backends import say_again
 
 PLACES = ("encoder", "decoder", "cross")
@@ -83,18 +78,14 @@ class FastWeightTransformerOptions(FastWeightOptions):
     )
 
 
-class FastWeightTransformerEncoder(TransformerEncoderBase):
+class FastWeightTransformerEncoder(checkpoint_settings.Recorded, TransformerEncoderBase):
     """A translation model's encoder.
 
     Args:
         cfg, dictionary, embed_tokens: those of fairseq's encoder.
         name, build_mixer: the name of the mixer that reads the source, and a function that makes it from a layer's
             width; None for fairseq's softmax attention.
-
-    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
     """
-
-    settings_version: Tensor
 
     def __init__(
         self,
@@ -108,7 +99,7 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
         super().__init__(cfg, dictionary, embed_tokens)
         settings = checkpoint_settings.describe_dictionary(dictionary, "source ")
         settings |= checkpoint_settings.describe_mixers([(name, self.layers[0].self_attn)], "encoder ")
-        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
+        self.record(settings)
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         if self._build_mixer is None:
@@ -147,13 +138,8 @@ class FastWeightTransformerEncoder(TransformerEncoderBase):
             return encoder_out
         return {**super().reorder_encoder_out(encoder_out, new_order), "rows": [rows]}
 
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, name, self.settings_version)
-        return super().upgrade_state_dict_named(state_dict, name)
 
-
-class FastWeightTransformerDecoder(TransformerDecoderBase):
+class FastWeightTransformerDecoder(checkpoint_settings.Recorded, TransformerDecoderBase):
     """A translation model's decoder.
 
     Args:
@@ -162,13 +148,10 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
             layer's width; None for fairseq's softmax attention.
         cross: the same for the mixer that reads the source, in all layers.
 
-    The buffer `settings_version` has the settings that must be equal in a checkpoint and the model that loads it.
-
     Attributes:
         tells_of_graphs: whether the next batch of training logs that compiled layers are not replayed as CUDA graphs.
     """
 
-    settings_version: Tensor
     tells_of_graphs = False
 
     def __init__(
@@ -188,7 +171,7 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
         own = [(name, layer.self_attn) for (name, _), layer in zip(mixers, layers, strict=True)]
         settings |= checkpoint_settings.describe_mixers(own, "decoder ")
         settings |= checkpoint_settings.describe_mixers([(cross_name, self.layers[0].encoder_attn)], "cross ")
-        self.register_buffer(checkpoint_settings.NAME, checkpoint_settings.encode(settings))
+        self.record(settings)
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         # fairseq asks for one layer after the other, and does not say which.
@@ -234,11 +217,6 @@ class FastWeightTransformerDecoder(TransformerDecoderBase):
     def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """fairseq's mask, (time, time), if there is a self-attention that needs it."""
         return super().buffered_future_mask(tensor) if None in self._builders else None
-
-    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Checks that the checkpoint was made by a model with these settings, before any weight is loaded."""
-        checkpoint_settings.check(state_dict, name, self.settings_version)
-        return super().upgrade_state_dict_named(state_dict, name)
 
 
 @register_model("fast_weight_transformer")
@@ -410,33 +388,22 @@ def parse_places(text: str) -> frozenset[str]:
     return frozenset(words)
 
 
-def _register(arch: str, document: str, base: Callable[[Any], None], **settings: Any) -> None:
-    """Registers an architecture: one of fairseq's, with these values of options that were not given."""
-
-    def architecture(args: Any) -> None:
-        for name, value in settings.items():
-            setattr(args, name, safe_getattr(args, name, value))
-        set_defaults(args, FastWeightTransformerOptions, FairseqDataclass)
-        base(args)
-
-    architecture.__doc__ = document
-    register_architecture("fast_weight_transformer", f"fast_weight_transformer{arch}")(architecture)
-
+_register = partial(register_architecture, FastWeightTransformerOptions, FairseqDataclass, "fast_weight_transformer")
 
 _register("", "fairseq's `transformer`: 6 + 6 layers, 512 wide, 8 heads.", base_architecture)
-_register("_wmt_en_de_base", "Vaswani et al. 2017, base.", base_architecture)
+_register("wmt_en_de_base", "Vaswani et al. 2017, base.", base_architecture)
 _register(
-    "_wmt_en_de_big",
+    "wmt_en_de_big",
     "Schlag et al. 2021, App. E: Vaswani et al.'s big model, 6 + 6 layers, 1024 wide, 16 heads.",
     transformer_vaswani_wmt_en_de_big,
 )
 _register(
-    "_iwslt_de_en",
+    "iwslt_de_en",
     "fairseq's `transformer_iwslt_de_en`: 6 + 6 layers, 512 wide, 4 heads, for some hundred thousand sentences.",
     transformer_iwslt_de_en,
 )
 _register(
-    "_multi30k_en_de",
+    "multi30k_en_de",
     '4 + 4 layers, 128 wide, 4 heads, for Multi30k\'s 29,000 sentences (Wu et al. 2021, "tiny").',
     base_architecture,
     encoder_embed_dim=128,
@@ -447,4 +414,4 @@ _register(
     decoder_attention_heads=4,
     dropout=0.3,
 )
-_register("_tiny", "fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads.", tiny_architecture)
+_register("tiny", "fairseq's `transformer_tiny`, for tests: 2 + 2 layers, 64 wide, 2 heads.", tiny_architecture)

@@ -25,6 +25,7 @@ from fairseq.models import (
     register_model_architecture,
 )
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
+from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf
 
 from fairseq_fastweights.invalid_input import InvalidInput, check_number
@@ -157,14 +158,40 @@ def check_criterion(criterion: Any, adaptive: bool) -> None:
         raise InvalidInput("criterion is adaptive_loss; it needs adaptive_softmax_cutoff, which is not set")
 
 
-def register_architecture(model: str, name: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Registers an architecture with fairseq; the command's options are checked after it has set its own."""
+def register_architecture(
+    options: type[FairseqDataclass],
+    inherited: type[FairseqDataclass],
+    model: str,
+    name: str,
+    document: str,
+    base: Callable[[Any], None],
+    **settings: Any,
+) -> None:
+    """Registers an architecture with fairseq: one of fairseq's with values for options that were not given.
 
-    def register(architecture: Callable[[Any], None]) -> Callable[[Any], None]:
-        register_model_architecture(model, name)(_checked(architecture))
-        return architecture
+    The command's options are checked after it has set its own.
 
-    return register
+    Args:
+        options: those of the model, whose defaults are set too, but for the `inherited` ones.
+        inherited: options that fairseq sets.
+        model, name: the architecture is called MODEL_NAME, or MODEL without a name.
+        document: its docstring.
+        base: fairseq's function of the architecture that it changes.
+        settings: the values.
+    """
+
+    def architecture(args: Any) -> None:
+        for option, value in settings.items():
+            if safe_getattr(args, option, None) is None:  # max_target_positions is there, of the task, as None
+                setattr(args, option, value)
+        set_defaults(args, options, inherited)
+        pre_norm = safe_getattr(args, "decoder_normalize_before", None)
+        base(args)
+        if "decoder_normalize_before" in settings:  # which fairseq's base always sets
+            args.decoder_normalize_before = pre_norm
+
+    architecture.__doc__ = document
+    register_model_architecture(model, f"{model}_{name}" if name else model)(_checked(architecture))
 
 
 def check_model_itself(model: str) -> None:

@@ -75,9 +75,8 @@ class Gate:
         name: of the argument.
         per: the numbers at every step: one for each "head", or for each "key" or "value" dimension of each head;
             "head or key" takes both.
-        log: whether it is the logarithm of a decay, at most 0; otherwise it is a beta, from 0 to `most`.
-            Either is 0 at padding. The biases of a layer's decays start so that these are uniformly distributed (Gu et
-            al. 2020).
+        log: whether it is the logarithm of a decay, at most 0; otherwise it is a beta, from 0 to `most`. Either is 0 at
+            padding. The biases of a layer's decays start so that these are uniformly distributed (Gu et al. 2020).
         optional: whether None will do, for no such gate.
         kind: "gate", or "key": any values, in as many heads as k.
         most: the largest beta.
@@ -325,6 +324,7 @@ def first_overlap(written: Tensor, read: Iterable[Tensor | None]) -> int | None:
         begin = written.data_ptr()
         if begin == 0:
             return None
+        # [begin, end) are the addresses from the first element to the last.
         end = begin + _extent(written)
         for number, x in enumerate(read):
             if x is None or (start := x.data_ptr()) >= end:

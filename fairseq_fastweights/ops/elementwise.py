@@ -118,6 +118,7 @@ def apply_map(
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not takes(backend, x):
         return _reference(x, feature_map, nu, normalization, eps, scale).to(dtype)
+    # Kernels read vectors of any layout whose numbers lie side by side.
     x = x if x.stride(-1) == 1 else x.contiguous()
     mapped: Tensor = kernels.map_features(
         x, _MAP_NUMBERS[feature_map], nu, _NORMALIZATION_NUMBERS[normalization], eps, scale, dtype
@@ -264,6 +265,7 @@ and float64, and in 16 bits, which PyTorch's operators first convert. Measured w
 "plain" is an activation, or its product with y, where all are of one dtype: one or two operators of PyTorch, which take
 16 bits as they are. The product then rounds twice, and is faster than a kernel at every size."""
 _PRECISE = (torch.float32, torch.float64)
+# Kernels know activations and norms by their places.
 _NUMBERS = {name: number for names in (ACTIVATIONS, NORMS) for number, name in enumerate(names)}
 
 

@@ -494,6 +494,7 @@ def _whole_out(dim: int, parts: list[Tensor]) -> Tensor:
     first, *others = parts
     if not others:
         return first
+    # Columns are independent; over rows, y = S q is a sum.
     if dim == VALUES:
         return torch.cat(parts, -1)
     return sum(others, first.to(state_dtype(first.dtype))).to(first.dtype)

@@ -142,6 +142,7 @@ class Rule:
         if checks.values_checked:
             self._check(inputs, initial_state, starts)
         elif initial_state is not None:
+            # A state comes from the user, all else from the layer itself.
             _, k, v, *_ = cast(Any, inputs)
             shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
             check_state(initial_state, shape, "(batch, heads, key_dim, value_dim)", v.dtype)
@@ -288,6 +289,7 @@ class ReadBeforeWrite(Rule):
     ) -> tuple[Tensor, Tensor]:
         q, k, v, beta = inputs
         q, k = reference.ungrouped(q, v), reference.ungrouped(k, v)
+        # y_1 = S_0 q_1: the only output that the delta rule, shifted by a step, does not give.
         first = torch.zeros_like(v[:, :1])
         if initial_state is not None:
             with without_autocast(q):

@@ -15,6 +15,8 @@ from fairseq_fastweights.ops.chunkwise.chunks import chunk_length
 from fairseq_fastweights.ops.kernels import (
     can_change,
     differentiable_once,
+    differentiated,
+    first_state,
     last_contiguous,
     mark_changed,
     selective_scan_forward,
@@ -81,20 +83,21 @@ def selective_scan(
     asked, reason = "auto" if backend == "fla" else backend, _why_not_native(u)
     backend = choose_backend(asked, u.shape[1], reason, in_chunks=True)
     say_backend(u.device.type, asked, reason, in_chunks=True)
-    run = {"native": native, "chunkwise": ScanFunction.apply, "reference": reference}[backend]
     if backend == "native":
         backends.refuse_tangents(initial_state, *inputs)
     # The state that is written into; None if the final state is a new tensor.
     state = checks.check_in_place(initial_state, INPUTS, inputs) if in_place else None
     if u.shape[1] == 0:
-        return (
-            no_steps(u, (u.shape[0], *A.shape), initial_state, inputs)
-            if state is None
-            else (torch.zeros_like(u), state)
-        )
+        if state is not None:
+            return torch.zeros_like(u), state
+        return no_steps(u, (u.shape[0], *A.shape), initial_state, inputs)
     if state is not None and backend == "native" and u.shape[1] == 1 and can_change(state):
         return native_step_(*inputs, state=state), state
-    out, final_state = run(*inputs, initial_state=initial_state)
+    if backend == "chunkwise":
+        out, final_state = ScanFunction.apply(*inputs, initial_state)  # type: ignore[no-untyped-call]
+    else:
+        run: Any = native if backend == "native" else reference
+        out, final_state = run(*inputs, initial_state=initial_state)
     return out, final_state if state is None else state.copy_(final_state)
 
 
@@ -129,35 +132,23 @@ def reference(
     return (out if D is None else out + D.to(dtype) * u.to(dtype)).to(u.dtype), state
 
 
-def native(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def native(*inputs: Any, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Every step by the compiled kernels: `out` and the final state."""
-    inputs = u, delta, A, B, C, D, initial_state
-    keeps_states = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    u, delta, A, B, C, D = inputs
+    keeps_states = differentiated(*inputs, initial_state)
     if u.shape[1] == 1 and not keeps_states:
-        if initial_state is None:
-            state = u.new_zeros(u.shape[0], *A.shape, dtype=state_dtype(u.dtype))
-        else:
-            state = initial_state.clone(memory_format=torch.contiguous_format)
-        return native_step_(u, delta, A, B, C, D, state=state), state
+        state = first_state(initial_state, u, (u.shape[0], *A.shape))
+        return native_step_(*inputs, state=state), state
     u, delta, B, C = (last_contiguous(x) for x in (u, delta, B, C))
+    # The backward pass computes the states between the kept ones again.
     interval = SCAN_INTERVAL if keeps_states else 0
     out, final_state, _ = selective_scan_forward(u, delta, A, B, C, D, initial_state, interval)
     return out, final_state
 
 
-def native_step_(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *, state: Tensor
-) -> Tensor:
+def native_step_(*inputs: Any, state: Tensor) -> Tensor:
     """One step, on a state that is changed in place, where `can_change` allows it: `out`."""
+    u, delta, A, B, C, D = inputs
     u, delta, B, C = (last_contiguous(x) for x in (u, delta, B, C))
     out: Tensor = selective_scan_step_(u, delta, A, B, C, D, state)
     mark_changed(state)
@@ -225,16 +216,8 @@ class ScanFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        u: Tensor,
-        delta: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        u, delta, A, B, C, D, initial_state = inputs
         dtype = state_dtype(u.dtype)
         with without_autocast(u):
             rates = A.to(dtype)
@@ -248,7 +231,7 @@ class ScanFunction(torch.autograd.Function):
             out = torch.cat(outputs, 1)[:, : u.shape[1]]
             if D is not None:
                 out = out + D.to(dtype) * u.to(dtype)
-        ctx.save_for_backward(u, delta, A, B, C, D, initial_state, torch.stack(states[:-1]))
+        ctx.save_for_backward(*inputs, torch.stack(states[:-1]))
         return out.to(u.dtype), states[-1]
 
     @staticmethod

@@ -44,19 +44,11 @@ class DeltaFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        erase: Tensor | None,
-        beta: Tensor | None,
-        log_key_decay: Tensor | None,
-        initial_state: Tensor | None,
-        starts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *of_chunks, initial_state, _ = inputs
+        v = inputs[2]
         with without_autocast(v):
-            chunks = _prepare(q, k, v, erase, beta, log_key_decay)
+            chunks = _prepare(*of_chunks)
             states = [first_state(initial_state, chunks.writes, chunks.uv)]
             for n in range(chunks.uv.shape[2]):
                 # U = Uv - W S
@@ -68,7 +60,7 @@ class DeltaFunction(torch.autograd.Function):
             entering = stacked[:, :, :-1]
             # Y = (Q * P) S + <Q, K> U, for all chunks at once
             out = chunks.reads @ entering + times_lower(chunks.scores, chunks.uv - chunks.w @ entering)
-        ctx.save_for_backward(q, k, v, erase, beta, log_key_decay, initial_state, starts, stacked)
+        ctx.save_for_backward(*inputs, stacked)
         return from_chunks(out, v.shape[1], v.dtype), states[-1].clone()
 
     @staticmethod

@@ -54,19 +54,12 @@ class DiagonalFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_key_decay: Tensor | None,
-        log_value_decay: Tensor | None,
-        initial_state: Tensor | None,
-        starts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *of_chunks, initial_state, _ = inputs
+        v = inputs[2]
         with without_autocast(v):
             time = v.shape[1]
-            qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
+            qc, kc, vc, fc, zc = _chunks(*of_chunks)
             states = _states(kc, vc, fc, zc, first_state(initial_state, kc, vc))
             if fc is None and zc is None:
                 out = times_lower((qc @ kc.transpose(-1, -2)).tril_(), vc)
@@ -83,24 +76,24 @@ class DiagonalFunction(torch.autograd.Function):
             inside_f, inside_z = inclusive(fc), inclusive(zc)
             # The state at the chunk's start, decayed to each step.
             out += times(times(qc, inside_f) @ states[:, :, :-1], inside_z)
-        ctx.save_for_backward(q, k, v, log_key_decay, log_value_decay, initial_state, starts, states)
+        ctx.save_for_backward(*inputs, states)
         # The last state is returned as a copy: a caller may change it in place, and the saved states must stay.
         return from_chunks(out, time, v.dtype), states[:, :, -1].clone()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_key_decay, log_value_decay, initial_state, starts, states = saved
+        *inputs, initial_state, starts, states = saved
         if starts is not None and not are_apart(starts, (d_out, d_final)):
 
             def run(q: Tensor, k: Tensor, v: Tensor, f: Any, z: Any, state: Any) -> Any:
                 return step_by_step(q, k, v, None, None, f, z, state, starts)
 
-            given = (q, k, v, log_key_decay, log_value_decay, initial_state)
-            return *gradients_of(run, given, (d_out, d_final)), None
+            return *gradients_of(run, (*inputs, initial_state), (d_out, d_final)), None
+        v = inputs[2]
         with without_autocast(v):
             time = v.shape[1]
-            qc, kc, vc, fc, zc = _chunks(q, k, v, log_key_decay, log_value_decay)
+            qc, kc, vc, fc, zc = _chunks(*inputs)
             dyc = to_chunks(d_out.to(v.dtype), qc.shape[-2])
             df = None if fc is None else torch.zeros_like(fc)
             dz = None if zc is None else torch.zeros_like(zc)
@@ -115,7 +108,6 @@ class DiagonalFunction(torch.autograd.Function):
                 for half in halves(qc.shape[-2]):
                     _add_block_gradients(half, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
             d_states = _add_state_gradients(states, d_final, (qc, kc, vc, fc, zc, dyc), (dq, dk, dv, df, dz))
-        inputs = (q, k, v, log_key_decay, log_value_decay)
         found = zip((dq, dk, dv, df, dz), inputs, ctx.needs_input_grad, strict=False)
         gradients = [from_chunks(x, time, of.dtype) if x is not None and wanted else None for x, of, wanted in found]
         return *gradients, d_states if ctx.needs_input_grad[5] else None, None
