@@ -44,7 +44,7 @@ class LayerState:
 
 
 class FastWeightCache(Cache):
-    """The states of all layers' mixers: of linear attention, a matrix for each head, of a size that no text changes.
+    """The states of all layers' mixers: of linear attention, one matrix a head, whatever the length of the text.
 
     Only the state of softmax attention grows. A model makes a cache if it gets none and `use_cache` is set. It changes
     a cache in place and returns it; to continue twice from the same text, copy it first (`copy.deepcopy`).
