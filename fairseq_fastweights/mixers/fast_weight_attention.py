@@ -192,6 +192,7 @@ class FastWeightAttention(LinearAttention):
 
     def _log_key_decay(self, k: Tensor, gates: list[Tensor]) -> Tensor | None:
         """The logarithm of all decays of keys together, of the shape of `k`; None if there are none."""
+        # The log of a product of decays; decays of a whole head count for each of its keys.
         logs = [
             g if gate.per == "key" else g[..., None].expand(k.shape)
             for g, gate in zip(gates, self.rule.gates, strict=True)

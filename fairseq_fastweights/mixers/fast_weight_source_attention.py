@@ -149,6 +149,7 @@ class FastWeightSourceAttention(LinearAttention):
         sources = (order // copies).tolist()
         if sources == [row for row in range(rows) for _ in range(copies)]:
             return state  # hypotheses changed places, each with others for the same source
+        # The source of each group of successive rows, as long as the rows of a group have one in common.
         kept = sources[::copies]
         if sources != [row for row in kept for _ in range(copies)]:
             kept, copies = sources, 1

@@ -276,6 +276,7 @@ class KimiDelta(GatedDelta):
     _output_activation = "sigmoid"
 
     def _make_gates(self, values: int) -> None:
+        # Both projections of gates go through value_dim numbers, as in the paper's layer.
         self.gate_rank = self.value_dim
         self.forget_gate = _ForgetGate(self.embed_dim, self.num_heads, self.key_dim, self.value_dim)
         self.g_a_proj = nn.Linear(self.embed_dim, self.value_dim, bias=False)
@@ -371,6 +372,7 @@ class DeltaNet(GatedDelta):
         return [self.g_proj] if self.gate else []
 
     def _log_gate(self, projected: list[Tensor], beta: Tensor) -> Tensor:
+        # log f = 0: nothing is forgotten.
         return beta.new_zeros(()).expand(beta.shape)
 
     def concern_when_carried(self) -> str | None:

@@ -136,6 +136,7 @@ class LinearAttention(Attention):
     def _project_out(self, out: Tensor, query: Tensor) -> Tensor:
         """Projects (batch, time, heads, head_dim) to the layer's output, (time, batch, embed_dim)."""
         time, batch, _ = query.shape
+        # From the dtype of states back to that of the layer.
         out = out.to(query.dtype)
         out = self.dropout_module(out if self.scale == 1 else out * self.scale)
         return self.out_proj(in_rows(out.transpose(0, 1).reshape(time, batch, self.num_heads * self.head_dim)))

@@ -63,11 +63,13 @@ class LocalAttention(SoftmaxMixer):
         q, k, v = map(self._heads, project(x, [self.q_proj, self.k_proj, self.v_proj]))
         before = state
         if before is None:
+            # Zeros stand for positions before the text, of which `read` = 0 lets none be seen.
             nothing = k.new_zeros(batch, self.num_heads, self.window - 1, self.head_dim)
             before = {"keys": nothing, "values": nothing, "read": torch.zeros(batch, dtype=torch.long, device=x.device)}
         positions = torch.arange(time, device=x.device)[None]
         seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
         dropout = self._dropout()
+        # A text within the window: each position sees all before it, as in torch's causal attention.
         if state is None and starts is None and time <= self.window:
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:  # each block of queries attends to its keys and to those of the blocks just before

@@ -101,6 +101,7 @@ class Mamba(Mixer):
         # (time, batch, channels)
         x, z = self.in_proj(text).chunk(2, dim=-1)
         u, conv_state = convolve(self.conv1d, self.conv, x, before.get("conv"), lengths, starts, backend=self.backend)
+        # Step size, input and output projections follow from u: this makes the state space selective.
         dt, B, C = self.x_proj(in_rows(u)).split([self.dt_rank, self.state, self.state], dim=-1)
         # delta = softplus(W_dt dt + b_dt)
         if are_plain([self.dt_proj]):
@@ -139,6 +140,7 @@ def _scan_of_documents(
     precise = ops.state_dtype(u.dtype)
     first = starts[..., None]
     written = torch.where(first, u.to(precise) * delta / FORGETS, u.to(precise))
+    # h = exp(-FORGETS rate) h + FORGETS (u delta / FORGETS) B: an empty state, and the write of a step of size delta.
     size = torch.where(first, FORGETS, delta)
     y, state = ops.selective_scan(written, size, A, B.to(precise), C.to(precise), **options)
     return (y + D * u).to(u.dtype), state

@@ -206,6 +206,7 @@ class Mixer(nn.Module):
                 raise InvalidInput("starts is given; it must be None: with this mixer a row holds one document")
             check_mask("starts", starts, x, self)
             starts = starts if padding is None else starts & ~padding
+        # A backward pass reads the state as it was.
         in_place = overwrite and state is not None and not torch.is_grad_enabled()
         # One matrix of rows, so that each projection is one product.
         x = in_rows(x)
@@ -215,6 +216,7 @@ class Mixer(nn.Module):
             # A stable sort moves padding behind each row's text, and zeros keep out NaN that may stand there.
             order = padding.t().long().argsort(dim=0, stable=True)[:, :, None]
             text = x.masked_fill(padding.t()[..., None], 0).gather(0, order.expand(x.shape))
+            # Starts move with their tokens.
             starts = None if starts is None else starts.gather(1, order[:, :, 0].t())
             out, state = self.mix(text, state, (~padding).sum(1), starts, in_place, **others)
             out = out.new_empty(out.shape).scatter(0, order.expand(out.shape), out)

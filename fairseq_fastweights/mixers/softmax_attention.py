@@ -125,9 +125,11 @@ class SoftmaxAttention(SoftmaxMixer):
             q, k, v = self.q_norm(self._heads(q)), self.k_norm(self._heads(k)), self._heads(v)
         before = 0 if state is None else state["keys"].shape[2]
         if self.rotary.dim:
+            # Before keys are kept: a rotated key never changes, as scores depend on differences of positions alone.
             turned = self.rotary.turns(_positions(state, padding, starts, x), x.dtype)
             q, k = rotate(q, *turned), rotate(k, *turned)
         if state is not None:
+            # Keys of earlier calls first: (batch, heads of keys, keys, head_dim).
             k, v = _append(state["keys"], k, in_place), _append(state["values"], v, in_place)
             # Padding of earlier calls stays in the KV cache, and its mask with it: (batch, keys).
             if "padding" in state or padding is not None:
@@ -211,6 +213,7 @@ def _visible(
     """The keys that each of the last `time` positions sees; None if torch's own causal mask, or no mask, does."""
     if padding is None and documents is None and (time == 1 or time == keys):
         return None
+    # The queries are the last `time` of the keys' positions.
     itself = torch.arange(keys - time, keys, device=device)
     others = torch.arange(keys, device=device)
     visible = others <= itself[:, None]  # (time, keys)

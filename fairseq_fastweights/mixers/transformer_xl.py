@@ -101,6 +101,7 @@ class TransformerXL(SoftmaxMixer):
         time, batch, _ = x.shape
         read = torch.full((batch,), time, device=x.device) if lengths is None else lengths
         positions = torch.arange(time, device=x.device)[None]
+        # Positions of a document before each, at most `memory` of which are from earlier calls.
         seen, filled = within_documents(starts, positions, read, 0 if state is None else state["filled"])
         # h = [SG(memory), x]
         inputs = x if state is None else torch.cat([state["memory"].transpose(0, 1), x])

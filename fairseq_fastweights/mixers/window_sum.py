@@ -122,6 +122,7 @@ class WindowSum(LinearAttention):
         before = self._nothing(k, v) if state is None else state
         positions = torch.arange(time, device=text.device)[None]
         seen, read = within_documents(starts, positions, time if lengths is None else lengths, before["read"])
+        # Angles of positions in the document; rotated queries and keys go through the feature map, too.
         turned = self.rotary.turns(seen[:, None], q.dtype) if self.rotary.dim else ()
         if time == 1 and lengths is None and state is not None and self._may_take_step(q, state):
             out, after = self._step(q, k, v, turned, seen, starts, state, in_place)
@@ -148,6 +149,7 @@ class WindowSum(LinearAttention):
         staying = seen[:, first:] < self.window
         if lengths is not None:
             staying = staying | beyond(time, lengths).t()[:, first:]
+        # Keys and values that leave the window are the ones that S and z take up.
         old_k, old_v = (_leaving(before[name], x)[:, :, first:] for name, x in (("keys", k), ("values", v)))
         begin = None if starts is None else starts[:, first:]
         # S_t phi(q_t) and, in the last column, z_t phi(q_t)

@@ -371,6 +371,7 @@ def _overlaps_itself(sizes: Numbers, strides: Numbers) -> bool:
         return False
     if any(n > 1 and stride == 0 for n, stride in zip(sizes, strides, strict=True)):
         return True
+    # As many marks as elements: then no two elements share a place.
     marks = torch.zeros(_reach(sizes, strides), dtype=torch.bool, device="cpu")
     return _at(marks, sizes, strides).fill_(True).numel() > int(marks.sum())
 

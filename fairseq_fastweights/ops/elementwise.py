@@ -213,6 +213,7 @@ def divided_by_largest(exponents: Tensor, log_epsilon: float, over: tuple[int, .
     largest = exponents.detach().amax(dim=over, keepdim=True)
     if math.isinf(log_epsilon):
         return (exponents - largest).exp()
+    # The added epsilon is scaled alike, so that it may be the largest term itself.
     largest = largest.clamp(min=log_epsilon)
     return (exponents - largest).exp() + (log_epsilon - largest).exp()
 

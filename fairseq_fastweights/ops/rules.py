@@ -256,6 +256,7 @@ class Rule:
             assert self.kernel is not None
             if backends.fits(device_type, max(key_dim, value_dim)):
                 return self.kernel
+            # Keys or values beyond the largest dimension of a call: by several calls.
             along = {"key": KEYS, "value": VALUES, "head": None, "head or key": None}
             # Rules that correct read all rows of the state at once: no division over keys.
             dims = (VALUES,) if self.corrects else (VALUES, KEYS)

@@ -289,6 +289,7 @@ def _states(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, start: Tensor) -> tu
     """The decays and the states of a chunk's steps: (batch, time, channels, state) each."""
     decay = (delta[..., None] * A).exp_()
     h = (delta * u)[..., None] * B[:, :, None, :]
+    # The state before the chunk enters through its first step; the scan carries it on.
     h[:, 0] += decay[:, 0] * start
     _scan_(decay.clone(), h)
     return decay, h

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,8 @@ def test_every_mixer_is_made_by_its_name_and_its_options_reach_it(name):
         assert mixer.settings().get(option, value) == value
         assert getattr(default, option) == kind.options[option].default or kind.options[option].default == 0
     assert mixer.bounded == (not mixer.carries)
+    described = "".join(of.__doc__ or "" for of in type(default).__mro__)
+    assert all(re.search(rf"^ *{option}: ", described, flags=re.MULTILINE) for option in kind.options)
     linear = {part: x for part, x in default.named_modules() if isinstance(x, torch.nn.Linear)}
     biased = {part for part, x in linear.items() if x.bias is not None}
     none = name in ("transformer-xl", *DELTA_NETWORKS)

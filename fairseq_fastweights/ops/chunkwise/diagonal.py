@@ -134,6 +134,7 @@ def _states(k: Tensor, v: Tensor, f: Tensor | None, z: Tensor | None, first: Ten
 
 def _through_chunk(state: Tensor, f: Tensor | None, z: Tensor | None, n: int | slice = slice(None)) -> Tensor:
     """A state after the decays of chunk n, or of each chunk; likewise a gradient on its way back."""
+    # A product of decays is the exponential of a sum of their logs.
     if f is not None:
         state = state * f[:, :, n].sum(-2).exp()[..., :, None]
     if z is not None:
