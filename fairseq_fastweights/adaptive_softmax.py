@@ -39,7 +39,7 @@ def start_as_identity(embeddings: Any = None, softmax: Any = None) -> None:
 
 
 def add_biases(softmax: Any) -> None:
-    """Adds a bias for each word type to an adaptive softmax, and one for each cluster to its first."""
+    """Adds a bias for each token to an adaptive softmax, and one for each cluster to its first."""
     _add_bias(softmax.head, softmax.cutoff[0] + len(softmax.tail))
     for cluster, first, end in zip(softmax.tail, softmax.cutoff[:-1], softmax.cutoff[1:], strict=True):
         _add_bias(cluster[2], end - first)

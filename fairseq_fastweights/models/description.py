@@ -252,13 +252,13 @@ def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
         setting: read(value_of(option)) for setting, (option, read, _) in _TABLE.items() if value_of(option) is not None
     }
     # fairseq ties an adaptive softmax by one option, and a single output matrix by another.
-    bands = settings.get("adaptive_softmax_cutoffs") is not None
-    tied_by = "tie_adaptive_weights" if bands else "share_decoder_input_output_embed"
+    clusters = settings.get("adaptive_softmax_cutoffs") is not None
+    tied_by = "tie_adaptive_weights" if clusters else "share_decoder_input_output_embed"
     tied = bool(value_of(tied_by))
     if not value_of("adaptive_input"):
         settings["adaptive_input_cutoffs"] = None
-    elif tied and not bands:
-        raise InvalidInput(f"{tied_by} is set with adaptive_input; embeddings in bands are not an output layer")
+    elif tied and not clusters:
+        raise InvalidInput(f"{tied_by} is set with adaptive_input; embeddings in clusters are not an output layer")
     if value_of("no_token_positional_embeddings"):
         positions = "none"
     else:
@@ -274,7 +274,7 @@ def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
         "position_embeddings": positions,
         "final_norm": settings.get("pre_norm", False) and settings.get("final_norm", True),
         "tie_word_embeddings": tied,
-        "tie_adaptive_projections": bands and tied and bool(value_of("tie_adaptive_proj")),
+        "tie_adaptive_projections": clusters and tied and bool(value_of("tie_adaptive_proj")),
         "activation_dropout": settings.get("activation_dropout") or float(value_of("relu_dropout") or 0),
         "masked_tokens": [dictionary.bos(), dictionary.pad(), dictionary.unk()] if masked else [],
         "pad_token_id": dictionary.pad(),
@@ -287,7 +287,7 @@ def config_of(options: Any, dictionary: Dictionary) -> FastWeightConfig:
 def options_of(config: FastWeightConfig) -> dict[str, Any]:
     """The options of `fast_weight_lm`, without dashes, that build a model of this configuration; True for flags."""
     assert isinstance(config.mixers, list) and config.mixer_settings is not None
-    bands = config.adaptive_softmax_cutoffs is not None
+    clusters = config.adaptive_softmax_cutoffs is not None
     options = {option: write(getattr(config, setting)) for setting, (option, _, write) in _TABLE.items()}
     options |= {
         "mixers": write_pattern(config.mixers),
@@ -295,7 +295,7 @@ def options_of(config: FastWeightConfig) -> dict[str, Any]:
         "no_token_positional_embeddings": config.position_embeddings == "none",
         "decoder_learned_pos": config.position_embeddings == "learned",
         "adaptive_input": config.adaptive_input_cutoffs is not None,
-        "tie_adaptive_weights" if bands else "share_decoder_input_output_embed": config.tie_word_embeddings,
+        "tie_adaptive_weights" if clusters else "share_decoder_input_output_embed": config.tie_word_embeddings,
         "tie_adaptive_proj": config.tie_adaptive_projections,
         "mask_special_symbols": bool(config.masked_tokens),
         "add_bos_token": config.bos_token_id != config.eos_token_id,

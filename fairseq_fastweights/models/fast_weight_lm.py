@@ -107,7 +107,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
             for mixer in decoder.mixers:
                 mixer.reset_special_parameters()
         adaptive = isinstance(decoder.embed_tokens, AdaptiveInput)
-        change_bands(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
+        change_clusters(args, decoder.embed_tokens if adaptive else None, decoder.adaptive_softmax)
         if args.compile:
             compile_layers(decoder)
         if cuda_graphs.are_wanted(args):
@@ -196,7 +196,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
     Raises:
         ValueError: for options that contradict each other.
     """
-    _check_bands(args)
+    _check_clusters(args)
     if args.character_embeddings:
         return CharacterTokenEmbedder(
             dictionary,
@@ -206,7 +206,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
             args.char_embedder_highway_layers,
         )
     if args.tie_adaptive_weights:
-        _check_tied_bands(args)
+        _check_tied_clusters(args)
     if not args.adaptive_input:
         return TransformerLanguageModel.build_embedding(args, dictionary, args.decoder_input_dim)
     cutoffs = read_cutoffs("adaptive_input_cutoff", args.adaptive_input_cutoff, len(dictionary))
@@ -228,7 +228,7 @@ def build_embeddings(args: Any, dictionary: Dictionary) -> Any:
     )
 
 
-def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
+def change_clusters(args: Any, embeddings: Any, softmax: Any) -> None:
     """Gives an adaptive input and an adaptive softmax, or None, the form that the options choose.
 
     It is done last: weights that start as the identity must not be drawn again.
@@ -241,7 +241,7 @@ def change_bands(args: Any, embeddings: Any, softmax: Any) -> None:
         add_biases(softmax)
 
 
-def _check_bands(args: Any) -> None:
+def _check_clusters(args: Any) -> None:
     lookup("square_projections", args.square_projections, dict.fromkeys(SQUARE_PROJECTIONS))
     adaptive_input = args.adaptive_input and not args.character_embeddings
     if args.square_projections != "keep" and not adaptive_input and args.adaptive_softmax_cutoff is None:
@@ -266,7 +266,7 @@ def _read_filters(text: str) -> list[Any]:
     return filters
 
 
-def _check_tied_bands(args: Any) -> None:
+def _check_tied_clusters(args: Any) -> None:
     if not args.adaptive_input:
         raise InvalidInput("tie_adaptive_weights is set; it needs adaptive_input, which is not")
     for name, own, other in (
@@ -296,7 +296,7 @@ def _register(
 
 
 for _size, _width, _segment in (("small", 128, 256), ("medium", 256, 384)):
-    # Embeddings of one size for all bands: a factor of 1.
+    # Embeddings of one size for all clusters: a factor of 1.
     _register(
         f"wiki103_{_size}",
         f'Schlag et al. 2021, Sec. 6.3 and App. F, "{_size}": D = {_width}, to be trained on segments of {_segment}.',

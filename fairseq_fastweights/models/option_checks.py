@@ -311,14 +311,14 @@ def check_unread_settings(cfg: Any) -> None:
 
 
 def read_cutoffs(name: str, text: str | None, types: int) -> list[int]:
-    """Reads comma-separated cut-offs between bands of word types."""
+    """Reads comma-separated cut-offs between clusters of tokens."""
     words = [] if text is None else [word.strip() for word in str(text).strip("[]").split(",")]
     if not words or not all(word.isdecimal() for word in words):
-        raise InvalidInput(f"{name} is {text!r}; it must be comma-separated numbers of word types")
+        raise InvalidInput(f"{name} is {text!r}; it must be comma-separated token ids")
     cutoffs = [int(word) for word in words]
     if cutoffs != sorted(set(cutoffs)) or cutoffs[0] < 1 or cutoffs[-1] > types:
         raise InvalidInput(
-            f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} types at most"
+            f"{name} is {text!r}; its numbers must rise, from 1 at least to the dictionary's {types} entries at most"
         )
     return cutoffs
 
