@@ -266,11 +266,10 @@ def test_the_page_says_what_the_results_say(tmp_path: Path, run) -> None:
     """Each number of a row of docs/performance.md stands in the tables of the results that the row links to."""
     page = (report.ROOT / "docs" / "performance.md").read_text()
     found = report.find_records(report.RESULTS)
-    rows = re.findall(
-        r"^\| \*\*.*?results/(\w+\.json)\).*?\) \| (.*) \| (\d+) November, (\d threads?) \|$", page, flags=re.MULTILINE
-    )
+    pattern = r"^\| \*\*.*?results/(\w+\.json)\).*?, (\d threads?), (\d+) November\) \| (.*) \|$"
+    rows = re.findall(pattern, page, flags=re.MULTILINE)
     assert len(rows) == page.count("\n| **") == 10
-    for file, said, day, threads in rows:
+    for file, threads, day, said in rows:
         results = [(path, record) for path, record in found if path.name == file]
         tables = report.render(results, report.PAGE)
         assert threads in tables and f"2026-11-{day}" in tables
