@@ -67,7 +67,7 @@ def on_page_content(html: str, **_: Any) -> str:
             return found[0]
         # A path that is longer than a line may break behind its marks.
         words = (
-            re.sub(r"[^/.,_=]+[/.,_=]*", r"<span>\g<0></span><wbr>", word)
+            re.sub(r"[^/.,_=|:]+[/.,_=|:]*", r"<span>\g<0></span><wbr>", word)
             if len(unescape(word)) > PHONE_LINE
             else f"<span>{word}</span>"
             for word in found[1].split(" ")
