@@ -117,7 +117,7 @@ def test_parameters_are_fairseqs_and_without_a_source_it_reads_the_queries():
     assert shapes[0] == shapes[1]
 
 
-def test_with_batch_first_queries_and_source_are_transposed_and_exchanged_ones_are_named():
+def test_batch_first_transposes_queries_and_source_and_names_exchanges():
     module, first, (query, source) = build(), build(batch_first=True), inputs()
     out, state = module(query, None, PADDING, source=source)
     flipped, its = first(query.transpose(0, 1), None, PADDING, source=source.transpose(0, 1))
