@@ -17,11 +17,11 @@ SLOW = "papers_sizes or every_way_to_fill or large_states or even_for_a_moment"
 @pytest.mark.emulated
 @pytest.mark.parametrize("algorithm", ["", "chunked"], ids=["as-chosen", "chunked"])
 @pytest.mark.parametrize(
-    "file", ["test_backends", "test_checks", "test_divided", "test_documents", "test_features", "test_native"]
+    "file", ["test_backends", "test_checks", "test_divided", "test_documents", "test_elementwise", "test_native"]
 )
 def test_operations_pass_their_tests_through_the_binding(cxx, file, algorithm):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.cuda.binding"]
-    selected = ["-m", "not slow", "-k", f"(native or test_checks or test_divided or test_features) and not ({SLOW})"]
+    selected = ["-m", "not slow", "-k", f"(native or test_checks or test_divided or test_elementwise) and not ({SLOW})"]
     result = subprocess.run(
         [*command, f"tests/ops/{file}.py", *selected],
         cwd=ROOT,

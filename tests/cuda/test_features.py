@@ -1,4 +1,4 @@
-"""Feature maps and their normalisation, emulated; `tests/ops/test_features.py` runs through the binding as well."""
+"""Feature maps and their normalisation, emulated; `tests/ops/test_elementwise.py` runs through the binding as well."""
 
 from __future__ import annotations
 
