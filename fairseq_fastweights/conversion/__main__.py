@@ -10,7 +10,7 @@ from typing import Any
 
 from fairseq_fastweights.command_line import fail
 from fairseq_fastweights.conversion import hub
-from fairseq_fastweights.conversion.families.family import FAMILIES, SERVED
+from fairseq_fastweights.conversion.families.table import FAMILIES, SERVED
 from fairseq_fastweights.conversion.files.folders import check_target
 from fairseq_fastweights.conversion.files.weight_files import read_json
 from fairseq_fastweights.conversion.from_huggingface import from_huggingface

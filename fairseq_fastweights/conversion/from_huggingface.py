@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from fairseq_fastweights import model_sizes
-from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, WITHIN, read_family
+from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT
+from fairseq_fastweights.conversion.families.table import WITHIN, read_family
+from fairseq_fastweights.conversion.files.checkpoints import write_checkpoint
 from fairseq_fastweights.conversion.files.folders import (
     ORIGINALS,
     RECORD,
@@ -21,7 +23,7 @@ from fairseq_fastweights.conversion.files.folders import (
     new_folder,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json, write_checkpoint
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import read_whole_tokenizer
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
@@ -33,7 +35,7 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 
 
 def from_huggingface(source: Path, target: Path, *, end_of_text: str | None = None) -> str:
-    """Converts a Hugging Face folder with a language model of `families.family.FAMILIES` into a folder for fairseq.
+    """Converts a Hugging Face folder with a language model of `families.table.FAMILIES` into a folder for fairseq.
 
     It holds `model.pt`, a checkpoint of `fast_weight_lm` with the same mixers and dtypes; `options.txt`, the options of
     fairseq-train for a model of its shape; `dict.txt`; for `--bpe`, `tokenizer.json` and `tokenizer_words.json`, and,

@@ -8,6 +8,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor
 
+from fairseq_fastweights.conversion.files.checkpoints import build_on_meta, configuration, write_checkpoint
 from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
@@ -18,14 +19,7 @@ from fairseq_fastweights.conversion.files.folders import (
     new_folder,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import (
-    WeightFiles,
-    build_on_meta,
-    check_weights,
-    configuration,
-    read_json,
-    write_checkpoint,
-)
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles, check_weights, read_json
 from fairseq_fastweights.conversion.from_huggingface import check_layers
 from fairseq_fastweights.conversion.tokenizers import settings, tokenizer_json
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig

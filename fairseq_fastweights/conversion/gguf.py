@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairseq_fastweights.conversion.families.family import FAMILIES
+from fairseq_fastweights.conversion.families.table import FAMILIES
 from fairseq_fastweights.conversion.files.weight_files import check_regular, first_line
 from fairseq_fastweights.conversion.from_huggingface import check_layers
 from fairseq_fastweights.invalid_input import InvalidInput

@@ -13,8 +13,10 @@ from fairseq.data import Dictionary
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, Family, read_family
+from fairseq_fastweights.conversion.families.family import EMBEDDINGS, OUTPUT, Family
 from fairseq_fastweights.conversion.families.settings import SCALINGS
+from fairseq_fastweights.conversion.families.table import read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration, read_state
 from fairseq_fastweights.conversion.files.folders import (
     FOR_FAIRSEQ,
     ORIGINALS,
@@ -27,13 +29,7 @@ from fairseq_fastweights.conversion.files.folders import (
     original_mixers,
     path_of,
 )
-from fairseq_fastweights.conversion.files.weight_files import (
-    check_weights,
-    configuration,
-    read_json,
-    read_state,
-    save_weights,
-)
+from fairseq_fastweights.conversion.files.weight_files import check_weights, read_json, save_weights
 from fairseq_fastweights.conversion.tokenizers.tokenizer_json import FILES, PIECES
 from fairseq_fastweights.conversion.trained_models import find_run, load_run
 from fairseq_fastweights.huggingface.configuration import FastWeightConfig

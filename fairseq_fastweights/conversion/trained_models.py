@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
+from fairseq_fastweights.conversion.files.checkpoints import options_in, read_state
 from fairseq_fastweights.conversion.files.folders import RECORD, path_of
-from fairseq_fastweights.conversion.files.weight_files import options_in, read_state
 from fairseq_fastweights.conversion.tokenizers.settings import find_kept, generation_config
 from fairseq_fastweights.conversion.tokenizers.to_transformers import find_pieces, make_tokenizer, original_ids
 from fairseq_fastweights.huggingface.modeling import FastWeightForCausalLM

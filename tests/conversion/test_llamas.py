@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import fairseq_fastweights.data.tokenizer_json  # noqa: F401
 from fairseq_fastweights.conversion.__main__ import main
-from fairseq_fastweights.conversion.families.family import read_family
+from fairseq_fastweights.conversion.families.table import read_family
 from fairseq_fastweights.mixers.rotary_embedding import parse_scaling
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import llamas, sources

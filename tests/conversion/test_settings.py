@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import Family, read_family
+from fairseq_fastweights.conversion.families.family import Family
 from fairseq_fastweights.conversion.families.settings import UNUSED
-from fairseq_fastweights.conversion.files.weight_files import WeightFiles, configuration
+from fairseq_fastweights.conversion.families.table import read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration
+from fairseq_fastweights.conversion.files.weight_files import WeightFiles
 from fairseq_fastweights.models.fast_weight_lm import FastWeightLanguageModel
 from tests.conversion import fla_models, llamas, sources
 

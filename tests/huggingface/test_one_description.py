@@ -11,8 +11,8 @@ import pytest
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
 
-from fairseq_fastweights.conversion.families.family import FAMILIES, read_family
-from fairseq_fastweights.conversion.files.weight_files import configuration
+from fairseq_fastweights.conversion.families.table import FAMILIES, read_family
+from fairseq_fastweights.conversion.files.checkpoints import configuration
 from fairseq_fastweights.huggingface import FastWeightConfig
 from fairseq_fastweights.mixers.registry import MIXERS, option_name
 from fairseq_fastweights.models.checkpoint_settings import decode, settings_of

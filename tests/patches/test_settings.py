@@ -13,7 +13,7 @@ from fairseq_cli.hydra_train import hydra_main
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from fairseq_fastweights.conversion.files.weight_files import configuration
+from fairseq_fastweights.conversion.files.checkpoints import configuration
 
 settings = pytest.importorskip("fairseq.settings", reason="needs tools/build_fairseq.py's fairseq")
 literal = settings.literal

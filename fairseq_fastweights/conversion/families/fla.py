@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import Family, Part, reads, unstacked
+from fairseq_fastweights.conversion.families.family import Family, Part, unstacked
 from fairseq_fastweights.conversion.families.hybrid import Delta, convolutions
 from fairseq_fastweights.conversion.families.llama import MLP, NORMS, SHARED, Shape, read_shape
 from fairseq_fastweights.conversion.families.settings import (
@@ -19,6 +19,7 @@ from fairseq_fastweights.conversion.families.settings import (
     of_class,
     rotary_options,
 )
+from fairseq_fastweights.conversion.families.table import reads
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import check_divisor
 from fairseq_fastweights.mixers.registry import write_pattern

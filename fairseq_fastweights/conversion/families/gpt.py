@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_fastweights.conversion.families.family import Family, Part, language_model, reads
+from fairseq_fastweights.conversion.families.family import Family, Part, language_model
 from fairseq_fastweights.conversion.families.settings import (
     Layers,
     Nullable,
@@ -17,6 +17,7 @@ from fairseq_fastweights.conversion.families.settings import (
     of_class,
     rotary_options,
 )
+from fairseq_fastweights.conversion.families.table import reads
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import check_divisor
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fairseq_fastweights.conversion.families.family import WITHIN, Family, Part, read_family, reads, stacked, unstacked
+from fairseq_fastweights.conversion.families.family import Family, Part, stacked, unstacked
 from fairseq_fastweights.conversion.families.llama import (
     ATTENTION,
     MLP,
@@ -26,6 +26,7 @@ from fairseq_fastweights.conversion.families.settings import (
     of_class,
     rotary_options,
 )
+from fairseq_fastweights.conversion.families.table import WITHIN, read_family, reads
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import check_divisor
 from fairseq_fastweights.mixers.registry import write_pattern

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fairseq_fastweights.conversion.families.family import Family, Part, language_model, reads
+from fairseq_fastweights.conversion.families.family import Family, Part, language_model
 from fairseq_fastweights.conversion.families.settings import (
     Layers,
     Nullable,
@@ -16,6 +16,7 @@ from fairseq_fastweights.conversion.families.settings import (
     of_class,
     rotary_options,
 )
+from fairseq_fastweights.conversion.families.table import reads
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.mixers.mixer import check_divisor
 

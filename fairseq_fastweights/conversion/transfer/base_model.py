@@ -17,7 +17,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor
 
-from fairseq_fastweights.conversion.files.weight_files import options_in
+from fairseq_fastweights.conversion.files.checkpoints import options_in
 from fairseq_fastweights.invalid_input import InvalidInput
 from fairseq_fastweights.models import checkpoint_settings
 
