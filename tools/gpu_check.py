@@ -62,9 +62,7 @@ def stages(device: str, out: Path = RESULTS, rehearse: bool = False) -> list[Sta
     kind = "cpu" if rehearse else "cuda"
     on_gpu = {"FASTWEIGHTS_TEST_DEVICE": kind, "OMP_NUM_THREADS": "1"}
     chunked = {**on_gpu, "FASTWEIGHTS_CUDA_ALGORITHM": "chunked"}
-    layers = [f"tests/ops/test_{name}.py" for name in ("features", "gating")] + [
-        "tests/mixers/test_short_convolution.py"
-    ]
+    layers = ["tests/ops/test_elementwise.py", "tests/mixers/test_short_convolution.py"]
     models = ["tests/tasks/test_on_a_gpu.py", "tests/examples/test_synthetic.py", "-k", "on_a_gpu"]
     exercise = [python, "tools/gpu_exercise.py", "--device", kind]
     # compute-sanitizer lies beside nvcc, which need not be on PATH.

@@ -9,7 +9,6 @@ other work on the machine matters little.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fairseq_fastweights.conversion.trained_models import load_for_causal_lm
+from fairseq_fastweights.suggestions import ArgumentParser
 
 LENGTHS = (64, 4096)
 TEXTS, STEPS = 8, 40
@@ -26,7 +26,7 @@ TEXTS, STEPS = 8, 40
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line for each model and length; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Decode steps and states of trained language models.")
+    parser = ArgumentParser(description="Decode steps and states of trained language models.")
     parser.add_argument("data", type=Path, metavar="DATA", help="the data that the models were trained on")
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="the trained models")
     options = parser.parse_args(arguments)

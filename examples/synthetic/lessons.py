@@ -7,14 +7,15 @@ Nothing is trained. Writes teach-*.png into FOLDER, in some seconds.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from common.command_line import ArgumentParser
 from common.figures import Curve, draw_curves, new_figure, save_figure, say
 from torch import Tensor
 
@@ -134,7 +135,7 @@ def _draw(path: Path, message: str, curves: Mapping[str, Curve], note: str, axis
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the figures")
     for path in draw(parser.parse_args(arguments).folder):
         print(f"figure: {path}")
