@@ -246,8 +246,10 @@ class Rule:
         """The implementation of a call, of several steps if `in_chunks`; `refused`: why no kernel takes its gates."""
         if backend == "fla" and in_chunks:
             say_backend(device_type, backend, None, in_chunks=True)
-            fla.check_available(self.name, device_type, dtype)
-            return self._run_by_fla
+            if self.kernel is None:
+                raise fla.unavailable(f"flash-linear-attention has no {self.name} rule")
+            fla.check_available(device_type, dtype)
+            return partial(run_row, row=self.kernel.row, recurrence=fla.fast_weight_rule)
         # None if a kernel takes the call.
         reason = self.why_not_native(device_type, dtype, key_dim) or refused
         taken = choose_backend(backend, 2 if in_chunks else 1, reason, self.chunkwise is not None)
@@ -269,11 +271,6 @@ class Rule:
                 "backend='reference'"
             )
         return self.chunkwise
-
-    def _run_by_fla(self, *inputs: Tensor, initial_state: Tensor | None, starts: Tensor | None = None) -> Any:
-        return fla.run(
-            self.name, initial_state=initial_state, starts=starts, **dict(zip(self.inputs, inputs, strict=True))
-        )
 
 
 class ReadBeforeWrite(Rule):

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from tests.ops.test_documents import where
 # Triton reads the variable when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = importlib.util.find_spec("fla") is not None and (DEVICE.type == "cuda" or INTERPRETED)
+NEEDS = "needs what pip install flash-linear-attention gives, and a GPU or TRITON_INTERPRET=1"
 TAKEN = [rule for rule in RULES if rule.name not in ("decay", "decay of values", "two gates")]
 
 
@@ -41,7 +43,7 @@ def function(q, k, v, g=None, beta=None, *, scale, initial_state, output_final_s
     return torch.cat(outs, 1), torch.cat(states)
 
 
-@pytest.fixture(params=["functions", pytest.param("kernels", marks=pytest.mark.skipif(not RUNS, reason="no fla"))])
+@pytest.fixture(params=["functions", pytest.param("kernels", marks=pytest.mark.skipif(not RUNS, reason=NEEDS))])
 def there(request, monkeypatch) -> None:
     """An installed package; Triton's interpreter lacks tensors from `range`, and benchmarks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -76,9 +78,10 @@ def test_rules_have_the_outputs_and_gradients_of_the_definition(there, rule, sta
 def test_shared_heads_and_the_whole_recurrence(there, gate):
     q, k, v = torch.rand(3, 1, 20, 4, 16).to(DEVICE).half().unbind(0)
     beta, decay = v[..., 0], -torch.rand(1, 20, 4, *gate).to(DEVICE).half()
-    how = {"beta": beta, "log_key_decay": decay}
-    pair = [ops.fast_weight_rule(q[:, :, :2], k[:, :, :2], v, **how, backend=x) for x in ("fla", "reference")]
-    assert_close(named(pair[0]), named(pair[1]), TOLERANCE[torch.float16])
+    q, k = q[:, :, :2], k[:, :, :2] / 8
+    for how in ({"beta": beta}, {"beta": beta, "erase": k}, {"erase": k}):
+        pair = [ops.fast_weight_rule(q, k, v, **how, log_key_decay=decay, backend=x) for x in ("fla", "reference")]
+        assert_close(named(pair[0]), named(pair[1]), TOLERANCE[torch.float16])
 
 
 def test_a_layer_takes_it_for_sequences_and_not_for_steps(there, monkeypatch):
@@ -87,7 +90,7 @@ def test_a_layer_takes_it_for_sequences_and_not_for_steps(there, monkeypatch):
     x = torch.randn(20, 2, 32, device=DEVICE).half()
     with torch.no_grad():
         (out, state), (expected, expected_state) = layer(x), other(x)
-        monkeypatch.setattr("fairseq_fastweights.ops.fla.run", None)
+        monkeypatch.setattr("fairseq_fastweights.ops.fla.fast_weight_rule", None)
         steps = layer(x[:1], state)[0], other(x[:1], expected_state)[0]
     torch.testing.assert_close((out, steps[0]), (expected, steps[1]), atol=1e-2, rtol=1e-2)
 
@@ -95,8 +98,8 @@ def test_a_layer_takes_it_for_sequences_and_not_for_steps(there, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype", "said"),
     [
-        ("decay", torch.float16, "flash-linear-attention has no log_value_decay of the decay rule"),
-        ("two gates", torch.float16, "flash-linear-attention has no erase of the fast-weight rule"),
+        ("decay", torch.float16, "flash-linear-attention has no log_value_decay"),
+        ("two gates", torch.float16, "flash-linear-attention has no erase key beside k"),
         ("delta", torch.float32, "its kernels take torch.float16 and torch.bfloat16, not torch.float32"),
         ("sum", torch.float16, r"ModuleNotFoundError.*pip install flash-linear-attention"),
     ],
@@ -106,6 +109,9 @@ def test_refusals(there, monkeypatch, name, dtype, said):
         monkeypatch.setitem(sys.modules, "fla.ops", None)
     with pytest.raises(ops.BackendUnavailable, match=f"backend='fla' was asked for: .*{said}.*; or use backend='auto'"):
         RULE[name].run(RULE[name].inputs(dtype=dtype), "fla")
+    own = replace(ops.RULES["sum"], name="own", kernel=None)
+    with pytest.raises(ops.BackendUnavailable, match="flash-linear-attention has no own rule"):
+        own(*torch.rand(3, 1, 5, 2, 4).to(DEVICE).half().unbind(0), backend="fla")
     if DEVICE.type == "cpu" and name == "sum":
         monkeypatch.delenv("TRITON_INTERPRET")
         with pytest.raises(ops.BackendUnavailable, match="run on devices of type cuda, not cpu"):
