@@ -9,8 +9,8 @@ compiler, or built kernels, a torch with CUDA, fairseq and pytest, and no networ
 stops the others. On a machine lent for minutes, --minutes ends the run in time: a stage may take what the later ones
 have not reserved. Another run can have some stages only. Results go to FOLDER (``benchmarks/results``) as they come:
 ``<device>.json``, whose other contents stay, the measurements, and the output of each stage in ``logs``. --rehearse
-runs every stage on the CPU, tiny, to find what is missing before a GPU is there. The exit status is 1 if a stage
-failed.
+runs the stages on the CPU, tiny and by the CPU kernels, to find what is missing before a GPU is there; it leaves out
+the build, CUDA graphs, models' tests and larger models, with a line for each. The exit status is 1 if a stage failed.
 """
 
 import argparse
