@@ -39,12 +39,22 @@ def unpacked(path: Path) -> Iterator[Path]:
         raise InvalidInput(
             f"{path}: reading it needs transformers and gguf: pip install transformers gguf ({error})"
         ) from None
+
+    class Reader(gguf.GGUFReader):
+        """gguf's own takes what is there beyond the file's end, and counts an array's numbers without end."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) < count:
+                raise InvalidInput("it is cut short or damaged: a count in it is larger than the file")
+            return found
+
     check_regular(path)
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "trust_remote_code": False}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            file = gguf.GGUFReader(path)
+            file = Reader(path)
             config = transformers.AutoConfig.from_pretrained(**place)
             if config.model_type not in FAMILIES:
                 raise InvalidInput(f"its model_type is {config.model_type!r}; it must be one of {', '.join(FAMILIES)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,11 @@ def change_nothing(path: Path) -> None:
     pass
 
 
+def count(path: Path) -> None:
+    """One array of 2^60 numbers, of which the file has none."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"a", 9, 0, 2**60))
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20000])
 
@@ -107,6 +113,7 @@ def cut(path: Path) -> None:
     [
         (lambda writer: None, cut, "cannot be read as a GGUF file"),
         (lambda writer: None, lambda path: path.write_bytes(b"GGUF"), "cannot be read as a GGUF file"),
+        (lambda writer: None, count, "it is cut short or damaged: a count in it is larger than the file"),
         (lambda writer: None, lambda path: path.unlink(), "cannot be read (No such file"),
         (lambda writer: writer.add_rope_scaling_factor(2.0), change_nothing, "it has llama.rope.scaling.factor; scale"),
         (lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4)), change_nothing, "it has rope_freqs.weight"),
